@@ -1,0 +1,153 @@
+"""The errors: the class says what the caller must do.
+
+::
+
+    DualWriteError
+      ConfigurationError        fix the settings
+      IllegalStateError         fix the code
+      TransactionAborted        neither side changed; see .retryable
+      Fenced                    another owner took over; stop
+      Unavailable               a server did not answer in time; nothing was decided; try again later
+      TransactionInDoubt        the database's answer is missing; recover, do not retry
+      CompletionPending         decided; Kafka will follow; do not redo
+      DecidedTransactionLost    the broker aborted what the database decided; a person must look
+      OutcomeUnverifiable       the log no longer shows what became of a decided transaction
+
+Every error pickles (Spark ships them between processes) and keeps the driver's own error as its
+``__cause__`` in the process that raised it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DualWriteError(Exception):
+    """What every error of this library is.
+
+    Args:
+        what: What happened, in one sentence without a secret in it.
+        transactional_id: The transactional id it happened to, where there is one.
+        next_step: What to do now; the class's own advice if not given.
+    """
+
+    outcome: ClassVar[str] = "unknown"
+    """What is known of the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
+    advice: ClassVar[str] = ""
+
+    def __init__(self, what: str, *, transactional_id: str | None = None, next_step: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.transactional_id = transactional_id
+        self.next_step = next_step or self.advice
+
+    def __str__(self) -> str:
+        subject = f"{self.transactional_id}: " if self.transactional_id is not None else ""
+        advice = f" ({self.next_step})" if self.next_step else ""
+        return f"{subject}{self.what}{advice}"
+
+
+class ConfigurationError(DualWriteError):
+    """The settings cannot work, or would not be safe. Nothing was changed on either side."""
+
+    outcome = "none"
+
+
+class IllegalStateError(DualWriteError):
+    """A method was called where the protocol does not allow it. The call changed nothing."""
+
+    outcome = "none"
+
+
+class TransactionAborted(DualWriteError):
+    """Neither the database nor Kafka shows anything of this transaction.
+
+    Attributes:
+        retryable: True if the same work may succeed when it is run again.
+    """
+
+    outcome = "aborted"
+    advice = "nothing was written on either side"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        transactional_id: str | None = None,
+        next_step: str | None = None,
+        retryable: bool = True,
+    ) -> None:
+        super().__init__(what, transactional_id=transactional_id, next_step=next_step)
+        self.retryable = retryable
+
+
+class Fenced(DualWriteError):
+    """Another owner has claimed the transactional id. The transaction at hand is on neither side."""
+
+    outcome = "aborted"
+    advice = "another owner took this transactional id over: stop using it here"
+
+
+class Unavailable(DualWriteError):
+    """The database or Kafka did not answer in time, while no decision was under way."""
+
+    outcome = "none"
+    advice = "try again when the server answers"
+
+
+class TransactionInDoubt(DualWriteError):
+    """The answer to the database's COMMIT is missing and could not be found out. Never retry the work before recovery."""
+
+    outcome = "unknown"
+    advice = "do not run the work again; run recovery and look at the database"
+
+
+class CompletionPending(DualWriteError):
+    """The database has committed; Kafka's messages will become visible, by this process or by the next recovery."""
+
+    outcome = "decided"
+    advice = "a success that will become visible: do not run the work again"
+
+
+class DecidedTransactionLost(DualWriteError):
+    """The database has committed, but the broker aborted the Kafka transaction (time-out, an operator, another tool).
+
+    Attributes:
+        state: The text form of the prepared state: it names the partitions and the first offsets.
+    """
+
+    outcome = "lost"
+    advice = "the rows are in the database, the messages are aborted: a person must look and publish them again"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        transactional_id: str | None = None,
+        next_step: str | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(what, transactional_id=transactional_id, next_step=next_step)
+        self.state = state
+
+
+class OutcomeUnverifiable(DualWriteError):
+    """The database has committed, and nothing in Kafka shows any more whether the messages were committed.
+
+    Attributes:
+        state: The text form of the prepared state.
+    """
+
+    outcome = "unknown"
+    advice = "compare the rows with the topics by hand for the offsets named"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        transactional_id: str | None = None,
+        next_step: str | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(what, transactional_id=transactional_id, next_step=next_step)
+        self.state = state

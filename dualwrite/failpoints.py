@@ -1,0 +1,103 @@
+"""Named points in the code where a test can stop, kill or fail the process. They cost a dictionary look-up.
+
+``DUALWRITE_FAILPOINT=name[:nth[:action]]`` in the environment arms one point for this process and the workers it starts:
+at the nth pass (1 by default) the action is done: ``kill`` (SIGKILL to this process, the default), ``stop`` (SIGSTOP) or
+``raise`` (:class:`FailpointError`). Several are separated by commas.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Final
+
+FAILPOINTS: Final[dict[str, str]] = {
+    "claim.before": "nothing of the claim has happened",
+    "claim.row_raised": "the row's incarnation is raised, nothing is settled",
+    "claim.settled": "older incarnations are settled, the new Kafka id is not made",
+    "claim.initialized": "the new Kafka id is initialised",
+    "settle.looked": "the coordinator has answered",
+    "settle.before_commit": "about to end a decided transaction",
+    "settle.committed": "a decided transaction was ended with commit",
+    "settle.recorded": "an outcome was recorded in the row",
+    "settle.before_retire": "about to retire an incarnation",
+    "settle.retired": "the incarnation is retired, the row not yet marked",
+    "settle.marked": "the row says settled",
+    "write.begun": "the database transaction has begun",
+    "write.checked": "the row's incarnation was read",
+    "write.produced": "a message was handed to the producer",
+    "write.body_done": "the user's code is done",
+    "write.prepared": "the Kafka transaction is flushed",
+    "write.recorded": "the row is updated, not committed",
+    "write.decided": "the database has committed",
+    "write.completed": "Kafka has committed",
+    "write.before_abort": "about to abort both sides",
+    "write.kafka_aborted": "Kafka has aborted, the database not yet rolled back",
+    "slot.leased": "a slot is leased",
+    "slot.released": "a slot is given back",
+    "ledger.checked": "the ledger has no row for this partition",
+    "ledger.inserted": "the ledger row is inserted, not committed",
+    "spark.task_started": "a Spark task begins",
+    "spark.rows_copied": "a Spark task has sent all rows to the database",
+    "spark.task_done": "a Spark task has written its partition",
+    "spark.driver_started": "the driver has settled and starts the job",
+    "spark.driver_done": "the job is done, the driver has not settled again",
+}
+"""Every name, with what is true when the point is reached."""
+
+ENVIRONMENT: Final = "DUALWRITE_FAILPOINT"
+
+
+class FailpointError(Exception):
+    """Raised by a fail point that was armed with ``raise``."""
+
+
+class _Armed:
+    """One armed point: counts the passes down."""
+
+    def __init__(self, nth: int, action: str) -> None:
+        self.left = nth
+        self.action = action
+        self.lock = threading.Lock()
+
+
+def _parse(text: str) -> dict[str, _Armed]:
+    armed = {}
+    for item in filter(None, text.split(",")):
+        name, _, rest = item.partition(":")
+        nth, _, action = rest.partition(":")
+        if name not in FAILPOINTS or action not in {"", "kill", "stop", "raise"} or (nth and not nth.isdecimal()):
+            raise ValueError(f"{ENVIRONMENT}: {item!r} is not a known name:nth:action")
+        armed[name] = _Armed(int(nth or 1), action or "kill")
+    return armed
+
+
+_armed = _parse(os.environ.get(ENVIRONMENT, ""))
+
+
+def arm(text: str) -> None:
+    """Arm points in this process, replacing those that were armed.
+
+    Raises:
+        ValueError: A name or an action is not known.
+    """
+    global _armed  # noqa: PLW0603 - the armed points belong to the process, as its environment does
+    _armed = _parse(text)
+
+
+def hit(name: str) -> None:
+    """Pass the point. Does nothing unless it is armed and this is the pass it waits for."""
+    if _armed and name in _armed:
+        _act(name, _armed[name])
+
+
+def _act(name: str, armed: _Armed) -> None:
+    with armed.lock:
+        armed.left -= 1
+        due = armed.left == 0
+    if not due:
+        return
+    if armed.action == "raise":
+        raise FailpointError(name)
+    os.kill(os.getpid(), signal.SIGKILL if armed.action == "kill" else signal.SIGSTOP)

@@ -1,0 +1,1 @@
+"""Kafka adapters: the transactional producer (confluent-kafka) and coordinator access (kafka-python)."""

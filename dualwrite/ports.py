@@ -1,0 +1,169 @@
+"""The ports: what the recipes need of Kafka and of the database, as small protocols.
+
+Real adapters stand in ``dualwrite.kafka`` and ``dualwrite.stores``. Every call is bounded by the deadline it is given; a
+server that does not answer until then is :class:`~dualwrite.errors.Unavailable`: no answer is never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol
+
+from dualwrite.prepared_state import PreparedTxnState
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.deadline import Deadline
+    from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionView
+    from dualwrite.protocol.doubt import DatabaseVerdict
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """One row of ``kafka_transaction_state``.
+
+    Attributes:
+        transactional_id: The user's name of the sequence of dual writes.
+        prepared: The newest decided transaction; the empty state if there was none.
+        namespace: Random text made with the row; part of every Kafka id.
+        incarnation: Raised by every claim. The owner is whoever raised it last.
+        settled_incarnation: That incarnation and all below are complete.
+        completed: What became of ``prepared`` in Kafka, once recorded.
+        cluster_id: The Kafka cluster that the row belongs to.
+        owner: Who claimed it last, for people to read.
+        updated_at: When the row changed last, by the database's clock.
+    """
+
+    transactional_id: str
+    prepared: PreparedTxnState
+    namespace: str
+    incarnation: int
+    settled_incarnation: int
+    completed: Outcome | None
+    cluster_id: str
+    owner: str
+    updated_at: datetime
+
+    def kafka_id(self, incarnation: int) -> str:
+        """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
+        return f"{self.transactional_id}.{self.namespace}.{incarnation}"
+
+
+class TransactionCoordinator(Protocol):
+    """Kafka's coordinator and log, as seen by somebody who is not the producer. Every call may be repeated."""
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """The id of the cluster that the bootstrap servers belong to."""
+        ...
+
+    def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
+        """The broker's ``transaction.max.timeout.ms``; None where we may not read it."""
+        ...
+
+    def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
+        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``."""
+        ...
+
+    def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
+        """All transactional ids with that prefix that any coordinator knows."""
+        ...
+
+    def open_offsets(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int | None]]:
+        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
+
+        Asked of the current leaders (``DescribeProducers``). None where that producer has nothing open, or where the topic
+        of that name has another id than the state's.
+        """
+        ...
+
+    def end(
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """``EndTxn`` for each Kafka id with its state's producer id and epoch. It may have been sent more than once."""
+        ...
+
+    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
+        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id."""
+        ...
+
+    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
+        """What the log proves of the state's transaction."""
+        ...
+
+    def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
+        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections. May be called more than once."""
+        ...
+
+
+class StateStore(Protocol):
+    """The rows in the user's database. Methods that take a connection run inside the caller's transaction there."""
+
+    def claim(
+        self, transactional_ids: Sequence[str], *, owner: str, cluster_id: str, guard: tuple[str, int] | None = None
+    ) -> Sequence[StateRow]:
+        """Make missing rows, raise every incarnation by one and return the rows, in one short transaction of its own.
+
+        From its commit on, no older incarnation of these ids can decide anything.
+
+        Args:
+            transactional_ids: The ids to claim.
+            owner: Who claims, for people to read.
+            cluster_id: The Kafka cluster at hand.
+            guard: A transactional id and the incarnation that it must still have while we claim.
+
+        Raises:
+            ConfigurationError: A row belongs to another cluster, or cannot be parsed; nothing was claimed.
+            Fenced: The guard has another incarnation; nothing was claimed.
+        """
+        ...
+
+    def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
+        """The rows of these ids, in order of id; missing ones are left out."""
+        ...
+
+    def find(self, prefix: str) -> Sequence[StateRow]:
+        """All rows whose id begins with the prefix, in order of id."""
+        ...
+
+    def record_outcome(self, row: StateRow, outcome: Outcome, detail: str) -> None:
+        """Record what became of ``row.prepared``; a loss also becomes an incident, which later decisions do not erase."""
+        ...
+
+    def mark_settled(self, incarnations: Mapping[str, int]) -> None:
+        """Raise ``settled_incarnation`` of each id to at least that value."""
+        ...
+
+    def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """The loss that was recorded for that state, if any."""
+        ...
+
+    def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
+        """The database's own word about a transaction that :meth:`decide` named."""
+        ...
+
+    def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
+        """The first statement of a dual write: the row's incarnation now, None if there is no row."""
+        ...
+
+    def decide(
+        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState
+    ) -> tuple[bool, str | None]:
+        """The last statement of a dual write: store the state on condition of the incarnation.
+
+        Returns:
+            Whether the one row was updated, and the database's name of this transaction where it has one.
+        """
+        ...
+
+    def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
+        """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours."""
+        ...

@@ -1,0 +1,59 @@
+"""A small interpreter for transition tables. It does nothing else: what the states mean stands with the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+from dualwrite.errors import IllegalStateError
+
+State = TypeVar("State", bound=Enum)
+Event = TypeVar("Event", bound=Enum)
+
+
+class Machine(Generic[State, Event]):
+    """Holds one state and moves it by a table; the only place where a state is assigned.
+
+    An event that the table does not list for the present state raises and changes nothing.
+    """
+
+    def __init__(self, name: str, table: Mapping[State, Mapping[Event, State]], initial: State) -> None:
+        self._name = name
+        self._table = table
+        self._state = initial
+
+    @property
+    def state(self) -> State:
+        """The present state."""
+        return self._state
+
+    def allows(self, event: Event) -> bool:
+        """Whether the table lists the event for the present state."""
+        return event in self._table[self._state]
+
+    def check(self, event: Event) -> None:
+        """Raise unless the event is allowed now. To be called before the I/O that the event stands for.
+
+        Raises:
+            IllegalStateError: The event is not allowed in the present state.
+        """
+        if not self.allows(event):
+            allowed = ", ".join(sorted(other.value for other in self._table[self._state])) or "nothing"
+            raise IllegalStateError(
+                f"{event.value} is not allowed while the {self._name} is {self._state.value}",
+                next_step=f"allowed now: {allowed}",
+            )
+
+    def apply(self, event: Event) -> State:
+        """Move by the table: the event has happened.
+
+        Raises:
+            IllegalStateError: The event is not allowed in the present state; the state is unchanged.
+        """
+        self.check(event)
+        self._state = self._table[self._state][event]
+        return self._state
+
+    def __repr__(self) -> str:
+        return f"<{self._name} {self._state.value}>"

@@ -1,0 +1,97 @@
+"""The life of one transactional producer, with KIP-939's gating.
+
+``prepare_transaction`` freezes everything but commit, abort and complete. ``init_transactions(keep_prepared_txn=True)``
+keeps what is there until one of the three is called. A request that may have been sent twice, or whose answer is
+missing, leaves the producer *doubtful*: a delayed copy of the request may still be on its way and would end the next
+transaction of the same producer (KAFKA-17754), so there must be no next transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+
+class ProducerState(Enum):
+    """Where a producer is in its life."""
+
+    CREATED = "created"
+    KEPT = "kept"
+    READY = "ready"
+    BEGUN = "begun"
+    PREPARED = "prepared"
+    FAILED = "failed"
+    DOUBTFUL = "doubtful"
+    CLOSED = "closed"
+
+
+class ProducerEvent(Enum):
+    """What happens to a producer."""
+
+    INIT = "init_transactions"
+    INIT_KEEPING = "init_transactions(keep_prepared_txn=True)"
+    BEGIN = "begin_transaction"
+    PRODUCE = "produce"
+    SEND_OFFSETS = "send_offsets_to_transaction"
+    PREPARE = "prepare_transaction"
+    COMMIT = "commit_transaction"
+    ABORT = "abort_transaction"
+    COMPLETE = "complete_transaction"
+    FAIL = "failure"
+    DOUBT = "doubt"
+    CLOSE = "close"
+
+
+_S, _E = ProducerState, ProducerEvent
+
+PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = MappingProxyType({
+    _S.CREATED: {
+        _E.INIT: _S.READY,
+        _E.INIT_KEEPING: _S.KEPT,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.KEPT: {
+        _E.COMMIT: _S.READY,
+        _E.ABORT: _S.READY,
+        _E.COMPLETE: _S.READY,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.READY: {
+        _E.BEGIN: _S.BEGUN,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.BEGUN: {
+        _E.PRODUCE: _S.BEGUN,
+        _E.SEND_OFFSETS: _S.BEGUN,
+        _E.PREPARE: _S.PREPARED,
+        _E.COMMIT: _S.READY,
+        _E.ABORT: _S.READY,
+        _E.FAIL: _S.FAILED,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.PREPARED: {
+        _E.COMMIT: _S.READY,
+        _E.ABORT: _S.READY,
+        _E.COMPLETE: _S.READY,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.FAILED: {
+        _E.ABORT: _S.READY,
+        _E.FAIL: _S.FAILED,
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.DOUBTFUL: {
+        _E.DOUBT: _S.DOUBTFUL,
+        _E.CLOSE: _S.CLOSED,
+    },
+    _S.CLOSED: {
+        _E.CLOSE: _S.CLOSED,
+    },
+})

@@ -1,0 +1,135 @@
+"""Settling: bring Kafka in line with the row, for one incarnation of one transactional id (KIP-939's recovery recipe).
+
+Everything is decided by :func:`next_step` from what is known so far; the recipe in ``dualwrite.settling`` only asks and
+acts. The order of asking is a part of the protocol: the coordinator first, *then* the partitions. The other way round,
+the transaction that the partition showed may have ended before the coordinator showed a later one of the same epoch.
+
+The rules, from the top; the first that fits holds:
+
+=====================================  ==========================  ===============================================
+coordinator                            prepared state              step
+=====================================  ==========================  ===============================================
+PrepareCommit, PrepareAbort, ...       any                         wait, look again
+any                                    recorded or none, retired   finish
+no such id                             none, or recorded           finish: nothing can write under it any more
+any other                              none, or recorded           retire (aborts what is ongoing: it is undecided)
+Ongoing, its id, epoch, start          evidence not asked          look at the partitions
+Ongoing, its id, epoch, start          evidence matches            commit
+CompleteCommit, its id and epoch       any                         record committed
+anything else                          proof not asked             prove
+anything else                          proof committed             record committed
+anything else                          proof aborted               record lost
+anything else                          proof open                  wait, look again
+anything else                          proof unknowable            record unverifiable
+=====================================  ==========================  ===============================================
+
+Retiring comes last on purpose. The broker may have timed the transaction out a moment ago: whoever retires first and
+looks afterwards finds an aborted transaction, cannot tell why, and tells nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.prepared_state import PreparedTxnState
+
+
+class SettleStep(Enum):
+    """What to do next for one incarnation."""
+
+    LOOK = "ask the coordinator"
+    LOOK_AT_PARTITIONS = "ask the partitions for the first offsets of what is open"
+    WAIT = "wait, then forget what was seen and look again"
+    COMMIT = "end the transaction with commit, then look again"
+    PROVE = "read the log for the marker"
+    RECORD_COMMITTED = "record that it was committed"
+    RECORD_LOST = "record that the broker aborted a decided transaction"
+    RECORD_UNVERIFIABLE = "record that its outcome cannot be known any more"
+    RETIRE = "make the incarnation's Kafka id unusable"
+    FINISH = "mark the incarnation as settled"
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What is known about one incarnation while it is being settled.
+
+    Attributes:
+        prepared: The row's state if it belongs to this incarnation, else None.
+        recorded: The outcome recorded for ``prepared``, if any.
+        view: The coordinator's answer of this round.
+        evidence: Whether what is open on the partitions is ``prepared``; None where not asked in this round.
+        proof: The log's word about ``prepared``; None where not asked in this round.
+        retired: Whether this settling has retired the incarnation's Kafka id.
+    """
+
+    prepared: PreparedTxnState | None = None
+    recorded: Outcome | None = None
+    view: TransactionView | None = None
+    evidence: bool | None = None
+    proof: LogProof | None = None
+    retired: bool = False
+
+
+_IN_TRANSITION = frozenset({
+    TransactionStatus.PREPARE_COMMIT,
+    TransactionStatus.PREPARE_ABORT,
+    TransactionStatus.PREPARE_EPOCH_FENCE,
+    TransactionStatus.DEAD,
+})
+
+_RECORD = {
+    LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,
+    LogProof.ABORTED: SettleStep.RECORD_LOST,
+    LogProof.OPEN: SettleStep.WAIT,
+    LogProof.UNKNOWABLE: SettleStep.RECORD_UNVERIFIABLE,
+}
+
+
+def belongs(state: PreparedTxnState, incarnation: int) -> bool:
+    """Whether the state was prepared by that incarnation."""
+    return state.has_transaction and state.incarnation == incarnation
+
+
+def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
+    """Whether the coordinator's view may be of the state's own transaction: id, epoch and, where both know it, start."""
+    if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
+        return False
+    return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
+
+
+def is_open(state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None]) -> bool:
+    """Whether the partitions show exactly the state's transaction as open: all its first offsets, and at least one.
+
+    Args:
+        state: The prepared state.
+        open_offsets: By (topic, partition), the first offset of what the state's producer has open there, or None.
+    """
+    return bool(state.first_offsets) and all(
+        open_offsets.get((first.topic, first.partition)) == first.offset for first in state.first_offsets
+    )
+
+
+def next_step(known: Knowledge) -> SettleStep:
+    """The next step in settling one incarnation. Pure; see the table in the module's docstring."""
+    if known.retired:
+        return SettleStep.FINISH
+    view = known.view
+    if view is None:
+        return SettleStep.LOOK
+    if view.status in _IN_TRANSITION:
+        return SettleStep.WAIT
+    if known.prepared is None or known.recorded is not None:
+        return SettleStep.FINISH if view.status is TransactionStatus.NO_SUCH_ID else SettleStep.RETIRE
+    if view.status is TransactionStatus.ONGOING and shows_same_transaction(view, known.prepared):
+        if known.evidence is None:
+            return SettleStep.LOOK_AT_PARTITIONS
+        if known.evidence:
+            return SettleStep.COMMIT
+    elif view.status is TransactionStatus.COMPLETE_COMMIT and (
+        (view.producer_id, view.epoch) == (known.prepared.producer_id, known.prepared.epoch)
+    ):
+        return SettleStep.RECORD_COMMITTED
+    return SettleStep.PROVE if known.proof is None else _RECORD[known.proof]

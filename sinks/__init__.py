@@ -1,0 +1,1 @@
+"""Sinks: dual writes from data processing engines."""
