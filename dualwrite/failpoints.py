@@ -33,7 +33,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "write.decided": "the database has committed",
     "write.completed": "Kafka has committed",
     "write.before_abort": "about to abort both sides",
-    "write.kafka_aborted": "Kafka has aborted, the database not yet rolled back",
+    "write.rolled_back": "the database has rolled back, Kafka has not yet aborted",
     "slot.leased": "a slot is leased",
     "slot.released": "a slot is given back",
     "ledger.checked": "the ledger has no row for this partition",

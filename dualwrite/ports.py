@@ -6,7 +6,7 @@ server that does not answer until then is :class:`~dualwrite.errors.Unavailable`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
@@ -108,7 +108,14 @@ class StateStore(Protocol):
     """The rows in the user's database. Methods that take a connection run inside the caller's transaction there."""
 
     def claim(
-        self, transactional_ids: Sequence[str], *, owner: str, cluster_id: str, guard: tuple[str, int] | None = None
+        self,
+        transactional_ids: Sequence[str],
+        *,
+        owner: str,
+        cluster_id: str,
+        guard: tuple[str, int] | None = None,
+        verify: Callable[[Sequence[StateRow]], None] | None = None,
+        raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
         """Make missing rows, raise every incarnation by one and return the rows, in one short transaction of its own.
 
@@ -118,7 +125,14 @@ class StateStore(Protocol):
             transactional_ids: The ids to claim.
             owner: Who claims, for people to read.
             cluster_id: The Kafka cluster at hand.
-            guard: A transactional id and the incarnation that it must still have while we claim.
+            guard: A transactional id and the incarnation that it must still have while we claim. It may be one of those
+                claimed: its owner renews it without taking it from whoever took over.
+            verify: Called with the claimed rows before the COMMIT; what it raises rolls the claim back.
+            raise_to: Ids whose incarnation becomes at least this value (after a restored database).
+
+        Returns:
+            The rows as they are after the claim, in order of id: the new incarnation is ours, and ``prepared`` is what the
+            newest decision left. A state that was read before would be stale.
 
         Raises:
             ConfigurationError: A row belongs to another cluster, or cannot be parsed; nothing was claimed.
@@ -134,8 +148,11 @@ class StateStore(Protocol):
         """All rows whose id begins with the prefix, in order of id."""
         ...
 
-    def record_outcome(self, row: StateRow, outcome: Outcome, detail: str) -> None:
-        """Record what became of ``row.prepared``; a loss also becomes an incident, which later decisions do not erase."""
+    def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
+        """Record what became of each row's ``prepared``, with a detail for people, in one transaction.
+
+        A loss also becomes an incident, which later decisions do not erase. Durable on return; may be repeated.
+        """
         ...
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:

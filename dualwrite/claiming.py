@@ -1,0 +1,102 @@
+"""Claiming: become the one owner of a transactional id, and settle what its former owners left."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError
+from dualwrite.observations import TransactionStatus
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.settling import SettleReport, settle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The two servers that a dual write stands on, and who we are there."""
+
+    coordinator: TransactionCoordinator
+    store: StateStore
+    owner: str
+
+
+def default_owner() -> str:
+    """Who we are, for people who read the row: ``user@host:pid``."""
+    return f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}"
+
+
+def claim_rows(
+    ground: Ground,
+    transactional_ids: Sequence[str],
+    deadline: Deadline,
+    *,
+    guard: tuple[str, int] | None = None,
+    raise_to: Mapping[str, int] | None = None,
+) -> Sequence[StateRow]:
+    """Raise the incarnations. From its return on, no former owner of these ids can decide anything.
+
+    The Kafka ids of the new incarnations must be unknown to the coordinator. One that it knows means that the database has
+    gone back in time (restored, cloned, failed over to an older state): the claim is rolled back, and fails the same way
+    until a person has looked, however often it is tried.
+
+    Raises:
+        ConfigurationError: Another cluster, a bad row, or a database that has gone back in time; nothing was claimed.
+        Fenced: ``guard`` no longer has that incarnation; nothing was claimed.
+        Unavailable: A server did not answer in time.
+    """
+    failpoints.hit("claim.before")
+    rows = ground.store.claim(
+        transactional_ids,
+        owner=ground.owner,
+        cluster_id=ground.coordinator.cluster_id(deadline),
+        guard=guard,
+        verify=lambda claimed: _check_new_ids(ground.coordinator, claimed, deadline),
+        raise_to=raise_to,
+    )
+    failpoints.hit("claim.row_raised")
+    for row in rows:
+        logger.info("%s: claimed incarnation %d as %s", row.transactional_id, row.incarnation, row.owner)
+    return rows
+
+
+def claim(
+    ground: Ground,
+    transactional_ids: Sequence[str],
+    deadline: Deadline,
+    *,
+    guard: tuple[str, int] | None = None,
+    on_settled: Callable[[str], None] = lambda _: None,
+) -> tuple[Sequence[StateRow], SettleReport]:
+    """Claim ids and settle all that is below. The caller may then make a producer for each row's ``kafka_id``.
+
+    Raises:
+        ConfigurationError, Fenced, Unavailable: As :func:`claim_rows`; ``Unavailable`` also while settling: claim again.
+    """
+    rows = claim_rows(ground, transactional_ids, deadline, guard=guard)
+    report = settle(
+        rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline, on_settled=on_settled
+    )
+    failpoints.hit("claim.settled")
+    return rows, report
+
+
+def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow], deadline: Deadline) -> None:
+    views = coordinator.describe([row.kafka_id(row.incarnation) for row in rows], deadline)
+    for row in rows:
+        kafka_id = row.kafka_id(row.incarnation)
+        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
+            raise ConfigurationError(
+                f"Kafka already knows {kafka_id}, which the database is only now making: the database has gone back in "
+                "time (restored from a backup, cloned, or failed over to a copy that was behind)",
+                transactional_id=row.transactional_id,
+                next_step="messages newer than the database's state may be visible in Kafka: compare both, then run "
+                "`dualwrite recover --after-restore`",
+            )

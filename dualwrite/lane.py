@@ -1,0 +1,205 @@
+"""A lane: one claimed transactional id with the producer of its incarnation. One dual write at a time runs on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dualwrite import failpoints
+from dualwrite.claiming import Ground, claim
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    OutcomeUnverifiable,
+    Unavailable,
+)
+from dualwrite.observations import LogProof, Outcome
+from dualwrite.ports import StateRow
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.settling import SettleReport
+
+logger = logging.getLogger(__name__)
+
+
+def lane_id(name: str, number: int) -> str:
+    """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
+    return name if number == 0 else f"{name}#{number}"
+
+
+class Lane:
+    """One transactional id that we own, renewed whenever its producer must not be used again.
+
+    Args:
+        transactional_id: The key of the row.
+        ground: The servers.
+        make_producer: Makes the producer for a claimed row; not yet initialised.
+        claiming: Held around every claim of the lanes that guard each other.
+        guard: What the first claim of this lane is conditional on, asked when it happens.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        ground: Ground,
+        make_producer: Callable[[StateRow], TransactionalProducer],
+        *,
+        claiming: threading.Lock | None = None,
+        guard: Callable[[], tuple[str, int]] | None = None,
+    ) -> None:
+        self.transactional_id = transactional_id
+        self._ground = ground
+        self._make_producer = make_producer
+        self._claiming = claiming or threading.Lock()
+        self._guard = guard
+        self._row: StateRow | None = None
+        self._producer: TransactionalProducer | None = None
+        self._unrecorded: StateRow | None = None
+
+    @property
+    def row(self) -> StateRow:
+        """The row as we claimed it."""
+        assert self._row is not None
+        return self._row
+
+    @property
+    def producer(self) -> TransactionalProducer:
+        """The producer of our incarnation, usable since :meth:`ready`."""
+        assert self._producer is not None
+        return self._producer
+
+    @property
+    def unrecorded(self) -> StateRow | None:
+        """A row whose ``prepared`` is complete in Kafka while the database does not say so yet."""
+        return self._unrecorded
+
+    def adopt(self, row: StateRow) -> None:
+        """Take over a row that was claimed and settled together with others."""
+        self._row = row
+        self._unrecorded = None
+
+    def ready(self, deadline: Deadline) -> None:
+        """Make the lane usable: claims, settles and makes a producer where there is none that may be used.
+
+        Raises:
+            Fenced: Another owner has taken over.
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. The lane is usable; nothing is begun.
+            ConfigurationError, Unavailable: It could not be made usable now.
+        """
+        if self._producer is not None and not self._producer.doubtful:
+            return
+        if self._row is None or self._producer is not None:
+            report = self._renew(deadline)
+        else:
+            report = None
+        self._start(deadline)
+        if report is not None:
+            report.raise_losses()
+
+    def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Commit in Kafka what the database has decided.
+
+        Raises:
+            CompletionPending: No answer in time. Whoever settles next completes it.
+            DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more.
+        """
+        try:
+            self.producer.commit_transaction()
+        except DualWriteError as error:
+            logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
+            self._complete_by_settling(state, deadline, error)
+            return
+        if state.has_transaction:
+            self._unrecorded = replace(self.row, prepared=state)
+
+    def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
+        try:
+            report = self._renew(deadline)
+        except Fenced:
+            self._complete_by_proof(state, deadline, cause)
+            return
+        except DualWriteError as error:
+            self.discard()
+            raise self._pending(str(error)) from cause
+        for loss in report.losses:
+            if loss.row.prepared == state:
+                raise loss.as_error() from cause
+
+    def _complete_by_proof(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
+        """Another owner has claimed the id and settles our transaction; being fenced says nothing about its outcome."""
+        self.discard()
+        try:
+            proof = self._ground.coordinator.prove(state, deadline)
+        except Unavailable as error:
+            raise self._pending(str(error)) from cause
+        if proof is LogProof.ABORTED:
+            raise DecidedTransactionLost(
+                "decided by the database, aborted by the broker",
+                transactional_id=self.transactional_id,
+                state=str(state),
+            ) from cause
+        if proof is LogProof.UNKNOWABLE:
+            raise OutcomeUnverifiable(
+                "decided by the database; its records are no longer in the log",
+                transactional_id=self.transactional_id,
+                state=str(state),
+            ) from cause
+        if proof is LogProof.OPEN:
+            raise self._pending("the new owner of the id completes it") from cause
+
+    def _pending(self, why: str) -> CompletionPending:
+        return CompletionPending(
+            f"the database has committed, Kafka has not answered yet: {why}", transactional_id=self.transactional_id
+        )
+
+    def _renew(self, deadline: Deadline) -> SettleReport:
+        """Throw the producer away and claim anew, unless another owner has taken over."""
+        self.discard()
+        with self._claiming:
+            if self._row is not None:
+                guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
+            else:
+                guard = self._guard() if self._guard else None
+            rows, report = claim(self._ground, [self.transactional_id], deadline, guard=guard)
+            self.adopt(rows[0])
+        return report
+
+    def _start(self, deadline: Deadline) -> None:
+        """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""
+        while True:
+            producer = self._make_producer(self.row)
+            self._producer = producer
+            producer.init_transactions()
+            failpoints.hit("claim.initialized")
+            if not producer.doubtful:
+                return
+            if deadline.expired:
+                raise Unavailable(
+                    "every initialisation of a producer took so long that it may have been sent twice",
+                    transactional_id=self.transactional_id,
+                    next_step="raise retry.backoff.ms above the time that the brokers need to answer",
+                )
+            self._renew(deadline).raise_losses()
+
+    def record_completed(self) -> None:
+        """Write into the row that its transaction is complete. For owners that close or idle."""
+        if self._unrecorded is not None:
+            self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
+            self._unrecorded = None
+
+    def discard(self) -> None:
+        """Throw the producer away. An open transaction stays open until somebody settles."""
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.transactional_id} {self._producer!r}>"

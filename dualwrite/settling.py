@@ -1,0 +1,281 @@
+"""The settling recipe: bring Kafka in line with the rows, for one or for thousands of incarnations at once.
+
+All incarnations move together in rounds, so that a round asks each broker once, however many there are. What happens to
+each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may be repeated and run by two processes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
+from dualwrite.observations import EndAnswer, Outcome
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.protocol.settle import Knowledge, SettleStep, belongs, is_open, next_step
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A decided transaction that settling found aborted, or could not verify.
+
+    Attributes:
+        row: The row as claimed; ``row.prepared`` is the transaction.
+        outcome: ``LOST`` or ``UNVERIFIABLE``.
+        detail: What was seen, for people.
+    """
+
+    row: StateRow
+    outcome: Outcome
+    detail: str
+
+    def as_error(self) -> DecidedTransactionLost | OutcomeUnverifiable:
+        """The error that tells it."""
+        kind = DecidedTransactionLost if self.outcome is Outcome.LOST else OutcomeUnverifiable
+        return kind(self.detail, transactional_id=self.row.transactional_id, state=str(self.row.prepared))
+
+
+@dataclass
+class SettleReport:
+    """What a settling did.
+
+    Attributes:
+        incarnations: How many incarnations were settled.
+        rolled_forward: The transactional ids whose decided transaction was committed now.
+        retired: How many incarnations had a Kafka id that had to be made unusable.
+        losses: Decided transactions that Kafka does not have.
+    """
+
+    incarnations: int = 0
+    rolled_forward: list[str] = field(default_factory=list)
+    retired: int = 0
+    losses: list[Loss] = field(default_factory=list)
+
+    def raise_losses(self) -> None:
+        """Raise the first loss as an error, if there is any. Every loss is in the table of incidents already."""
+        if self.losses:
+            raise self.losses[0].as_error()
+
+
+@dataclass
+class Unsettled:
+    """One incarnation on its way: the row it belongs to, and what is known."""
+
+    row: StateRow
+    incarnation: int
+    known: Knowledge
+
+    @property
+    def kafka_id(self) -> str:
+        """The incarnation's Kafka transactional id."""
+        return self.row.kafka_id(self.incarnation)
+
+
+def unsettled(row: StateRow, upto: int) -> list[Unsettled]:
+    """The incarnations of a row from the first unsettled one up to and including ``upto``."""
+    return [
+        Unsettled(row, incarnation, _initial_knowledge(row, incarnation))
+        for incarnation in range(row.settled_incarnation + 1, upto + 1)
+    ]
+
+
+def _initial_knowledge(row: StateRow, incarnation: int) -> Knowledge:
+    if not belongs(row.prepared, incarnation):
+        return Knowledge()
+    return Knowledge(prepared=row.prepared, recorded=row.completed)
+
+
+def settle(
+    rows: Iterable[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    store: StateStore,
+    deadline: Deadline,
+    on_settled: Callable[[str], None] = lambda _: None,
+) -> SettleReport:
+    """Settle every incarnation below each row's own, which the caller has just claimed.
+
+    Args:
+        rows: Rows as :meth:`StateStore.claim` returned them.
+        coordinator: Kafka.
+        store: The database.
+        deadline: Bounds the whole.
+        on_settled: Told each transactional id that is done.
+
+    Returns:
+        What was done. Losses are recorded, logged and returned, not raised: the caller finishes first.
+
+    Raises:
+        Unavailable: The deadline came first. What was done stays done; settle again.
+    """
+    return _Settling(coordinator, store, deadline, on_settled).run(rows)
+
+
+class _Settling:
+    """One run of the recipe: groups by step, does each group, until nothing is left."""
+
+    def __init__(
+        self,
+        coordinator: TransactionCoordinator,
+        store: StateStore,
+        deadline: Deadline,
+        on_settled: Callable[[str], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._store = store
+        self._deadline = deadline
+        self._on_settled = on_settled
+        self._report = SettleReport()
+        self._wait_s = _FIRST_WAIT_S
+        self._do: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
+            SettleStep.LOOK: self._look,
+            SettleStep.LOOK_AT_PARTITIONS: self._look_at_partitions,
+            SettleStep.WAIT: self._wait,
+            SettleStep.COMMIT: self._commit,
+            SettleStep.PROVE: self._prove,
+            SettleStep.RECORD_COMMITTED: lambda items: self._record(items, Outcome.COMMITTED),
+            SettleStep.RECORD_LOST: lambda items: self._record(items, Outcome.LOST),
+            SettleStep.RECORD_UNVERIFIABLE: lambda items: self._record(items, Outcome.UNVERIFIABLE),
+            SettleStep.RETIRE: self._retire,
+        }
+
+    def run(self, rows: Iterable[StateRow]) -> SettleReport:
+        pending = {row.transactional_id: (row, unsettled(row, row.incarnation - 1)) for row in rows}
+        while pending:
+            self._mark_finished(pending)
+            groups: dict[SettleStep, list[Unsettled]] = {}
+            for _, items in pending.values():
+                for item in items:
+                    groups.setdefault(next_step(item.known), []).append(item)
+            groups.pop(SettleStep.FINISH, None)
+            if groups.keys() - {SettleStep.WAIT}:
+                groups.pop(SettleStep.WAIT, None)  # others can move on; those who wait are looked at when none can
+            for step, group in groups.items():
+                if self._deadline.expired:
+                    raise self._too_late(group[0], step)
+                self._do[step](group)
+        return self._report
+
+    def _mark_finished(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
+        done = {
+            key: row.incarnation - 1
+            for key, (row, items) in pending.items()
+            if all(next_step(item.known) is SettleStep.FINISH for item in items)
+        }
+        raised = {key: mark for key, mark in done.items() if pending[key][0].settled_incarnation < mark}
+        if raised:
+            self._store.mark_settled(raised)
+            failpoints.hit("settle.marked")
+        for key in done:
+            self._report.incarnations += len(pending.pop(key)[1])
+            self._on_settled(key)
+
+    def _look(self, items: list[Unsettled]) -> None:
+        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
+        failpoints.hit("settle.looked")
+        for item in items:
+            item.known = replace(item.known, view=views[item.kafka_id], evidence=None, proof=None)
+
+    def _look_at_partitions(self, items: list[Unsettled]) -> None:
+        observed = self._coordinator.open_offsets([item.row.prepared for item in items], self._deadline)
+        for item, offsets in zip(items, observed, strict=True):
+            item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
+
+    def _wait(self, items: list[Unsettled]) -> None:
+        time.sleep(min(self._wait_s, self._deadline.remaining_s()))
+        self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
+        for item in items:
+            item.known = replace(item.known, view=None)
+
+    def _commit(self, items: list[Unsettled]) -> None:
+        failpoints.hit("settle.before_commit")
+        answers = self._coordinator.end(
+            {item.kafka_id: item.row.prepared for item in items}, committed=True, deadline=self._deadline
+        )
+        failpoints.hit("settle.committed")
+        for item in items:
+            answer = answers[item.kafka_id]
+            logger.info("%s: rolling forward %s: %s", item.kafka_id, item.row.prepared, answer.value)
+            if answer is EndAnswer.ENDED:
+                self._report.rolled_forward.append(item.row.transactional_id)
+        # Whatever was answered, what counts is what the coordinator shows next.
+        self._wait(items)
+
+    def _prove(self, items: list[Unsettled]) -> None:
+        for item in items:
+            item.known = replace(item.known, proof=self._coordinator.prove(item.row.prepared, self._deadline))
+
+    def _record(self, items: list[Unsettled], outcome: Outcome) -> None:
+        self._store.record_outcomes([(item.row, outcome, _detail(item, outcome)) for item in items])
+        failpoints.hit("settle.recorded")
+        for item in items:
+            item.known = replace(item.known, recorded=outcome)
+            if outcome is not Outcome.COMMITTED:
+                loss = Loss(item.row, outcome, _detail(item, outcome))
+                logger.error("%s: %s", item.kafka_id, loss.detail)
+                self._report.losses.append(loss)
+
+    def _retire(self, items: list[Unsettled]) -> None:
+        failpoints.hit("settle.before_retire")
+        self._coordinator.retire([item.kafka_id for item in items], self._deadline)
+        failpoints.hit("settle.retired")
+        self._report.retired += len(items)
+        for item in items:
+            logger.info("%s: retired", item.kafka_id)
+            item.known = replace(item.known, retired=True)
+
+    @staticmethod
+    def _too_late(item: Unsettled, step: SettleStep) -> DualWriteError:
+        shown = item.known.view.status.value if item.known.view else "nothing yet"
+        return Unavailable(
+            f"settling incarnation {item.incarnation} did not finish in time: the coordinator shows {shown}, "
+            f"the next step is to {step.value}",
+            transactional_id=item.row.transactional_id,
+        )
+
+
+def _detail(item: Unsettled, outcome: Outcome) -> str:
+    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in item.row.prepared.first_offsets)
+    view = item.known.view
+    shown = f"the coordinator shows {view.status.value}" if view else "the coordinator was not asked"
+    said = {
+        Outcome.COMMITTED: "committed in Kafka",
+        Outcome.LOST: "decided by the database, aborted by the broker",
+        Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so its marker cannot be told",
+    }[outcome]
+    return f"transaction of incarnation {item.incarnation} that begins at {where}: {said}; {shown}"
+
+
+def inspect(
+    rows: Sequence[StateRow], *, coordinator: TransactionCoordinator, deadline: Deadline
+) -> list[tuple[Unsettled, SettleStep]]:
+    """What settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
+
+    Returns:
+        Each incarnation with its first step that is not a question.
+
+    Raises:
+        Unavailable: Kafka did not answer in time.
+    """
+    items = [item for row in rows for item in unsettled(row, row.incarnation)]
+    if items:
+        views = coordinator.describe([item.kafka_id for item in items], deadline)
+        for item in items:
+            item.known = replace(item.known, view=views[item.kafka_id])
+    asked = [item for item in items if next_step(item.known) is SettleStep.LOOK_AT_PARTITIONS]
+    for item, offsets in zip(
+        asked, coordinator.open_offsets([item.row.prepared for item in asked], deadline) if asked else [], strict=True
+    ):
+        item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
+    for item in items:
+        if next_step(item.known) is SettleStep.PROVE:
+            item.known = replace(item.known, proof=coordinator.prove(item.row.prepared, deadline))
+    return [(item, next_step(item.known)) for item in items]

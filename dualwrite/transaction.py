@@ -1,0 +1,343 @@
+"""One dual write: what ``with writer.transaction() as tx`` gives, and the order in which it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sqlalchemy import event
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.machine import Machine
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.resolving import resolve_commit
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message, TopicPartition
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from dualwrite.claiming import Ground
+    from dualwrite.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+
+class Transaction:
+    """One dual write: rows through :attr:`connection` or :attr:`session`, messages through :meth:`produce`.
+
+    Made by ``DualWriter.transaction()``; used by one thread; usable until its block ends.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        ground: Ground,
+        connection: Connection,
+        *,
+        session_factory: Callable[..., Session],
+        margin_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._lane = lane
+        self._ground = ground
+        self._connection = connection
+        self._session_factory = session_factory
+        self._margin_s = margin_s
+        self._timeout_s = timeout_s
+        self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
+        self._session: Session | None = None
+        self._executed = False
+        self._produced = False
+        self._database_transaction: str | None = None
+        self.prepared: PreparedTxnState | None = None
+
+    @property
+    def transactional_id(self) -> str:
+        """The id that this dual write runs under: the writer's own or that of one of its lanes."""
+        return self._lane.transactional_id
+
+    @property
+    def state(self) -> WriteState:
+        """Where this dual write is."""
+        return self._machine.state
+
+    @property
+    def connection(self) -> Connection:
+        """The SQLAlchemy connection, inside the database transaction. Never commit or roll it back yourself.
+
+        Savepoints (``connection.begin_nested()``) are yours to use.
+
+        Raises:
+            IllegalStateError: The block has ended.
+        """
+        self._machine.apply(WriteEvent.EXECUTE)
+        self._executed = True
+        return self._connection
+
+    @property
+    def session(self) -> Session:
+        """An ORM session on :attr:`connection`, made at first use and flushed before the transaction is prepared.
+
+        Its ``commit()`` flushes and no more: the dual write commits when the block ends.
+
+        Raises:
+            IllegalStateError: The block has ended.
+        """
+        self._machine.apply(WriteEvent.EXECUTE)
+        self._executed = True
+        if self._session is None:
+            self._session = self._session_factory(bind=self._connection)
+        return self._session
+
+    def produce(
+        self,
+        topic: str,
+        value: str | bytes | None = None,
+        key: str | bytes | None = None,
+        *,
+        partition: int | None = None,
+        headers: Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]] | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: Callable[[KafkaError | None, Message], None] | None = None,
+    ) -> None:
+        """Hand one message to the producer. It is sent in the background and becomes visible after the database commit.
+
+        Nothing is durable on return. A message that fails later makes the whole dual write abort when the block ends.
+
+        Args:
+            topic: Topic name.
+            value: Payload; a string is encoded as UTF-8.
+            key: Key; decides the partition where none is given.
+            partition: Partition number.
+            headers: Record headers.
+            timestamp_ms: Record timestamp in ms since 1970; the broker's or librdkafka's clock if not given.
+            on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. Not
+                offered by a writer in bulk mode.
+
+        Raises:
+            IllegalStateError: The block has ended.
+            TransactionAborted: The producer refuses the message; leave the block, both sides abort.
+            Fenced: Another owner took over.
+        """
+        self._machine.apply(WriteEvent.PRODUCE)
+        self._begin_kafka()
+        self._lane.producer.produce(
+            topic,
+            value,
+            key,
+            partition=partition,
+            headers=headers,
+            timestamp_ms=timestamp_ms,
+            on_delivery=on_delivery,
+        )
+        failpoints.hit("write.produced")
+
+    def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
+        """Commit consumed offsets together with this dual write (consume, transform, write to both).
+
+        Args:
+            offsets: The next offset to consume, by partition.
+            group_metadata: ``Consumer.consumer_group_metadata()`` of the consumer.
+
+        Raises:
+            IllegalStateError: The block has ended.
+            TransactionAborted, Fenced, Unavailable: The broker did not take them; leave the block, both sides abort.
+        """
+        self._machine.apply(WriteEvent.PRODUCE)
+        self._begin_kafka()
+        self._lane.producer.send_offsets_to_transaction(offsets, group_metadata)
+        failpoints.hit("write.produced")
+
+    def _begin_kafka(self) -> None:
+        if not self._produced:
+            self._lane.producer.begin_transaction()
+            self._produced = True
+
+    def begin(self) -> None:
+        """Begin the database transaction and read the row, before anything can be produced.
+
+        Raises:
+            Fenced: The row names another incarnation than ours.
+            IllegalStateError, ConfigurationError: The connection cannot be used for this.
+            Unavailable: The database does not answer.
+        """
+        store = self._ground.store
+        store.begin(self._connection)
+        failpoints.hit("write.begun")
+        try:
+            incarnation = store.read_incarnation(self._connection, self.transactional_id)
+            if incarnation != self._lane.row.incarnation:
+                raise self._fenced(incarnation)
+            self._machine.apply(WriteEvent.CHECK)
+            event.listen(self._connection, "commit", self._refuse_commit)
+        except BaseException:
+            self.abort()
+            raise
+        failpoints.hit("write.checked")
+
+    def commit(self) -> None:
+        """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
+            TransactionInDoubt: The database's answer is missing and could not be found out.
+            CompletionPending: Decided; Kafka will follow.
+            DecidedTransactionLost, OutcomeUnverifiable: Decided; Kafka does not have it, or nobody can tell.
+        """
+        failpoints.hit("write.body_done")
+        deadline = Deadline(self._timeout_s)
+        try:
+            if not self._executed and not self._produced:
+                self.abort()
+                return
+            state = self._prepare()
+            self._record(state)
+            self._stop_refusing_commit()
+        except Unavailable as error:
+            self.abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._decide(state, deadline)
+        if self._produced:
+            self._lane.complete(state, deadline)
+        self._machine.apply(WriteEvent.COMPLETE)
+        failpoints.hit("write.completed")
+
+    def _prepare(self) -> PreparedTxnState:
+        if self._session is not None:
+            self._session.flush()
+        state = self._lane.producer.prepare_transaction() if self._produced else PreparedTxnState()
+        self._machine.apply(WriteEvent.PREPARE)
+        self.prepared = state
+        failpoints.hit("write.prepared")
+        return state
+
+    def _record(self, state: PreparedTxnState) -> None:
+        store, incarnation = self._ground.store, self._lane.row.incarnation
+        if state.has_transaction:
+            ours, self._database_transaction = store.decide(
+                self._connection, self.transactional_id, incarnation, state
+            )
+        else:
+            ours = store.hold(self._connection, self.transactional_id, incarnation)
+        if not ours:
+            raise self._fenced(None)
+        self._machine.apply(WriteEvent.RECORD)
+        failpoints.hit("write.recorded")
+        if state.has_transaction:
+            self._check_time_left()
+
+    def _check_time_left(self) -> None:
+        producer = self._lane.producer
+        timeout_s = producer.transaction_timeout_ms / 1000
+        if producer.begun_for_s + self._margin_s > timeout_s:
+            raise TransactionAborted(
+                f"the transaction was open for {producer.begun_for_s:.0f} s of the {timeout_s:.0f} s after which the broker "
+                f"aborts it; {self._margin_s:.0f} s must be left for the decision",
+                transactional_id=self.transactional_id,
+                next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
+                retryable=False,
+            )
+
+    def _decide(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        try:
+            self._ground.store.commit(self._connection)
+        except TransactionAborted:
+            self.abort()
+            raise
+        except TransactionInDoubt as error:
+            self._machine.apply(WriteEvent.LOSE_ANSWER)
+            self._resolve(state, deadline, error)
+        else:
+            self._machine.apply(WriteEvent.COMMIT)
+            failpoints.hit("write.decided")
+
+    def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
+        if not state.has_transaction:
+            self._lane.discard()
+            raise doubt  # nothing but rows: the database alone knows
+        try:
+            verdict = resolve_commit(
+                self._ground, self.transactional_id, state, self._database_transaction, deadline
+            )
+        except DualWriteError as error:
+            self._lane.discard()
+            raise doubt from error
+        if verdict is DoubtStep.COMMITTED:
+            self._machine.apply(WriteEvent.COMMIT)
+        elif verdict is DoubtStep.ABORTED:
+            self.abort()
+            raise TransactionAborted(
+                "the connection broke during COMMIT; the database has rolled back", transactional_id=self.transactional_id
+            ) from doubt
+        elif verdict is DoubtStep.IN_DOUBT:
+            self._lane.discard()
+            raise doubt
+        else:
+            self._machine.apply(WriteEvent.FIND_LOST)
+            self._lane.discard()
+            kind = DecidedTransactionLost if verdict is DoubtStep.LOST else OutcomeUnverifiable
+            raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
+
+    def abort(self) -> None:
+        """Abort both sides. Does nothing where they have aborted already.
+
+        If Kafka does not take the abort, the producer is thrown away and whoever settles next aborts its transaction: the
+        row does not name it, so it cannot be committed any more.
+        """
+        if self._machine.state is WriteState.ABORTED:
+            return
+        failpoints.hit("write.before_abort")
+        self._stop_refusing_commit()
+        self._ground.store.rollback(self._connection)
+        failpoints.hit("write.rolled_back")
+        if self._produced:
+            try:
+                self._lane.producer.abort_transaction()
+            except DualWriteError as error:
+                logger.warning("%s: Kafka did not take the abort: %s", self.transactional_id, error)
+                self._lane.discard()
+        self._machine.apply(WriteEvent.ABORT)
+
+    def release(self) -> None:
+        """Let go of the session, once the block has ended. Its objects stay readable."""
+        self._stop_refusing_commit()
+        if self._session is not None:
+            self._session.close()
+
+    def _refuse_commit(self, _connection: Connection) -> None:
+        raise IllegalStateError(
+            "the connection was committed inside the block",
+            transactional_id=self.transactional_id,
+            next_step="the dual write commits when the block ends: remove the commit()",
+        )
+
+    def _stop_refusing_commit(self) -> None:
+        if event.contains(self._connection, "commit", self._refuse_commit):
+            event.remove(self._connection, "commit", self._refuse_commit)
+
+    def _fenced(self, found: int | None) -> Fenced:
+        shown = "no longer names" if found is None else f"names incarnation {found} instead of"
+        return Fenced(
+            f"the row {shown} our incarnation {self._lane.row.incarnation}", transactional_id=self.transactional_id
+        )
+
+    def __repr__(self) -> str:
+        return f"<Transaction {self.transactional_id} {self._machine.state.value}>"

@@ -1,0 +1,360 @@
+"""``DualWriter``: rows and messages, together or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy.orm import Session
+
+from dualwrite import failpoints
+from dualwrite.claiming import Ground, claim_rows, default_owner
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.lane import Lane, lane_id
+from dualwrite.protocol.write_life import WriteState
+from dualwrite.settling import settle
+from dualwrite.stores.schema import check_schema
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.transaction import Transaction
+
+if TYPE_CHECKING:
+    from dualwrite.ports import StateRow
+
+logger = logging.getLogger(__name__)
+
+_LANES_FROM_THE_START = 2
+_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED})
+
+
+class DualWriter:
+    """Commits Kafka messages and database rows together or not at all.
+
+    The database commit is the decision; Kafka follows it. After any crash, opening a writer of the same transactional id
+    settles what was left: committed rows get their messages, everything else is aborted on both sides.
+
+    One process at a time owns a transactional id: opening a second writer of that name fences the first. Threads share one
+    writer; each transaction at a time takes a *lane*, a transactional id of its own (``orders``, ``orders#1``, ...).
+
+    Args:
+        transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
+            same time. At most 240 characters, without ``#``.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least.
+        engine: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
+        schema: The database schema of the library's tables, where it is not the default one.
+        max_lanes: The most transactions at a time.
+        timeout_s: Bounds opening, and each ending of a transaction, in seconds.
+        lane_timeout_s: How long a transaction waits for a free lane, in seconds.
+        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
+        session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
+        bulk: For large transactions: less work per message, no ``on_delivery``.
+        owner: Who we are, for people who read the row; ``user@host:pid`` by default.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+
+    Source: KIP-939, "dual write recipe".
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        *,
+        kafka: Mapping[str, object],
+        engine: Engine | str,
+        schema: str | None = None,
+        max_lanes: int = 8,
+        timeout_s: float = 60.0,
+        lane_timeout_s: float = 30.0,
+        margin_s: float = 10.0,
+        idle_after_s: float = 60.0,
+        session_factory: Callable[..., Session] = Session,
+        bulk: bool = False,
+        owner: str | None = None,
+    ) -> None:
+        _check_arguments(transactional_id, max_lanes)
+        self.transactional_id = transactional_id
+        self._config = KafkaConfig.parse(kafka)
+        self._owns_engine = isinstance(engine, str)
+        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._schema = schema
+        self._max_lanes = max_lanes
+        self._timeout_s = timeout_s
+        self._lane_timeout_s = lane_timeout_s
+        self._margin_s = margin_s
+        self._idle_after_s = idle_after_s
+        self._session_factory = session_factory
+        self._bulk = bulk
+        self._owner = owner or default_owner()
+        self._pid = os.getpid()
+        self._ground: Ground | None = None
+        self._lanes: list[Lane] = []
+        self._idle: deque[tuple[float, Lane]] = deque()
+        self._changed = threading.Condition()
+        self._claiming = threading.Lock()
+        self._inside = threading.local()
+        self._closing = threading.Event()
+        self._recorder: threading.Thread | None = None
+
+    def open(self) -> DualWriter:
+        """Claim the transactional id, settle what former owners left, and make the producers.
+
+        To be called once, before the first transaction; ``with writer:`` does it. On return no former owner can write any
+        more, and everything that was decided is complete in Kafka.
+
+        Raises:
+            ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
+                gone back in time, a right is missing. Nothing was changed.
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the
+                next ``open()`` goes on.
+            Unavailable: A server does not answer.
+            IllegalStateError: The writer is open, or was closed.
+        """
+        if self._ground is not None or self._closing.is_set():
+            raise IllegalStateError("the writer was opened before", transactional_id=self.transactional_id)
+        check_schema(self._engine, self._schema)
+        coordinator = KafkaCoordinator(self._config)
+        self._ground = Ground(coordinator, SqlStateStore(self._engine, schema=self._schema), self._owner)
+        try:
+            self._claim_all(self._ground, Deadline(self._timeout_s))
+        except BaseException:
+            self.close()
+            raise
+        self._recorder = threading.Thread(target=self._record_idle, name=f"dualwrite {self.transactional_id}", daemon=True)
+        self._recorder.start()
+        return self
+
+    def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
+        """Claim the first lane, then every other that has a row: from then on the former owner can add none."""
+        rows = {row.transactional_id: row for row in claim_rows(ground, [self.transactional_id], deadline)}
+        others = [
+            row.transactional_id
+            for row in ground.store.find(f"{self.transactional_id}#")
+            if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(self.transactional_id) + 1 :])
+        ]
+        wanted = [lane_id(self.transactional_id, n) for n in range(min(_LANES_FROM_THE_START, self._max_lanes))]
+        if more := sorted({*others, *wanted[1:]}):
+            guard = (self.transactional_id, rows[self.transactional_id].incarnation)
+            rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
+        report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+        failpoints.hit("claim.settled")
+        report.raise_losses()
+        self._lanes = [self._new_lane(ground, number) for number in range(len(wanted))]
+        for lane in self._lanes:
+            lane.adopt(rows[lane.transactional_id])
+        with ThreadPoolExecutor(len(self._lanes)) as threads:
+            for future in [threads.submit(lane.ready, deadline) for lane in self._lanes]:
+                future.result()
+        self._idle.extend((time.monotonic(), lane) for lane in self._lanes)
+
+    def _new_lane(self, ground: Ground, number: int) -> Lane:
+        def make_producer(row: StateRow) -> TransactionalProducer:
+            return TransactionalProducer(
+                self._config,
+                row.kafka_id(row.incarnation),
+                coordinator=ground.coordinator,
+                incarnation=row.incarnation,
+                call_timeout_s=self._timeout_s,
+                bulk=self._bulk,
+            )
+
+        def first_lane() -> tuple[str, int]:
+            return self.transactional_id, self._lanes[0].row.incarnation
+
+        return Lane(
+            lane_id(self.transactional_id, number),
+            ground,
+            make_producer,
+            claiming=self._claiming,
+            guard=first_lane if number else None,
+        )
+
+    @contextmanager
+    def transaction(self, connection: Connection | None = None) -> Generator[Transaction, None, None]:
+        """One dual write: the block's end commits both sides, an exception in the block aborts both.
+
+        Args:
+            connection: A connection of the engine's, not inside a transaction; one is taken from the engine if not given.
+
+        Yields:
+            The transaction, usable until the block ends.
+
+        Raises:
+            TransactionAborted: Neither side changed.
+            Fenced: Another owner took over; neither side changed.
+            TransactionInDoubt: The database's answer is missing. Do not run the work again.
+            CompletionPending: A success that will become visible. Do not run the work again.
+            DecidedTransactionLost, OutcomeUnverifiable: The rows are committed; the messages are not, or nobody knows.
+            ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted.
+            IllegalStateError: The writer is not open, or this thread is inside a transaction of this writer already.
+
+        What the block itself raises is passed on as it is.
+        """
+        ground = self._opened()
+        if getattr(self._inside, "transaction", False):
+            raise IllegalStateError(
+                "this thread is inside a transaction of this writer already",
+                transactional_id=self.transactional_id,
+                next_step="a dual write cannot be nested: use connection.begin_nested() for a savepoint",
+            )
+        self._inside.transaction = True
+        try:
+            lane = self._acquire(ground)
+            try:
+                lane.ready(Deadline(self._timeout_s))
+                with _borrowed(connection, self._engine) as borrowed:
+                    yield from self._run(ground, lane, borrowed)
+            finally:
+                self._release(lane)
+        finally:
+            self._inside.transaction = False
+
+    def _run(self, ground: Ground, lane: Lane, connection: Connection) -> Generator[Transaction, None, None]:
+        transaction = Transaction(
+            lane,
+            ground,
+            connection,
+            session_factory=self._session_factory,
+            margin_s=self._margin_s,
+            timeout_s=self._timeout_s,
+        )
+        transaction.begin()
+        try:
+            try:
+                yield transaction
+            except BaseException:
+                transaction.abort()
+                raise
+            transaction.commit()
+        finally:
+            transaction.release()
+            if transaction.state not in _ENDED:
+                # Interrupted between the decision and its completion: neither the connection nor the producer may be used
+                # again before the id is claimed anew, which waits for the old backend and settles.
+                lane.discard()
+                connection.invalidate()
+
+    def _acquire(self, ground: Ground) -> Lane:
+        """The lane that was idle for longest, a new one, or the first to become free."""
+        deadline = Deadline(self._lane_timeout_s)
+        with self._changed:
+            while True:
+                if self._closing.is_set():
+                    raise IllegalStateError("the writer is closed", transactional_id=self.transactional_id)
+                if self._idle:
+                    return self._idle.popleft()[1]
+                if len(self._lanes) < self._max_lanes:
+                    lane = self._new_lane(ground, len(self._lanes))
+                    self._lanes.append(lane)
+                    return lane
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise Unavailable(
+                        f"all {self._max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
+                        transactional_id=self.transactional_id,
+                        next_step="raise max_lanes, or make transactions shorter",
+                    )
+
+    def _release(self, lane: Lane) -> None:
+        with self._changed:
+            self._idle.append((time.monotonic(), lane))
+            self._changed.notify_all()
+
+    def _record_idle(self) -> None:
+        """Record completion for lanes that have nothing to do, so that a forgotten id raises no alarm a week later."""
+        while not self._closing.wait(self._idle_after_s / 2):
+            with self._changed:
+                due = [lane for since, lane in self._idle if time.monotonic() - since > self._idle_after_s]
+                due = [lane for lane in due if lane.unrecorded is not None]
+                self._idle = deque(item for item in self._idle if item[1] not in due)
+            for lane in due:
+                try:
+                    lane.record_completed()
+                except Exception:
+                    logger.exception("%s: completion was not recorded; tried again later", lane.transactional_id)
+                finally:
+                    self._release(lane)
+
+    def close(self) -> None:
+        """Wait for running transactions, record that all is complete, and let go of the servers. May be called again.
+
+        Transactions that have not ended after ``timeout_s`` are left to whoever settles next.
+        """
+        self._closing.set()
+        if self._recorder is not None:
+            self._recorder.join(self._timeout_s)
+            self._recorder = None
+        deadline = Deadline(self._timeout_s)
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._idle) >= len(self._lanes), deadline.remaining_s())
+            idle = [lane for _, lane in self._idle]
+            self._lanes, self._idle = [], deque()
+        try:
+            for lane in idle:
+                lane.record_completed()
+        finally:
+            for lane in idle:
+                lane.discard()
+            if self._ground is not None:
+                self._ground.coordinator.close()
+                self._ground = None
+            if self._owns_engine:
+                self._engine.dispose()
+
+    def _opened(self) -> Ground:
+        if os.getpid() != self._pid:
+            raise IllegalStateError(
+                "the writer was made in another process",
+                transactional_id=self.transactional_id,
+                next_step="a fork cannot share a producer: make a writer in each process, with an id of its own",
+            )
+        if self._ground is None:
+            raise IllegalStateError(
+                "the writer is not open", transactional_id=self.transactional_id, next_step="use `with writer:` or open()"
+            )
+        return self._ground
+
+    def __enter__(self) -> DualWriter:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        shown = "closed" if self._closing.is_set() else "open" if self._ground else "not open"
+        return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
+
+
+def _check_arguments(transactional_id: str, max_lanes: int) -> None:
+    if not 1 <= len(transactional_id) <= 240 or "#" in transactional_id:  # noqa: PLR2004 - leaves room for a lane's number
+        raise ConfigurationError(
+            f"{transactional_id!r} cannot be a transactional id",
+            next_step="use 1 to 240 characters without '#', which separates the numbers of lanes",
+        )
+    if max_lanes < 1:
+        raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
+
+
+@contextmanager
+def _borrowed(connection: Connection | None, engine: Engine) -> Generator[Connection, None, None]:
+    if connection is not None:
+        yield connection
+        return
+    with engine.connect() as own:
+        yield own
