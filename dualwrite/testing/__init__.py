@@ -1,0 +1,31 @@
+"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, a proxy that misbehaves, pytest fixtures.
+
+Install ``dualwrite[testing]``. The fixtures (`dualwrite.testing.plugin`) are known to pytest then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dualwrite.testing.kafka import EmbeddedKafka
+    from dualwrite.testing.postgresql import EmbeddedPostgres
+    from dualwrite.testing.reading import Record, read_committed
+
+__all__ = ["EmbeddedKafka", "EmbeddedPostgres", "Record", "read_committed"]
+
+_HOMES = {
+    "EmbeddedKafka": "dualwrite.testing.kafka",
+    "EmbeddedPostgres": "dualwrite.testing.postgresql",
+    "Record": "dualwrite.testing.reading",
+    "read_committed": "dualwrite.testing.reading",
+}
+
+
+def __getattr__(name: str) -> object:
+    # pytest imports this package with the plugin, in every project that has it installed: it must cost nothing.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - see above
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

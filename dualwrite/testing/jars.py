@@ -1,0 +1,117 @@
+"""The jars of Apache Kafka, fetched once with Maven into the user's cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from dualwrite.errors import ConfigurationError, Unavailable
+
+POM = Path(__file__).with_name("pom.xml")
+CACHE_VARIABLE = "DUALWRITE_CACHE"
+
+
+def cache_directory() -> Path:
+    """Where fetched files stay: ``DUALWRITE_CACHE``, else ``dualwrite`` in the user's cache directory."""
+    own = os.environ.get(CACHE_VARIABLE)
+    if own:
+        return Path(own).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dualwrite"
+
+
+def java() -> str:
+    """The ``java`` program: ``JAVA_HOME``'s, else the first on the path.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    home = os.environ.get("JAVA_HOME")
+    return _program(f"{home}/bin/java" if home else "java", "a Java runtime, 17 or newer (JAVA_HOME or PATH)")
+
+
+def _program(name: str, what: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise ConfigurationError(
+            f"the embedded Kafka broker needs {what}: {name!r} was not found",
+            next_step="install it, or point DUALWRITE_TEST_KAFKA at a broker of your own",
+        )
+    return found
+
+
+def kafka_jars(pom: Path = POM) -> Path:
+    """The directory that holds the jars; fetched first if this cache has not got them.
+
+    Several processes may ask at once: one fetches, the others wait. What is half fetched is never seen.
+
+    Args:
+        pom: Names the jars. The cache has one directory for each content of it.
+
+    Raises:
+        ConfigurationError: Maven or Java is missing.
+        Unavailable: Maven could not fetch them.
+    """
+    content = pom.read_bytes()
+    version = ET.fromstring(content).findtext("{*}dependencies/{*}dependency/{*}version", "unknown")
+    cache = cache_directory()
+    target = cache / f"kafka-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    java()
+    maven = _program("mvn", "Apache Maven, once, to fetch its jars")
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{target.name}.lock").open("w") as lock:
+        _lock(lock.fileno(), target)
+        if not target.is_dir():  # another process may have fetched them while we waited
+            _fetch(maven, pom, version, target)
+    return target
+
+
+def _lock(descriptor: int, target: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _say(f"waiting for another process that fetches {target.name}")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _fetch(maven: str, pom: Path, version: str, target: Path) -> None:
+    for stale in target.parent.glob(f"{target.name}.partial-*"):  # we hold the lock: its owner was killed
+        shutil.rmtree(stale)
+    _say(f"fetching Apache Kafka {version} with Maven, about 45 MB, once, into {target}")
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    shutil.copy(pom, partial / "pom.xml")
+    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={partial}", "-DincludeScope=runtime"]
+    command = [maven, "--batch-mode", "--file", str(partial / "pom.xml"), *goal]
+    output: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        fetched = 0
+        for line in process.stdout:
+            output.append(line)
+            if "Downloaded from" in line:
+                fetched += 1
+                if fetched % 20 == 0:
+                    _say(f"  {fetched} files")
+    if process.returncode != 0:
+        shutil.rmtree(partial)
+        raise Unavailable(
+            f"Maven could not fetch Apache Kafka {version}:\n{''.join(output[-20:])}",
+            next_step="see Maven's own message above; it reads the user's Maven settings",
+        )
+    partial.chmod(0o755)
+    partial.rename(target)
+    _say(f"fetched Apache Kafka {version}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"dualwrite: {text}\n")
+    sys.stderr.flush()
