@@ -1,0 +1,64 @@
+"""dualwrite: commit Kafka messages and database rows together or not at all.
+
+No outbox, no relay: the database commit is the decision and Kafka follows it, on stock brokers and clients. Implements the
+dual-write recipe of KIP-939 ("Support Participation in 2PC").
+"""
+
+from typing import TYPE_CHECKING
+
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.recovery import RecoveryReport, recover
+    from dualwrite.transaction import Transaction
+    from dualwrite.writer import DualWriter
+
+__all__ = [
+    "CompletionPending",
+    "ConfigurationError",
+    "DecidedTransactionLost",
+    "DualWriteError",
+    "DualWriter",
+    "Fenced",
+    "FirstOffset",
+    "IllegalStateError",
+    "OutcomeUnverifiable",
+    "PreparedTxnState",
+    "RecoveryReport",
+    "Transaction",
+    "TransactionAborted",
+    "TransactionInDoubt",
+    "TransactionalProducer",
+    "Unavailable",
+    "recover",
+]
+
+_LAZY = {
+    "DualWriter": "dualwrite.writer",
+    "RecoveryReport": "dualwrite.recovery",
+    "Transaction": "dualwrite.transaction",
+    "TransactionalProducer": "dualwrite.kafka.producer",
+    "recover": "dualwrite.recovery",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the drivers only when somebody asks for what needs them: errors and values stay light."""
+    if name in _LAZY:
+        from importlib import import_module  # noqa: PLC0415 - as above
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

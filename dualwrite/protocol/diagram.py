@@ -1,0 +1,51 @@
+"""Diagrams of the transition tables, in Mermaid's text form. ``python -m dualwrite.protocol.diagram`` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerState
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteState
+
+
+def draw(table: Mapping[Enum, Mapping[Enum, Enum]], initial: Enum) -> str:
+    """The table as a Mermaid state diagram: one arrow for each pair of states, with all its events."""
+    arrows: dict[tuple[Enum, Enum], list[str]] = {}
+    for state, moves in table.items():
+        for event, target in moves.items():
+            arrows.setdefault((state, target), []).append(str(event.value))
+    lines = ["stateDiagram-v2", f"    [*] --> {_name(initial)}"]
+    lines += [f"    {_name(state)} --> {_name(target)}: {', '.join(events)}" for (state, target), events in arrows.items()]
+    lines += [f"    {_name(state)} --> [*]" for state, moves in table.items() if not moves]
+    return "\n".join(lines)
+
+
+def _name(state: Enum) -> str:
+    return str(state.value).replace(" ", "_")
+
+
+def page() -> str:
+    """The documentation page that shows both tables."""
+    return "\n".join([
+        "# State diagrams",
+        "",
+        "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test holds this page against them.",
+        "",
+        "## One dual write",
+        "",
+        "```mermaid",
+        draw(WRITE_LIFE, WriteState.BEGUN),  # type: ignore[arg-type] - Mapping is invariant in its key
+        "```",
+        "",
+        "## One producer",
+        "",
+        "```mermaid",
+        draw(PRODUCER_LIFE, ProducerState.CREATED),  # type: ignore[arg-type] - as above
+        "```",
+        "",
+    ])
+
+
+if __name__ == "__main__":
+    print(page(), end="")  # noqa: T201 - this is what the command is for

@@ -1,0 +1,77 @@
+"""The tables and their interpreter: the whole matrix of states and events, the illegal ones included."""
+
+from pathlib import Path
+
+import pytest
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.protocol import diagram
+from dualwrite.protocol.machine import Machine
+from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+
+W, E = WriteState, WriteEvent
+WRITE_ARROWS = {
+    (W.BEGUN, E.CHECK): W.CHECKED,
+    (W.BEGUN, E.ABORT): W.ABORTED,
+    (W.CHECKED, E.PRODUCE): W.CHECKED,
+    (W.CHECKED, E.EXECUTE): W.CHECKED,
+    (W.CHECKED, E.PREPARE): W.PREPARED,
+    (W.CHECKED, E.ABORT): W.ABORTED,
+    (W.PREPARED, E.RECORD): W.RECORDED,
+    (W.PREPARED, E.ABORT): W.ABORTED,
+    (W.RECORDED, E.COMMIT): W.DECIDED,
+    (W.RECORDED, E.LOSE_ANSWER): W.IN_DOUBT,
+    (W.RECORDED, E.ABORT): W.ABORTED,
+    (W.IN_DOUBT, E.COMMIT): W.DECIDED,
+    (W.IN_DOUBT, E.ABORT): W.ABORTED,
+    (W.IN_DOUBT, E.FIND_LOST): W.LOST,
+    (W.DECIDED, E.COMPLETE): W.COMPLETED,
+    (W.DECIDED, E.FIND_LOST): W.LOST,
+}
+
+
+@pytest.mark.parametrize("state", list(W))
+@pytest.mark.parametrize("event", list(E))
+def test_one_dual_write_moves_as_its_table_says_and_no_other_way(state, event):
+    machine = Machine("dual write", WRITE_LIFE, state)
+    target = WRITE_ARROWS.get((state, event))
+    if target is None:
+        assert not machine.allows(event)
+        with pytest.raises(IllegalStateError, match=event.value):
+            machine.apply(event)
+        assert machine.state is state
+    else:
+        assert machine.apply(event) is target
+
+
+def test_nothing_that_was_decided_can_abort():
+    for state in (W.DECIDED, W.COMPLETED, W.LOST):
+        assert E.ABORT not in WRITE_LIFE[state]
+
+
+def test_nothing_can_be_produced_before_the_check_or_after_prepare():
+    assert [state for state in W if E.PRODUCE in WRITE_LIFE[state]] == [W.CHECKED]
+
+
+def test_a_doubtful_producer_can_only_be_closed():
+    allowed = set(PRODUCER_LIFE[ProducerState.DOUBTFUL]) - {ProducerEvent.DOUBT}
+    assert allowed == {ProducerEvent.CLOSE}
+
+
+@pytest.mark.parametrize("state", [ProducerState.KEPT, ProducerState.PREPARED])
+def test_prepare_and_keep_freeze_everything_but_commit_abort_complete(state):
+    allowed = set(PRODUCER_LIFE[state]) - {ProducerEvent.DOUBT, ProducerEvent.CLOSE}
+    assert allowed == {ProducerEvent.COMMIT, ProducerEvent.ABORT, ProducerEvent.COMPLETE}
+
+
+@pytest.mark.parametrize(("table", "states"), [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState)])
+def test_every_state_has_a_row_and_cannot_be_changed(table, states):
+    assert set(table) == set(states)
+    with pytest.raises(TypeError):
+        table[next(iter(states))] = {}
+
+
+def test_the_documented_diagrams_are_those_of_the_tables():
+    documented = (Path(__file__).parents[2] / "docs" / "state-diagrams.md").read_text()
+    assert documented == diagram.page()
