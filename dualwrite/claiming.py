@@ -81,9 +81,7 @@ def claim(
         ConfigurationError, Fenced, Unavailable: As :func:`claim_rows`; ``Unavailable`` also while settling: claim again.
     """
     rows = claim_rows(ground, transactional_ids, deadline, guard=guard)
-    report = settle(
-        rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline, on_settled=on_settled
-    )
+    report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline, on_settled=on_settled)
     failpoints.hit("claim.settled")
     return rows, report
 

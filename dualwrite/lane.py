@@ -96,10 +96,8 @@ class Lane:
         """
         if self._producer is not None and not self._producer.doubtful:
             return
-        if self._row is None or self._producer is not None:
-            report = self._renew(deadline)
-        else:
-            report = None
+        must_claim = self._row is None or self._producer is not None
+        report = self._renew(deadline) if must_claim else None
         self._start(deadline)
         if report is not None:
             report.raise_losses()

@@ -206,14 +206,10 @@ def _describe(item: Unsettled, step: SettleStep) -> IdStatus:
     )
 
 
-_MATTERS = frozenset(
-    {SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT}
-)
+_MATTERS = frozenset({SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT})
 
 
-def _known_incarnations(
-    rows: Iterable[StateRow], coordinator: KafkaCoordinator, deadline: Deadline
-) -> dict[str, int]:
+def _known_incarnations(rows: Iterable[StateRow], coordinator: KafkaCoordinator, deadline: Deadline) -> dict[str, int]:
     """For each id that Kafka knows newer incarnations of than the database, the first number above them all."""
     result = {}
     for row in rows:

@@ -232,9 +232,7 @@ class Transaction:
     def _record(self, state: PreparedTxnState) -> None:
         store, incarnation = self._ground.store, self._lane.row.incarnation
         if state.has_transaction:
-            ours, self._database_transaction = store.decide(
-                self._connection, self.transactional_id, incarnation, state
-            )
+            ours, self._database_transaction = store.decide(self._connection, self.transactional_id, incarnation, state)
         else:
             ours = store.hold(self._connection, self.transactional_id, incarnation)
         if not ours:
@@ -274,9 +272,7 @@ class Transaction:
             self._lane.discard()
             raise doubt  # nothing but rows: the database alone knows
         try:
-            verdict = resolve_commit(
-                self._ground, self.transactional_id, state, self._database_transaction, deadline
-            )
+            verdict = resolve_commit(self._ground, self.transactional_id, state, self._database_transaction, deadline)
         except DualWriteError as error:
             self._lane.discard()
             raise doubt from error
@@ -285,7 +281,8 @@ class Transaction:
         elif verdict is DoubtStep.ABORTED:
             self.abort()
             raise TransactionAborted(
-                "the connection broke during COMMIT; the database has rolled back", transactional_id=self.transactional_id
+                "the connection broke during COMMIT; the database has rolled back",
+                transactional_id=self.transactional_id,
             ) from doubt
         elif verdict is DoubtStep.IN_DOUBT:
             self._lane.discard()

@@ -32,6 +32,8 @@ from dualwrite.stores.state import SqlStateStore
 from dualwrite.transaction import Transaction
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from dualwrite.ports import StateRow
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class DualWriter:
         self._closing = threading.Event()
         self._recorder: threading.Thread | None = None
 
-    def open(self) -> DualWriter:
+    def open(self) -> None:
         """Claim the transactional id, settle what former owners left, and make the producers.
 
         To be called once, before the first transaction; ``with writer:`` does it. On return no former owner can write any
@@ -134,9 +136,10 @@ class DualWriter:
         except BaseException:
             self.close()
             raise
-        self._recorder = threading.Thread(target=self._record_idle, name=f"dualwrite {self.transactional_id}", daemon=True)
+        self._recorder = threading.Thread(
+            target=self._record_idle, name=f"dualwrite {self.transactional_id}", daemon=True
+        )
         self._recorder.start()
-        return self
 
     def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
         """Claim the first lane, then every other that has a row: from then on the former owner can add none."""
@@ -324,12 +327,15 @@ class DualWriter:
             )
         if self._ground is None:
             raise IllegalStateError(
-                "the writer is not open", transactional_id=self.transactional_id, next_step="use `with writer:` or open()"
+                "the writer is not open",
+                transactional_id=self.transactional_id,
+                next_step="use `with writer:` or open()",
             )
         return self._ground
 
-    def __enter__(self) -> DualWriter:
-        return self.open()
+    def __enter__(self) -> Self:
+        self.open()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

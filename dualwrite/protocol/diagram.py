@@ -16,7 +16,9 @@ def draw(table: Mapping[Enum, Mapping[Enum, Enum]], initial: Enum) -> str:
         for event, target in moves.items():
             arrows.setdefault((state, target), []).append(str(event.value))
     lines = ["stateDiagram-v2", f"    [*] --> {_name(initial)}"]
-    lines += [f"    {_name(state)} --> {_name(target)}: {', '.join(events)}" for (state, target), events in arrows.items()]
+    lines += [
+        f"    {_name(state)} --> {_name(target)}: {', '.join(events)}" for (state, target), events in arrows.items()
+    ]
     lines += [f"    {_name(state)} --> [*]" for state, moves in table.items() if not moves]
     return "\n".join(lines)
 
@@ -27,24 +29,26 @@ def _name(state: Enum) -> str:
 
 def page() -> str:
     """The documentation page that shows both tables."""
-    return "\n".join([
-        "# State diagrams",
-        "",
-        "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test holds this page against them.",
-        "",
-        "## One dual write",
-        "",
-        "```mermaid",
-        draw(WRITE_LIFE, WriteState.BEGUN),  # type: ignore[arg-type] - Mapping is invariant in its key
-        "```",
-        "",
-        "## One producer",
-        "",
-        "```mermaid",
-        draw(PRODUCER_LIFE, ProducerState.CREATED),  # type: ignore[arg-type] - as above
-        "```",
-        "",
-    ])
+    return "\n".join(
+        [
+            "# State diagrams",
+            "",
+            "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test holds this page against them.",
+            "",
+            "## One dual write",
+            "",
+            "```mermaid",
+            draw(WRITE_LIFE, WriteState.BEGUN),  # type: ignore[arg-type] - Mapping is invariant in its key
+            "```",
+            "",
+            "## One producer",
+            "",
+            "```mermaid",
+            draw(PRODUCER_LIFE, ProducerState.CREATED),  # type: ignore[arg-type] - as above
+            "```",
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -45,53 +45,55 @@ class ProducerEvent(Enum):
 
 _S, _E = ProducerState, ProducerEvent
 
-PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = MappingProxyType({
-    _S.CREATED: {
-        _E.INIT: _S.READY,
-        _E.INIT_KEEPING: _S.KEPT,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.KEPT: {
-        _E.COMMIT: _S.READY,
-        _E.ABORT: _S.READY,
-        _E.COMPLETE: _S.READY,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.READY: {
-        _E.BEGIN: _S.BEGUN,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.BEGUN: {
-        _E.PRODUCE: _S.BEGUN,
-        _E.SEND_OFFSETS: _S.BEGUN,
-        _E.PREPARE: _S.PREPARED,
-        _E.COMMIT: _S.READY,
-        _E.ABORT: _S.READY,
-        _E.FAIL: _S.FAILED,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.PREPARED: {
-        _E.COMMIT: _S.READY,
-        _E.ABORT: _S.READY,
-        _E.COMPLETE: _S.READY,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.FAILED: {
-        _E.ABORT: _S.READY,
-        _E.FAIL: _S.FAILED,
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.DOUBTFUL: {
-        _E.DOUBT: _S.DOUBTFUL,
-        _E.CLOSE: _S.CLOSED,
-    },
-    _S.CLOSED: {
-        _E.CLOSE: _S.CLOSED,
-    },
-})
+PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = MappingProxyType(
+    {
+        _S.CREATED: {
+            _E.INIT: _S.READY,
+            _E.INIT_KEEPING: _S.KEPT,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.KEPT: {
+            _E.COMMIT: _S.READY,
+            _E.ABORT: _S.READY,
+            _E.COMPLETE: _S.READY,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.READY: {
+            _E.BEGIN: _S.BEGUN,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.BEGUN: {
+            _E.PRODUCE: _S.BEGUN,
+            _E.SEND_OFFSETS: _S.BEGUN,
+            _E.PREPARE: _S.PREPARED,
+            _E.COMMIT: _S.READY,
+            _E.ABORT: _S.READY,
+            _E.FAIL: _S.FAILED,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.PREPARED: {
+            _E.COMMIT: _S.READY,
+            _E.ABORT: _S.READY,
+            _E.COMPLETE: _S.READY,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.FAILED: {
+            _E.ABORT: _S.READY,
+            _E.FAIL: _S.FAILED,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.DOUBTFUL: {
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.CLOSED: {
+            _E.CLOSE: _S.CLOSED,
+        },
+    }
+)

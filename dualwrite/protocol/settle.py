@@ -73,12 +73,14 @@ class Knowledge:
     retired: bool = False
 
 
-_IN_TRANSITION = frozenset({
-    TransactionStatus.PREPARE_COMMIT,
-    TransactionStatus.PREPARE_ABORT,
-    TransactionStatus.PREPARE_EPOCH_FENCE,
-    TransactionStatus.DEAD,
-})
+_IN_TRANSITION = frozenset(
+    {
+        TransactionStatus.PREPARE_COMMIT,
+        TransactionStatus.PREPARE_ABORT,
+        TransactionStatus.PREPARE_EPOCH_FENCE,
+        TransactionStatus.DEAD,
+    }
+)
 
 _RECORD = {
     LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,

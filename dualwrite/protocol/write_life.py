@@ -49,19 +49,21 @@ class WriteEvent(Enum):
 
 _S, _E = WriteState, WriteEvent
 
-WRITE_LIFE: Mapping[WriteState, Mapping[WriteEvent, WriteState]] = MappingProxyType({
-    _S.BEGUN: {_E.CHECK: _S.CHECKED, _E.ABORT: _S.ABORTED},
-    _S.CHECKED: {
-        _E.PRODUCE: _S.CHECKED,
-        _E.EXECUTE: _S.CHECKED,
-        _E.PREPARE: _S.PREPARED,
-        _E.ABORT: _S.ABORTED,
-    },
-    _S.PREPARED: {_E.RECORD: _S.RECORDED, _E.ABORT: _S.ABORTED},
-    _S.RECORDED: {_E.COMMIT: _S.DECIDED, _E.LOSE_ANSWER: _S.IN_DOUBT, _E.ABORT: _S.ABORTED},
-    _S.IN_DOUBT: {_E.COMMIT: _S.DECIDED, _E.ABORT: _S.ABORTED, _E.FIND_LOST: _S.LOST},
-    _S.DECIDED: {_E.COMPLETE: _S.COMPLETED, _E.FIND_LOST: _S.LOST},
-    _S.COMPLETED: {},
-    _S.LOST: {},
-    _S.ABORTED: {},
-})
+WRITE_LIFE: Mapping[WriteState, Mapping[WriteEvent, WriteState]] = MappingProxyType(
+    {
+        _S.BEGUN: {_E.CHECK: _S.CHECKED, _E.ABORT: _S.ABORTED},
+        _S.CHECKED: {
+            _E.PRODUCE: _S.CHECKED,
+            _E.EXECUTE: _S.CHECKED,
+            _E.PREPARE: _S.PREPARED,
+            _E.ABORT: _S.ABORTED,
+        },
+        _S.PREPARED: {_E.RECORD: _S.RECORDED, _E.ABORT: _S.ABORTED},
+        _S.RECORDED: {_E.COMMIT: _S.DECIDED, _E.LOSE_ANSWER: _S.IN_DOUBT, _E.ABORT: _S.ABORTED},
+        _S.IN_DOUBT: {_E.COMMIT: _S.DECIDED, _E.ABORT: _S.ABORTED, _E.FIND_LOST: _S.LOST},
+        _S.DECIDED: {_E.COMPLETE: _S.COMPLETED, _E.FIND_LOST: _S.LOST},
+        _S.COMPLETED: {},
+        _S.LOST: {},
+        _S.ABORTED: {},
+    }
+)

@@ -57,7 +57,15 @@ def test_kip_939_form_is_read_and_written():
 
 def test_the_full_form():
     state = PreparedTxnState(
-        42, 0, 3, (FirstOffset("payments", 0, 4), FirstOffset("orders", 1, 33, "c2FtcGxl"), FirstOffset("orders", 0, 17, "c2FtcGxl")), 1767225600000
+        42,
+        0,
+        3,
+        (
+            FirstOffset("payments", 0, 4),
+            FirstOffset("orders", 1, 33, "c2FtcGxl"),
+            FirstOffset("orders", 0, 17, "c2FtcGxl"),
+        ),
+        1767225600000,
     )
     assert str(state) == "42:0;i=3;t=1767225600000;orders@c2FtcGxl:0=17,1=33;payments:0=4"
 
@@ -80,7 +88,15 @@ def test_anything_else_is_refused_with_a_short_message(text):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-2, 0), (2**63, 0), (0, -1), (0, 2**15), (-1, 0), (-1, -1, 3), (1, 1, None, (FirstOffset("a", 0, 1), FirstOffset("a", 0, 2)))],
+    [
+        (-2, 0),
+        (2**63, 0),
+        (0, -1),
+        (0, 2**15),
+        (-1, 0),
+        (-1, -1, 3),
+        (1, 1, None, (FirstOffset("a", 0, 1), FirstOffset("a", 0, 2))),
+    ],
 )
 def test_values_out_of_range_cannot_be_made(arguments):
     with pytest.raises(ConfigurationError):
