@@ -31,7 +31,7 @@ class DualWriteError(Exception):
         next_step: What to do now; the class's own advice if not given.
     """
 
-    outcome: ClassVar[str] = "unknown"
+    outcome: str = "unknown"
     """What is known of the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
     advice: ClassVar[str] = ""
 
@@ -82,7 +82,11 @@ class TransactionAborted(DualWriteError):
 
 
 class Fenced(DualWriteError):
-    """Another owner has claimed the transactional id. The transaction at hand is on neither side."""
+    """Another owner has claimed the transactional id. The transaction at hand is on neither side.
+
+    Raised by a *commit* it says nothing of the transaction: the other owner may have completed it. Then ``outcome`` is
+    ``unknown``, and the log's proof tells.
+    """
 
     outcome = "aborted"
     advice = "another owner took this transactional id over: stop using it here"

@@ -30,6 +30,7 @@ class TransactionView:
         epoch: Current producer epoch, -1 if there is none.
         started_ms: Start of the present transaction in ms since 1970, None where none is open.
         timeout_ms: The transaction timeout that the producer asked for, None where the id is unknown.
+        partitions: The (topic, partition) pairs that were added to the present transaction; empty where none is open.
     """
 
     status: TransactionStatus
@@ -37,6 +38,7 @@ class TransactionView:
     epoch: int = -1
     started_ms: int | None = None
     timeout_ms: int | None = None
+    partitions: tuple[tuple[str, int], ...] = ()
 
 
 class EndAnswer(Enum):
