@@ -25,11 +25,10 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, lane_id
-from dualwrite.protocol.write_life import WriteState
 from dualwrite.settling import settle
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.transaction import Transaction
+from dualwrite.transaction import Transaction, dual_write
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LANES_FROM_THE_START = 2
-_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED})
 
 
 class DualWriter:
@@ -219,37 +217,22 @@ class DualWriter:
             lane = self._acquire(ground)
             try:
                 lane.ready(Deadline(self._timeout_s))
-                with _borrowed(connection, self._engine) as borrowed:
-                    yield from self._run(ground, lane, borrowed)
+                with (
+                    _borrowed(connection, self._engine) as borrowed,
+                    dual_write(
+                        lane,
+                        ground,
+                        borrowed,
+                        session_factory=self._session_factory,
+                        margin_s=self._margin_s,
+                        timeout_s=self._timeout_s,
+                    ) as transaction,
+                ):
+                    yield transaction
             finally:
                 self._release(lane)
         finally:
             self._inside.transaction = False
-
-    def _run(self, ground: Ground, lane: Lane, connection: Connection) -> Generator[Transaction, None, None]:
-        transaction = Transaction(
-            lane,
-            ground,
-            connection,
-            session_factory=self._session_factory,
-            margin_s=self._margin_s,
-            timeout_s=self._timeout_s,
-        )
-        transaction.begin()
-        try:
-            try:
-                yield transaction
-            except BaseException:
-                transaction.abort()
-                raise
-            transaction.commit()
-        finally:
-            transaction.release()
-            if transaction.state not in _ENDED:
-                # Interrupted between the decision and its completion: neither the connection nor the producer may be used
-                # again before the id is claimed anew, which waits for the old backend and settles.
-                lane.discard()
-                connection.invalidate()
 
     def _acquire(self, ground: Ground) -> Lane:
         """The lane that was idle for longest, a new one, or the first to become free."""
