@@ -75,7 +75,7 @@ class Warden:
                 group=None if user is None else _group_of(user),
                 extra_groups=None if user is None else [],
                 start_new_session=True,
-                preexec_fn=_die_with_warden,
+                preexec_fn=_die_with_warden,  # noqa: PLW1509 - there is one thread here
             )
         return {"pid": self.server.pid}
 
@@ -118,13 +118,13 @@ def _group_of(user: str) -> int:
 
 def _children() -> Iterator[int]:
     own = str(os.getpid())
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it exited while we looked
                 # pid (name, which may hold spaces and brackets) state ppid ...
-                stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
+                stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
                 if stat.rpartition(")")[2].split()[1] == own:
-                    yield int(entry)
+                    yield int(entry.name)
 
 
 def kill_orphans() -> None:

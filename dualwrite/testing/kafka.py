@@ -203,13 +203,8 @@ class EmbeddedKafka:
                 raise ConfigurationError(f"the broker ended with {code} while it started:\n{process.log_tail()}")
             self._check(deadline, process)
         admin = self._admin()
-        while True:
-            try:
-                admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s())))
-            except KafkaException:
-                self._check(deadline, process)
-            else:
-                return
+        while not _answers(admin, deadline):
+            self._check(deadline, process)
 
     def _check(self, deadline: Deadline, process: ServerProcess) -> None:
         if deadline.expired:
@@ -317,6 +312,15 @@ class EmbeddedKafka:
                 raise Unavailable(f"topic {name} has no leaders after {timeout_s} s")
             time.sleep(0.01)
 
+    def delete_topic(self, name: str, *, timeout_s: float = 30.0) -> None:
+        """Delete a topic.
+
+        Raises:
+            confluent_kafka.KafkaException: The broker refused, with its reason.
+        """
+        admin = self._admin()
+        admin.delete_topics([name])[name].result(timeout_s)
+
     def allow(
         self,
         user: str,
@@ -353,6 +357,14 @@ class EmbeddedKafka:
         )
         admin = self._admin()  # kept until the answer is there: librdkafka cancels what its handle still waits for
         admin.create_acls([binding])[binding].result(timeout_s)
+
+
+def _answers(admin: AdminClient, deadline: Deadline) -> bool:
+    try:
+        admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s())))
+    except KafkaException:  # it listens, and does not know yet that it is a member of its cluster
+        return False
+    return True
 
 
 def _command(jars: Path, directory: Path, main: str, *arguments: str) -> list[str]:

@@ -1,0 +1,53 @@
+"""The pytest plugin: servers for a session, topics and databases for a test.
+
+Installed with the library; the servers are imported and started only when a test asks for them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dualwrite.testing.kafka import EmbeddedKafka
+    from dualwrite.testing.postgresql import EmbeddedPostgres
+
+PARTITIONS = 2
+
+
+@pytest.fixture(scope="session")
+def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
+    """A Kafka broker for the session: embedded, or the servers of ``DUALWRITE_TEST_KAFKA``."""
+    from dualwrite.testing.kafka import EmbeddedKafka  # noqa: PLC0415 - costs nothing until it is asked for
+
+    with EmbeddedKafka() as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="session")
+def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
+    """A PostgreSQL server for the session: embedded, or the one of ``DUALWRITE_TEST_POSTGRES``."""
+    from dualwrite.testing.postgresql import EmbeddedPostgres  # noqa: PLC0415 - costs nothing until it is asked for
+
+    with EmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture
+def dualwrite_topic(dualwrite_kafka: EmbeddedKafka) -> Iterator[str]:
+    """The name of a fresh topic with two partitions; deleted after the test."""
+    topic = dualwrite_kafka.create_topic(f"dualwrite-{secrets.token_hex(6)}", PARTITIONS)
+    yield topic
+    dualwrite_kafka.delete_topic(topic)
+
+
+@pytest.fixture
+def dualwrite_database(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
+    """The SQLAlchemy URL of a fresh, empty database; dropped after the test."""
+    name = f"dualwrite_{secrets.token_hex(6)}"
+    yield dualwrite_postgres.create_database(name)
+    dualwrite_postgres.drop_database(name)

@@ -1,0 +1,110 @@
+"""Read a topic to its end, as a ``read_committed`` consumer sees it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, NamedTuple
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+AT_ONCE = 10_000
+
+
+class Record(NamedTuple):
+    """One message."""
+
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+
+
+def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 30.0) -> list[Record]:
+    """All committed messages of a topic, in order of partition and offset.
+
+    Waits first until no transaction is open on the topic (every partition's last stable offset is its high
+    watermark), so that what is read is the last word on all that was produced before the call.
+
+    Args:
+        config: Bootstrap servers and security settings for confluent-kafka, as `EmbeddedKafka.client_config` gives.
+        topic: The topic.
+        timeout_s: How long all this may take.
+
+    Raises:
+        Unavailable: A transaction stayed open, or the end was not reached in time.
+        confluent_kafka.KafkaException: The brokers refused, with their reason.
+    """
+    deadline = Deadline(timeout_s)
+    ends = _wait_for_stable_ends(AdminClient(dict(config)), topic, deadline)
+    consumer = Consumer(
+        {
+            **config,
+            "group.id": f"dualwrite-reading-{secrets.token_hex(8)}",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "earliest",
+        }
+    )
+    with closing(consumer):
+        # Assigned, not subscribed: no group is formed, and so none has to be waited for or allowed by an ACL.
+        consumer.assign([TopicPartition(topic, partition, 0) for partition in ends])
+        records = _read_to(ends, consumer, topic, deadline)
+    return sorted(records)
+
+
+def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: Deadline) -> list[Record]:
+    missing = {partition for partition, end in ends.items() if end > 0}
+    records: list[Record] = []
+    while missing:
+        if deadline.expired:
+            raise Unavailable(f"partitions {sorted(missing)} of {topic} were not read to their end in time")
+        for message in consumer.consume(AT_ONCE, timeout=min(0.2, deadline.remaining_s())):
+            partition, offset, error = message.partition(), message.offset(), message.error()
+            assert partition is not None
+            assert offset is not None
+            if error is None:
+                if offset < ends[partition]:
+                    records.append(Record(partition, offset, message.key(), message.value()))
+            elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001 - the constant's public name
+                raise KafkaException(error)
+            elif offset >= ends[partition]:
+                # Only the end-of-partition event counts: behind the last message there can be aborted ones and
+                # markers, which are never delivered.
+                missing.discard(partition)
+    return records
+
+
+def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) -> dict[int, int]:
+    metadata = admin.list_topics(topic, timeout=max(0.1, deadline.remaining_s())).topics[topic]
+    if metadata.error is not None:
+        raise KafkaException(metadata.error)
+    partitions = sorted(metadata.partitions)
+    while True:
+        # The stable ends are asked for first: what is produced in between can only make the two differ.
+        stable = _ends(admin, topic, partitions, IsolationLevel.READ_COMMITTED, deadline)
+        high = _ends(admin, topic, partitions, IsolationLevel.READ_UNCOMMITTED, deadline)
+        if stable == high:
+            return high
+        if deadline.expired:
+            opened = {partition: stable[partition] for partition in partitions if stable[partition] != high[partition]}
+            raise Unavailable(f"a transaction stays open on {topic}: last stable offset by partition {opened}")
+        time.sleep(0.01)
+
+
+def _ends(
+    admin: AdminClient, topic: str, partitions: list[int], isolation: IsolationLevel, deadline: Deadline
+) -> dict[int, int]:
+    asked = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in partitions}
+    timeout_s = max(0.1, deadline.remaining_s())
+    answers = admin.list_offsets(asked, isolation_level=isolation, request_timeout=timeout_s)
+    return {where.partition: answer.result(timeout_s).offset for where, answer in answers.items()}
