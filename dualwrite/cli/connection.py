@@ -1,0 +1,71 @@
+"""How the commands reach the servers: options, environment variables and a librdkafka properties file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import click
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def database_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Adds ``--url`` and ``--schema``."""
+    command = click.option(
+        "--url",
+        envvar="DUALWRITE_DATABASE_URL",
+        required=True,
+        help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Better in DUALWRITE_DATABASE_URL than "
+        "on the command line, where others can read it.",
+    )(command)
+    return click.option("--schema", envvar="DUALWRITE_SCHEMA", help="Schema of the library's tables.")(command)
+
+
+def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Adds ``--bootstrap-server``, ``--config`` and ``-X`` and hands them on as one dictionary, ``kafka``."""
+
+    @click.option("--bootstrap-server", envvar="DUALWRITE_BOOTSTRAP_SERVERS", help="host:port of a broker, or several.")
+    @click.option(
+        "--config",
+        "config_file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        envvar="DUALWRITE_KAFKA_CONFIG",
+        help="File with librdkafka properties, key=value per line: the place for security settings.",
+    )
+    @click.option("-X", "overrides", multiple=True, metavar="KEY=VALUE", help="One librdkafka property.")
+    @wraps(command)
+    def with_kafka(*args: P.args, **kwargs: P.kwargs) -> R:
+        bootstrap = kwargs.pop("bootstrap_server")
+        config_file = kwargs.pop("config_file")
+        overrides = kwargs.pop("overrides")
+        kafka: dict[str, object] = {}
+        if isinstance(config_file, Path):
+            kafka.update(parse_properties(config_file.read_text(encoding="utf-8").splitlines(), str(config_file)))
+        assert isinstance(overrides, tuple)
+        kafka.update(parse_properties(overrides, "-X"))
+        if bootstrap:
+            kafka["bootstrap.servers"] = bootstrap
+        if "bootstrap.servers" not in kafka:
+            raise click.UsageError("no broker: give --bootstrap-server, or bootstrap.servers in --config")
+        kwargs["kafka"] = kafka
+        return command(*args, **kwargs)
+
+    return with_kafka
+
+
+def parse_properties(lines: list[str] | tuple[str, ...], source: str) -> dict[str, object]:
+    """Properties from ``key=value`` lines; blank lines and ``#`` comments are passed over. Values are never shown."""
+    properties: dict[str, object] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise click.UsageError(f"{source}: line {number} is not key=value")
+        properties[key.strip()] = value.strip()
+    return properties

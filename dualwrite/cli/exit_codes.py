@@ -1,0 +1,34 @@
+"""Exit codes for scripts, and the one place that turns our errors into them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Final, ParamSpec, TypeVar
+
+import click
+
+from dualwrite.errors import DualWriteError, Unavailable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ERROR: Final = 1
+NEEDS_RECOVERY: Final = 3
+INCIDENTS: Final = 4
+UNAVAILABLE: Final = 5
+
+
+def exit_code_for_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """An error of ours becomes one line on standard error and an exit code; anything else keeps its traceback."""
+
+    @wraps(command)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except DualWriteError as error:
+            click.echo(f"dualwrite: {type(error).__name__}: {error}", err=True)
+            sys.exit(UNAVAILABLE if isinstance(error, Unavailable) else ERROR)
+
+    return reported

@@ -1,0 +1,99 @@
+"""``dualwrite recover``: settle what dead owners left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import click
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from dualwrite import recovery
+from dualwrite.cli.connection import database_options, kafka_options
+from dualwrite.cli.exit_codes import INCIDENTS, exit_code_for_errors
+from dualwrite.cli.report import recovery_json, status_table
+from dualwrite.recovery import IdStatus
+
+
+@click.command()
+@click.argument("transactional_id", required=False)
+@click.option("--prefix", help="All ids that begin so.")
+@click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+@click.option(
+    "--open-for",
+    "open_for_s",
+    default=None,
+    type=float,
+    help="Leave ids alone whose Kafka transaction began less than this many seconds ago: their owner may be alive, and "
+    "recovery fences it. Default: 0 for one id, 60 for several.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
+@click.option("--after-restore", is_flag=True, help="The database was restored: go on above what Kafka knows.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds for the whole.")
+@database_options
+@kafka_options
+@exit_code_for_errors
+def recover(
+    *,
+    transactional_id: str | None,
+    prefix: str | None,
+    everything: bool,
+    open_for_s: float | None,
+    dry_run: bool,
+    after_restore: bool,
+    as_json: bool,
+    timeout_s: float,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Commit in Kafka what the database decided, abort the rest.
+
+    Exit code: 0 all is settled (with --dry-run: shown), 4 losses were found and recorded, 5 a server does not answer,
+    1 another error.
+    """
+    if sum([transactional_id is not None, prefix is not None, everything]) != 1:
+        raise click.UsageError("give one of: a transactional id, --prefix, --all")
+    if open_for_s is None:
+        open_for_s = 0.0 if transactional_id is not None else 60.0
+    console = Console(stderr=True, quiet=as_json, soft_wrap=True)
+    progress = Progress(
+        SpinnerColumn(), TextColumn("settling"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+    task = progress.add_task("settling", total=None)
+
+    def on_planned(items: Sequence[IdStatus]) -> None:
+        progress.update(task, total=len({item.row.transactional_id for item in items}))
+
+    with progress:
+        report = recovery.recover(
+            transactional_id,
+            kafka=kafka,
+            engine=url,
+            schema=schema,
+            prefix=prefix,
+            open_for_s=open_for_s,
+            dry_run=dry_run,
+            after_restore=after_restore,
+            timeout_s=timeout_s,
+            on_settled=lambda _: progress.advance(task),
+            on_planned=on_planned,
+        )
+    if as_json:
+        click.echo(json.dumps(recovery_json(report), indent=2))
+    else:
+        out = Console(soft_wrap=True)
+        if report.planned:
+            out.print(status_table(report.planned))
+        word = "would be settled" if dry_run else "settled"
+        count = len(report.planned) if dry_run else len(report.settled)
+        out.print(
+            f"{count} ids {word}, {len(report.rolled_forward)} rolled forward, {len(report.skipped)} left alone, "
+            f"{len(report.losses)} losses"
+        )
+        for loss in report.losses:
+            out.print(f"  {loss.row.transactional_id}: {loss.detail}", style="red")
+    if report.losses:
+        raise SystemExit(INCIDENTS)

@@ -1,0 +1,91 @@
+"""What the commands print: a table for people, one JSON document for scripts. Neither shows a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from dualwrite.protocol.settle import SettleStep
+from dualwrite.recovery import IdStatus, RecoveryReport
+from dualwrite.settling import Loss
+
+_WILL = {
+    SettleStep.WAIT: "wait for Kafka",
+    SettleStep.COMMIT: "commit: the database has decided",
+    SettleStep.RECORD_COMMITTED: "nothing: committed",
+    SettleStep.RECORD_LOST: "report a LOSS: decided, but the broker aborted it",
+    SettleStep.RECORD_UNVERIFIABLE: "report: outcome cannot be known",
+    SettleStep.FINISH: "nothing",
+}
+
+
+def will_do(item: IdStatus) -> str:
+    """What settling would do with it, in words."""
+    if item.step is SettleStep.RETIRE:
+        return "abort: undecided" if item.open_for_s is not None else "nothing: idle"
+    return _WILL.get(item.step, item.step.value)
+
+
+def status_table(items: Sequence[IdStatus]) -> Table:
+    """The table of ``dualwrite status``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("transactional id", "incarnation", "row", "Kafka", "open for", "owner", "recovery would"):
+        table.add_column(column, overflow="fold")
+    for item in items:
+        table.add_row(
+            item.row.transactional_id,
+            f"{item.incarnation} of {item.row.incarnation}",
+            _row_word(item),
+            item.kafka_status.value,
+            "" if item.open_for_s is None else f"{item.open_for_s:.0f} s",
+            item.row.owner,
+            will_do(item),
+            style="bold" if item.needs_recovery else None,
+        )
+    return table
+
+
+def _row_word(item: IdStatus) -> str:
+    if not item.row.prepared.has_transaction or item.row.prepared.incarnation != item.incarnation:
+        return "-"
+    return item.row.completed.value if item.row.completed else "decided"
+
+
+def status_json(item: IdStatus) -> dict[str, object]:
+    """One id as ``dualwrite status --json`` shows it."""
+    return {
+        "transactional_id": item.row.transactional_id,
+        "incarnation": item.incarnation,
+        "current_incarnation": item.row.incarnation,
+        "kafka_id": item.row.kafka_id(item.incarnation),
+        "row": _row_word(item),
+        "prepared_transaction_state": str(item.row.prepared),
+        "kafka": item.kafka_status.value,
+        "open_for_s": item.open_for_s,
+        "owner": item.row.owner,
+        "updated_at": item.row.updated_at.isoformat(),
+        "needs_recovery": item.needs_recovery,
+        "recovery_would": will_do(item),
+    }
+
+
+def loss_json(loss: Loss) -> dict[str, object]:
+    """One loss as ``dualwrite recover --json`` shows it."""
+    return {
+        "transactional_id": loss.row.transactional_id,
+        "outcome": loss.outcome.value,
+        "prepared_transaction_state": str(loss.row.prepared),
+        "detail": loss.detail,
+    }
+
+
+def recovery_json(report: RecoveryReport) -> dict[str, object]:
+    """The document of ``dualwrite recover --json``."""
+    return {
+        "planned": [status_json(item) for item in report.planned],
+        "settled": report.settled,
+        "rolled_forward": report.rolled_forward,
+        "skipped": report.skipped,
+        "losses": [loss_json(loss) for loss in report.losses],
+    }

@@ -1,0 +1,75 @@
+"""``dualwrite status``: every id, what the row says, what the coordinator shows, what recovery would do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import click
+from dualwrite.stores.state import SqlStateStore
+from rich.console import Console
+from sqlalchemy import create_engine
+
+from dualwrite import recovery
+from dualwrite.cli.connection import database_options, kafka_options
+from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, exit_code_for_errors
+from dualwrite.cli.report import status_json, status_table
+
+
+@click.command()
+@click.argument("transactional_id", required=False)
+@click.option("--prefix", help="All ids that begin so. Without an id and a prefix: all ids.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds for the whole.")
+@database_options
+@kafka_options
+@exit_code_for_errors
+def status(
+    *,
+    transactional_id: str | None,
+    prefix: str | None,
+    as_json: bool,
+    timeout_s: float,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Show what is unsettled. Changes nothing.
+
+    Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 1 an error.
+    """
+    engine = create_engine(url)
+    try:
+        items = recovery.status(
+            transactional_id, kafka=kafka, engine=engine, schema=schema, prefix=prefix, timeout_s=timeout_s
+        )
+        incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
+    finally:
+        engine.dispose()
+    open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
+    if as_json:
+        document = {
+            "ids": [status_json(item) for item in items],
+            "incidents": [
+                {
+                    "transactional_id": incident.transactional_id,
+                    "outcome": incident.outcome.value,
+                    "prepared_transaction_state": incident.prepared_transaction_state,
+                    "detail": incident.detail,
+                    "detected_at": incident.detected_at.isoformat(),
+                }
+                for incident in open_incidents
+            ],
+        }
+        click.echo(json.dumps(document, indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        console.print(status_table(items))
+        needing = sum(item.needs_recovery for item in items)
+        console.print(f"\n{len(items)} unsettled, {needing} to recover, {len(open_incidents)} losses not acknowledged")
+        for incident in open_incidents:
+            console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")
+    if open_incidents:
+        raise SystemExit(INCIDENTS)
+    if any(item.needs_recovery for item in items):
+        raise SystemExit(NEEDS_RECOVERY)
