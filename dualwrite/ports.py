@@ -144,6 +144,14 @@ class StateStore(Protocol):
         """The rows of these ids, in order of id; missing ones are left out."""
         ...
 
+    def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
+        """The row, read under its lock on a connection of its own: whoever was deciding on it has come to an end.
+
+        Raises:
+            Unavailable: The lock was not free in time, or the database does not answer.
+        """
+        ...
+
     def find(self, prefix: str) -> Sequence[StateRow]:
         """All rows whose id begins with the prefix, in order of id."""
         ...

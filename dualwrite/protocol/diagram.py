@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TypeVar
 
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerState
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteState
 
 
-def draw(table: Mapping[Enum, Mapping[Enum, Enum]], initial: Enum) -> str:
+State = TypeVar("State", bound=Enum)
+Event = TypeVar("Event", bound=Enum)
+
+
+def draw(table: Mapping[State, Mapping[Event, State]], initial: State) -> str:
     """The table as a Mermaid state diagram: one arrow for each pair of states, with all its events."""
-    arrows: dict[tuple[Enum, Enum], list[str]] = {}
+    arrows: dict[tuple[State, State], list[str]] = {}
     for state, moves in table.items():
         for event, target in moves.items():
             arrows.setdefault((state, target), []).append(str(event.value))
@@ -38,13 +43,13 @@ def page() -> str:
             "## One dual write",
             "",
             "```mermaid",
-            draw(WRITE_LIFE, WriteState.BEGUN),  # type: ignore[arg-type] - Mapping is invariant in its key
+            draw(WRITE_LIFE, WriteState.BEGUN),
             "```",
             "",
             "## One producer",
             "",
             "```mermaid",
-            draw(PRODUCER_LIFE, ProducerState.CREATED),  # type: ignore[arg-type] - as above
+            draw(PRODUCER_LIFE, ProducerState.CREATED),
             "```",
             "",
         ]
