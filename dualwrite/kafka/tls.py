@@ -1,0 +1,143 @@
+"""librdkafka's ``ssl.*`` keys as one Python ``SSLContext``, so that kafka-python verifies exactly what librdkafka verifies."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from dualwrite.errors import ConfigurationError
+
+KEYS: Final = frozenset(
+    {
+        "enable.ssl.certificate.verification",
+        "ssl.endpoint.identification.algorithm",
+        "ssl.ca.location",
+        "ssl.ca.pem",
+        "ssl.certificate.location",
+        "ssl.certificate.pem",
+        "ssl.key.location",
+        "ssl.key.pem",
+        "ssl.key.password",
+        "ssl.crl.location",
+        "ssl.cipher.suites",
+    }
+)
+"""The keys that both clients understand."""
+
+_TRUE, _FALSE = frozenset({"true", "t", "1"}), frozenset({"false", "f", "0"})
+
+
+def check(settings: Mapping[str, str]) -> None:
+    """Refuse what contradicts itself, without reading a file.
+
+    Args:
+        settings: The keys of :data:`KEYS` that are set.
+
+    Raises:
+        ConfigurationError: Names the key.
+    """
+    for kind in ("ca", "certificate", "key"):
+        if f"ssl.{kind}.location" in settings and f"ssl.{kind}.pem" in settings:
+            raise ConfigurationError(f"Kafka settings 'ssl.{kind}.location' and 'ssl.{kind}.pem': give one of the two")
+    certificate, key = _source(settings, "certificate"), _source(settings, "key")
+    if (certificate is None) != (key is None):
+        missing = "ssl.key.location" if key is None else "ssl.certificate.location"
+        raise ConfigurationError(f"Kafka setting {missing!r} is missing: a client certificate needs its key")
+    if settings.get("ssl.endpoint.identification.algorithm", "https") not in {"https", "none"}:
+        raise ConfigurationError("Kafka setting 'ssl.endpoint.identification.algorithm' is not https or none")
+    if settings.get("enable.ssl.certificate.verification", "true").lower() not in _TRUE | _FALSE:
+        raise ConfigurationError("Kafka setting 'enable.ssl.certificate.verification' is not true or false")
+
+
+def context(settings: Mapping[str, str]) -> ssl.SSLContext:
+    """The context that verifies brokers, and shows our certificate, as librdkafka does with the same settings.
+
+    Args:
+        settings: The keys of :data:`KEYS` that are set, checked.
+
+    Raises:
+        ConfigurationError: A file cannot be read, is not PEM, or a key does not fit its certificate or password.
+    """
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    verified = settings.get("enable.ssl.certificate.verification", "true").lower() in _TRUE
+    made.check_hostname = verified and settings.get("ssl.endpoint.identification.algorithm", "https") == "https"
+    made.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
+    _load_authorities(made, settings)
+    if "ssl.crl.location" in settings:
+        with _naming("ssl.crl.location"):
+            made.load_verify_locations(cafile=settings["ssl.crl.location"])
+        made.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    if "ssl.cipher.suites" in settings:
+        with _naming("ssl.cipher.suites"):
+            made.set_ciphers(settings["ssl.cipher.suites"])
+    if _source(settings, "certificate") is not None:
+        _load_own_certificate(made, settings)
+    return made
+
+
+def _source(settings: Mapping[str, str], kind: str) -> str | None:
+    return next((key for key in (f"ssl.{kind}.location", f"ssl.{kind}.pem") if key in settings), None)
+
+
+def _load_authorities(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
+    location = settings.get("ssl.ca.location", "probe")
+    if "ssl.ca.pem" in settings:
+        with _naming("ssl.ca.pem"):
+            made.load_verify_locations(cadata=settings["ssl.ca.pem"])
+    elif location == "probe":  # librdkafka's word for the system's own store, and its default
+        made.load_default_certs()
+    else:
+        with _naming("ssl.ca.location"):
+            directory = Path(location).is_dir()
+            made.load_verify_locations(cafile=None if directory else location, capath=location if directory else None)
+
+
+def _load_own_certificate(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
+    def missing_password() -> str:
+        # Without a function OpenSSL would ask for it on the terminal.
+        raise ConfigurationError("Kafka setting 'ssl.key.password' is missing: the client's key is encrypted")
+
+    password = settings.get("ssl.key.password", missing_password)
+    with (
+        _naming(f"{_source(settings, 'certificate')}' and '{_source(settings, 'key')}"),
+        _file(settings, "certificate") as certificate,
+        _file(settings, "key") as key,
+    ):
+        made.load_cert_chain(certificate, key, password)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {error.reason or 'not PEM'}") from error
+    except OSError as error:
+        raise ConfigurationError(f"Kafka setting '{key}': the file cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _file(settings: Mapping[str, str], kind: str) -> Iterator[str]:
+    """A path for what Python's ``ssl`` takes from files only."""
+    if f"ssl.{kind}.location" in settings:
+        yield settings[f"ssl.{kind}.location"]
+        return
+    pem = settings[f"ssl.{kind}.pem"].encode()
+    if hasattr(os, "memfd_create"):  # a key that was given in memory stays there, even if we are killed now
+        descriptor = os.memfd_create("pem")
+        try:
+            os.write(descriptor, pem)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(pem)
+            file.flush()
+            yield file.name
