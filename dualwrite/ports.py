@@ -52,6 +52,27 @@ class StateRow:
         return f"{self.transactional_id}.{self.namespace}.{incarnation}"
 
 
+@dataclass(frozen=True)
+class Incident:
+    """One decided transaction that Kafka does not have, or that nobody can tell of. It stays until a person has looked.
+
+    Attributes:
+        transactional_id: Whose transaction it was.
+        prepared: The transaction: it names the partitions and the first offsets.
+        outcome: ``LOST`` or ``UNVERIFIABLE``.
+        detail: What was seen, for people to read.
+        detected_at: When it was recorded, by the database's clock.
+        acknowledged_at: When a person has acknowledged it; None until then.
+    """
+
+    transactional_id: str
+    prepared: PreparedTxnState
+    outcome: Outcome
+    detail: str
+    detected_at: datetime
+    acknowledged_at: datetime | None
+
+
 class TransactionCoordinator(Protocol):
     """Kafka's coordinator and log, as seen by somebody who is not the producer. Every call may be repeated."""
 
@@ -171,12 +192,40 @@ class StateStore(Protocol):
         """The loss that was recorded for that state, if any."""
         ...
 
+    def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
+        """The incidents of ids that begin with the prefix, oldest first; also the acknowledged ones if asked for."""
+        ...
+
+    def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
+        """Note that a person has looked at the incident. False if there is none that was not acknowledged yet."""
+        ...
+
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """The database's own word about a transaction that :meth:`decide` named."""
         ...
 
+    def begin(self, connection: Connection) -> None:
+        """Begin the database transaction of a dual write on the caller's connection.
+
+        On SQLite it takes the write lock. On PostgreSQL nothing is sent yet: the snapshot begins with the next statement.
+
+        Raises:
+            IllegalStateError: The connection is already in a transaction, or closed. It is left as it is.
+            ConfigurationError: The connection is in autocommit or read-only, or what it commits would not survive a crash.
+            Unavailable: The lock was not free in time, or the database does not answer.
+        """
+        ...
+
     def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
-        """The first statement of a dual write: the row's incarnation now, None if there is no row."""
+        """The first statement of a dual write: the row's incarnation now, None if there is no row.
+
+        Its answer is needed before the first produce. From here on the server ends the session of an owner that is paused
+        for too long, where it can.
+
+        Raises:
+            ConfigurationError: The table or a right is missing, or the transaction is read-only.
+            Unavailable: The database does not answer.
+        """
         ...
 
     def decide(
@@ -184,11 +233,40 @@ class StateStore(Protocol):
     ) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state on condition of the incarnation.
 
+        Makes the coming COMMIT durable where the session had asked for less. May be called for several ids in one
+        transaction, in order of id. Waits for a claim that is under way.
+
         Returns:
-            Whether the one row was updated, and the database's name of this transaction where it has one.
+            Whether the one row was updated, and the database's name of this transaction where it has one. False means
+            fenced: roll back.
+
+        Raises:
+            IllegalStateError: The state is not of this incarnation or holds no evidence; or the database transaction is no
+                longer the one that :meth:`begin` began.
+            TransactionAborted: The transaction cannot go on: an earlier statement had failed, or a conflict (at REPEATABLE
+                READ and SERIALIZABLE a claim shows as one; the next attempt finds that it is fenced).
+            Unavailable: The database does not answer.
         """
         ...
 
     def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
-        """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours."""
+        """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
+
+        Raises as :meth:`decide`.
+        """
+        ...
+
+    def commit(self, connection: Connection) -> None:
+        """Commit the database transaction. On return it is durable: the decision.
+
+        Raises:
+            TransactionAborted: It was certainly rolled back, also where the server would have answered COMMIT with a silent
+                ROLLBACK.
+            TransactionInDoubt: The answer is missing, for whatever reason; an interruption (``KeyboardInterrupt``) is then
+                the cause. The driver's connection was thrown away.
+        """
+        ...
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back what the connection has open, if anything. Never raises: a dead connection is thrown away."""
         ...

@@ -1,0 +1,122 @@
+"""The SQL of a claim: one short transaction, all rows or none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sqlalchemy import select, update
+
+from dualwrite.errors import ConfigurationError, Fenced
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.rows import in_chunks, read_rows
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.ports import StateRow
+    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.tables import Tables
+
+
+class Claim:
+    """One claim, to be run inside a transaction at READ COMMITTED.
+
+    Args:
+        tables: The library's tables.
+        dialect: The adapter for the database.
+        owner: Who claims.
+        cluster_id: The Kafka cluster at hand.
+        raise_to: Ids whose incarnation becomes at least this value.
+    """
+
+    def __init__(
+        self, tables: Tables, dialect: Dialect, *, owner: str, cluster_id: str, raise_to: Mapping[str, int]
+    ) -> None:
+        self._tables = tables
+        self._state = tables.state
+        self._dialect = dialect
+        self._owner = owner
+        self._cluster_id = cluster_id
+        self._raise_to = raise_to
+
+    def check_guard(self, connection: Connection, transactional_id: str, incarnation: int) -> None:
+        """Keep the guard's row as it is until the claim has committed.
+
+        Raises:
+            Fenced: It has another incarnation, or is gone.
+        """
+        state = self._state
+        statement = select(state.c.incarnation).where(state.c.transactional_id == transactional_id)
+        found = connection.scalar(statement.with_for_update(read=True))
+        if found != incarnation:
+            raise Fenced(
+                f"the row names incarnation {found} instead of {incarnation}", transactional_id=transactional_id
+            )
+
+    def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
+        """Make missing rows, raise all incarnations, return the rows in order of id.
+
+        Raises:
+            ConfigurationError: A row cannot be parsed, or belongs to another cluster. To be rolled back.
+        """
+        for chunk in in_chunks(ids):
+            self._lock_or_insert(connection, chunk)
+            self._raise(connection, chunk)
+        # Read only now that the locks are ours: a state that was read before might have been decided over since.
+        rows = read_rows(self._tables, ids, connection)
+        for row in rows:
+            self._check(row)
+        return rows
+
+    def _lock_or_insert(self, connection: Connection, ids: Sequence[str]) -> None:
+        state = self._state
+        # Locked in one order, so that two claims of the same ids cannot wait for each other.
+        present = select(state.c.transactional_id).where(state.c.transactional_id.in_(ids))
+        locked = set(connection.scalars(present.order_by(state.c.transactional_id).with_for_update()))
+        new = [
+            {
+                "transactional_id": transactional_id,
+                "namespace": secrets.token_hex(6),
+                "incarnation": 0,
+                "settled_incarnation": 0,
+                "cluster_id": self._cluster_id,
+                "owner": self._owner,
+            }
+            for transactional_id in ids
+            if transactional_id not in locked
+        ]
+        if new:
+            connection.execute(self._dialect.insert_if_missing(state), new)
+
+    def _raise(self, connection: Connection, ids: Sequence[str]) -> None:
+        state = self._state
+        connection.execute(
+            update(state)
+            .where(state.c.transactional_id.in_(ids))
+            .values(incarnation=state.c.incarnation + 1, owner=self._owner, updated_at=database_now())
+        )
+        for transactional_id in sorted(self._raise_to.keys() & set(ids)):
+            at_least = self._raise_to[transactional_id]
+            connection.execute(
+                update(state)
+                .where(state.c.transactional_id == transactional_id, state.c.incarnation < at_least)
+                .values(incarnation=at_least)
+            )
+
+    def _check(self, row: StateRow) -> None:
+        if row.prepared.incarnation == row.incarnation:
+            raise ConfigurationError(
+                f"bad row in {self._state.fullname}: the state is of an incarnation that the row had not reached",
+                transactional_id=row.transactional_id,
+                next_step="the row was edited: restore it before anything is settled",
+            )
+        if row.cluster_id != self._cluster_id:
+            raise ConfigurationError(
+                f"the row in {self._state.fullname} belongs to the Kafka cluster {row.cluster_id!r}, but bootstrap.servers "
+                f"leads to {self._cluster_id!r}",
+                transactional_id=row.transactional_id,
+                next_step="use the address of the right cluster; where the cluster was built anew, its messages are gone, "
+                "and a person must decide what becomes of this row",
+            )

@@ -1,0 +1,96 @@
+"""What differs between databases, behind one small protocol. The adapters are ``postgresql`` and ``sqlite``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.stores.tables import Tables
+
+
+class Standing(Enum):
+    """How a transaction stands, as the driver knows without asking the server."""
+
+    OPEN = "open"
+    FAILED = "failed: the database would answer COMMIT with a ROLLBACK"
+    ENDED = "not open"
+    BROKEN = "the connection is lost"
+
+
+class Dialect(Protocol):
+    """One kind of database through one driver."""
+
+    name: str
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """Begin a transaction that can hold a decision.
+
+        Raises:
+            IllegalStateError: The connection is in a transaction.
+            ConfigurationError: It is in autocommit, read-only, or what it commits would not survive a crash.
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """Begin one of the store's own short transactions: on the primary, at READ COMMITTED, durable, with bounded waits.
+
+        Raises:
+            ConfigurationError: It is a standby, read-only, or not durable.
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def begin_reading(self, connection: Connection) -> None:
+        """Begin a short transaction that only reads.
+
+        Raises:
+            ConfigurationError: It is a standby: what it shows may be old.
+        """
+        ...
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """What the first statement of a dual write reads beside the incarnation; may set what holds for the transaction."""
+        ...
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """Judge the values of :meth:`start_columns`.
+
+        Raises:
+            ConfigurationError: The transaction is read-only.
+        """
+        ...
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """What the last statement of a dual write returns; may make the COMMIT durable."""
+        ...
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """Judge the values of :meth:`end_columns`; returns the database's name of the transaction where it has one.
+
+        Raises:
+            IllegalStateError: The transaction is not the one that :meth:`begin` began.
+        """
+        ...
+
+    def insert_if_missing(self, table: Table) -> Executable:
+        """An INSERT of one row that does nothing where a row of that key exists."""
+        ...
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """How the driver's transaction stands, without a round trip."""
+        ...
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """Whether a COMMIT that ended with this error has certainly not happened, and cannot happen any more."""
+        ...
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """The database's word about a transaction that :meth:`check_end` named."""
+        ...

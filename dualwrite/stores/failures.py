@@ -1,0 +1,188 @@
+"""What the database's errors mean: the class says what the caller must do, the text names the command or the GRANT.
+
+Only errors of the library's own statements are mapped; what the user's statements raise is the user's. Nothing here holds
+a password: an address is shown without password and query, and of the driver's words only the first line.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sqlite3
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import exc, make_url
+
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.stores.tables import INCIDENT_TABLE, LEDGER_TABLE, SLOT_TABLE, STATE_TABLE, VERSION_TABLE
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Engine
+
+
+class Meaning(Enum):
+    """What a database error says."""
+
+    SCHEMA = "a table or a column is missing"
+    PRIVILEGE = "a right is missing"
+    READ_ONLY = "the database cannot be written to"
+    LOGIN = "the database refuses us"
+    REJECTED = "the database rejects the statement"
+    CONFLICT = "another transaction was in the way"
+    FAILED_TRANSACTION = "an earlier statement of the transaction had failed"
+    BUSY = "a lock was not free in time"
+    GONE = "the connection is lost, or was not made"
+    FULL = "there is no space or memory left"
+    OTHER = "the database failed"
+
+
+# By SQLSTATE, the longest prefix counts. Source: PostgreSQL manual, appendix A.
+_BY_SQLSTATE: Final = {
+    "42P01": Meaning.SCHEMA,
+    "42703": Meaning.SCHEMA,
+    "3F000": Meaning.SCHEMA,
+    "42501": Meaning.PRIVILEGE,
+    "25006": Meaning.READ_ONLY,
+    "28": Meaning.LOGIN,
+    "3D000": Meaning.LOGIN,
+    "40": Meaning.CONFLICT,
+    "25P02": Meaning.FAILED_TRANSACTION,
+    "25P03": Meaning.GONE,
+    "25P04": Meaning.GONE,
+    "55P03": Meaning.BUSY,
+    "57014": Meaning.BUSY,
+    "57": Meaning.GONE,
+    "08": Meaning.GONE,
+    "53300": Meaning.BUSY,
+    "53": Meaning.FULL,
+    "0A": Meaning.REJECTED,
+    "22": Meaning.REJECTED,
+    "23": Meaning.REJECTED,
+    "42": Meaning.REJECTED,
+}
+
+# By the beginning of SQLite's own message: Python 3.10 does not tell the code.
+_BY_SQLITE_MESSAGE: Final = {
+    "no such table": Meaning.SCHEMA,
+    "no such column": Meaning.SCHEMA,
+    "unknown database": Meaning.SCHEMA,
+    "attempt to write a readonly database": Meaning.READ_ONLY,
+    "unable to open database file": Meaning.LOGIN,
+    "database is locked": Meaning.BUSY,
+    "database table is locked": Meaning.BUSY,
+    "database schema is locked": Meaning.BUSY,
+    "database or disk is full": Meaning.FULL,
+}
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """The SQLSTATE of a driver's error, None where it has none (SQLite, or libpq itself)."""
+    state = getattr(error, "sqlstate", None)
+    return state if isinstance(state, str) else None
+
+
+def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
+    """What the error says, by its code."""
+    if isinstance(error, exc.TimeoutError):
+        return Meaning.BUSY
+    if not isinstance(error, exc.DBAPIError):
+        return Meaning.OTHER
+    if isinstance(error.orig, sqlite3.Error):
+        return _sqlite_meaning(error.orig)
+    state = sqlstate_of(error.orig)
+    if state is None:
+        lost = error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError))
+        return Meaning.GONE if lost else Meaning.REJECTED
+    for length in (5, 2):
+        if state[:length] in _BY_SQLSTATE:
+            return _BY_SQLSTATE[state[:length]]
+    return Meaning.OTHER
+
+
+def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
+    text = str(error)
+    for beginning, meaning in _BY_SQLITE_MESSAGE.items():
+        if text.startswith(beginning):
+            return meaning
+    return Meaning.REJECTED if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) else Meaning.OTHER
+
+
+def driver_words(error: BaseException) -> str:
+    """What the driver said, in one line, without the details that may hold values of rows."""
+    orig = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
+    primary = getattr(getattr(orig, "diag", None), "message_primary", None)
+    text = primary if isinstance(primary, str) else str(orig)
+    return text.strip().partition("\n")[0] or type(orig).__name__
+
+
+def shown_url(url: URL | str) -> str:
+    """The address for people: no password, and no query, which may hold one too."""
+    return make_url(url).set(query={}).render_as_string(hide_password=True)
+
+
+def migrate_command(url: URL | str, schema: str | None) -> str:
+    """The command that makes or upgrades the tables, exactly; the password stands as ``***``."""
+    words = ["dualwrite", "migrate", "--url", shown_url(url)]
+    return shlex.join([*words, "--schema", schema] if schema is not None else words)
+
+
+def map_database_error(
+    error: exc.SQLAlchemyError,
+    engine: Engine | None = None,
+    schema: str | None = None,
+    *,
+    transactional_id: str | None = None,
+) -> DualWriteError:
+    """The error to raise instead of a database error of one of our own statements. To be raised ``from error``.
+
+    No COMMIT may have been under way: that one belongs to :func:`dualwrite.stores.committing.commit`.
+
+    Args:
+        error: What SQLAlchemy raised.
+        engine: Where it happened, to name the exact command.
+        schema: The schema of the library's tables.
+        transactional_id: What the statement was about.
+
+    Returns:
+        ``ConfigurationError`` for what a person must change; ``TransactionAborted`` for what another run may survive
+        (serialisation failure, deadlock) and for a transaction that had failed already; ``Unavailable`` for the rest.
+    """
+    meaning = meaning_of(error)
+    what = f"{meaning.value}: {driver_words(error)}"
+    if meaning is Meaning.SCHEMA:
+        command = "dualwrite migrate" if engine is None else migrate_command(engine.url, schema)
+        return ConfigurationError(what, transactional_id=transactional_id, next_step=f"run: {command}")
+    if meaning is Meaning.PRIVILEGE:
+        return ConfigurationError(what, transactional_id=transactional_id, next_step=_grants(engine, schema))
+    if meaning in _ADVICE:
+        return ConfigurationError(what, transactional_id=transactional_id, next_step=_ADVICE[meaning])
+    if meaning is Meaning.CONFLICT:
+        return TransactionAborted(what, transactional_id=transactional_id, next_step="run the same work again")
+    if meaning is Meaning.FAILED_TRANSACTION:
+        return TransactionAborted(
+            what,
+            transactional_id=transactional_id,
+            next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
+            retryable=False,
+        )
+    if isinstance(error, exc.ResourceClosedError):
+        return IllegalStateError("the connection is closed", transactional_id=transactional_id)
+    return Unavailable(what, transactional_id=transactional_id)
+
+
+_ADVICE: Final = {
+    Meaning.READ_ONLY: "connect to the primary, with a role and a file that may be written to",
+    Meaning.LOGIN: "check the database's address, user and password",
+    Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
+}
+
+
+def _grants(engine: Engine | None, schema: str | None) -> str:
+    role = '"the application"' if engine is None or engine.url.username is None else f'"{engine.url.username}"'
+    prefix = f'"{schema}".' if schema is not None else ""
+    usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None else ""
+    written = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE))
+    return (
+        f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "
+        f"GRANT SELECT ON {prefix}{VERSION_TABLE} TO {role}"
+    )

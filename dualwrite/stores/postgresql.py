@@ -1,0 +1,216 @@
+"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer in transaction pooling.
+
+Nothing here rests on a session: settings are set for one transaction, in statements that are sent anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from sqlalchemy import literal_column, select, text
+from sqlalchemy.dialects import postgresql
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.stores.dialect import Standing
+from dualwrite.stores.failures import sqlstate_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.tables import Tables
+
+logger = logging.getLogger(__name__)
+
+# libpq's PQtransactionStatus. By number, so that the library does not import a driver that may not be installed.
+_STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
+_ACTIVE: Final = 1
+
+# Classes of SQLSTATE that leave open what became of a COMMIT, even from a connection that lives on: a proxy may have sent
+# them, or the storage failed. Everything else that a server answers to COMMIT means that it has rolled back: after the
+# commit record is written PostgreSQL does not report errors any more (it would panic).
+_UNCERTAIN_CLASSES: Final = frozenset({"08", "57", "58", "XX", "F0"})
+_UNCERTAIN: Final = frozenset({"40003"})
+_CERTAIN: Final = frozenset(
+    {
+        "57014",  # cancelled: a COMMIT that is past its record goes on, with a warning
+        "25P03",  # idle_in_transaction_session_timeout: the session had ended before COMMIT arrived
+    }
+)
+
+_STARTED: Final = "dualwrite.transaction_started"
+_DURABLE: Final = (
+    "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
+)
+# The start of the server process stands beside the number: after a failover the same number may be another transaction.
+_SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
+_NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
+
+
+class _Psycopg(Protocol):
+    """What is used of a ``psycopg.Connection``."""
+
+    autocommit: bool
+    read_only: bool | None
+
+    @property
+    def pgconn(self) -> _PGconn: ...
+
+
+class _PGconn(Protocol):
+    @property
+    def transaction_status(self) -> int: ...
+
+
+def _driver(connection: Connection) -> _Psycopg:
+    return cast("_Psycopg", connection.connection.dbapi_connection)
+
+
+def _limit(name: str, timeout_ms: int) -> str:
+    """An expression that sets a time limit for this transaction, unless a lower one is in force (0 is no limit)."""
+    present = f"current_setting('{name}')::interval"
+    limit = f"interval '{timeout_ms} milliseconds'"
+    return (
+        f"CASE WHEN {present} = interval '0' OR {present} > {limit} THEN set_config('{name}', '{timeout_ms}', true) END"
+    )
+
+
+class PostgreSQL:
+    """The adapter for PostgreSQL.
+
+    Args:
+        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that an
+            owner that was stopped does not hold its locks for ever. None leaves the server's own setting.
+    """
+
+    name = "postgresql"
+
+    def __init__(self, paused_owner_timeout_s: float | None) -> None:
+        idle_ms = None if paused_owner_timeout_s is None else max(1, int(paused_owner_timeout_s * 1000))
+        self._limit_idle = "NULL" if idle_ms is None else _limit("idle_in_transaction_session_timeout", idle_ms)
+        self._warned = False
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. The server's part of the checks is in :meth:`check_start`."""
+        del tables
+        driver = _driver(connection)
+        if driver.autocommit:
+            raise ConfigurationError(
+                "the connection is in autocommit: each statement would be committed by itself",
+                next_step="use an engine without isolation_level='AUTOCOMMIT'",
+            )
+        if driver.read_only:
+            raise ConfigurationError(
+                "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
+            )
+        if driver.pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError("the driver's connection is already in a transaction")
+        connection.begin()
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self.begin(connection, tables)
+        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean for ever
+        self._check_server(
+            connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle, writing=True
+        )
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self._check_server(connection, writing=False)
+
+    def _check_server(self, connection: Connection, *settings: str, writing: bool) -> None:
+        facts = ("pg_is_in_recovery()", "current_setting('transaction_read_only')", "current_setting('fsync')")
+        row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
+        if row[0]:
+            raise ConfigurationError(
+                "the database is a standby: it cannot decide, and what it shows may be old",
+                next_step="connect to the primary (target_session_attrs=read-write)",
+            )
+        if writing and row[1] == "on":
+            raise _read_only()
+        if row[2] == "off" and not self._warned:
+            self._warned = True
+            logger.warning("PostgreSQL runs with fsync=off: what it has committed may be lost when its machine crashes")
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Whether the transaction is read-only, when it began; limits how long it may be idle."""
+        return [
+            literal_column("current_setting('transaction_read_only')"),
+            literal_column("now()"),
+            literal_column(self._limit_idle),
+        ]
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        read_only, started, _ = values
+        if read_only == "on":
+            raise _read_only()
+        connection.info[_STARTED] = started
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """When the transaction began, its name; makes its COMMIT durable."""
+        return [
+            literal_column("now()"),
+            literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
+            literal_column(_DURABLE),
+        ]
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        started, name, _ = values
+        if started != connection.info.get(_STARTED):
+            raise IllegalStateError(
+                "the database transaction of the dual write was ended inside it: by a COMMIT or ROLLBACK sent as text, or "
+                "by a pooler that shares connections by statement",
+                next_step="leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
+            )
+        return cast("str", name)
+
+    def insert_if_missing(self, table: Table) -> Executable:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return postgresql.insert(table).on_conflict_do_nothing()
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return _STANDINGS[cast("_Psycopg", driver).pgconn.transaction_status]
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        state = sqlstate_of(getattr(error, "orig", None))
+        if state in _CERTAIN:
+            return True
+        status = cast("_Psycopg", driver).pgconn.transaction_status
+        if status == _ACTIVE:
+            return False
+        if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:
+            return True  # COMMIT was not sent: a listener of the engine's failed before it
+        if state is None or _STANDINGS[status] is not Standing.ENDED:
+            return False
+        return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """``pg_xact_status``: exact while the transaction is recent and the server process the same."""
+        match = _NAME.fullmatch(transaction)
+        if match is None:
+            raise IllegalStateError(f"{transaction!r} is not the name of a PostgreSQL transaction")
+        status = connection.scalar(
+            text(f"SELECT CASE WHEN {_SERVER} = :server THEN pg_xact_status(CAST(:number AS xid8)) END"),
+            {"server": match[2], "number": match[1]},
+        )
+        return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
+            status or "", DatabaseVerdict.UNKNOWN
+        )
+
+
+def _read_only() -> ConfigurationError:
+    return ConfigurationError(
+        "the transaction is read-only",
+        next_step="connect to the primary, with a role whose default_transaction_read_only is off",
+    )

@@ -1,0 +1,138 @@
+"""The SQL of what is recorded after a decision: outcomes, incidents, settled incarnations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sqlalchemy import bindparam, func, select, update
+
+from dualwrite.observations import Outcome
+from dualwrite.ports import Incident
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.rows import begins_with, digest
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.ports import StateRow
+    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.tables import Tables
+
+
+class Records:
+    """Outcomes and incidents, inside a transaction of the caller's.
+
+    Rows are written in order of id, so that two recoverers cannot wait for each other.
+    """
+
+    def __init__(self, tables: Tables, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._state = state = tables.state
+        self._incident = tables.incident
+        self._complete = (
+            update(state)
+            .where(
+                state.c.transactional_id == bindparam("id_"),
+                state.c.prepared_transaction_state == bindparam("state_"),
+                state.c.completed.is_(None),
+            )
+            .values(completed=bindparam("outcome_"), updated_at=database_now())
+        )
+        self._settle = (
+            update(state)
+            .where(state.c.transactional_id == bindparam("id_"), state.c.settled_incarnation < bindparam("mark_"))
+            .values(settled_incarnation=bindparam("mark_"), updated_at=database_now())
+        )
+
+    def record(self, connection: Connection, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
+        """Write each outcome into its row, if the row still holds that state and none was recorded; note the losses."""
+        ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
+        connection.execute(
+            self._complete,
+            [
+                {"id_": row.transactional_id, "state_": str(row.prepared), "outcome_": outcome.value}
+                for row, outcome, _ in ordered
+            ],
+        )
+        for row, outcome, detail in ordered:
+            if outcome is not Outcome.COMMITTED and self._is_news(connection, row, outcome):
+                self._note(connection, row, outcome, detail)
+
+    def _is_news(self, connection: Connection, row: StateRow, outcome: Outcome) -> bool:
+        """Whether an incident is to be noted. Somebody who saw more of the log may have known better than UNVERIFIABLE."""
+        if outcome is Outcome.LOST:
+            return True
+        state = self._state
+        better = connection.scalar(
+            select(func.count()).where(
+                state.c.transactional_id == row.transactional_id,
+                state.c.prepared_transaction_state == str(row.prepared),
+                state.c.completed != outcome.value,
+            )
+        )
+        return not better
+
+    def _note(self, connection: Connection, row: StateRow, outcome: Outcome, detail: str) -> None:
+        connection.execute(
+            self._dialect.insert_if_missing(self._incident),
+            {
+                "transactional_id": row.transactional_id,
+                "state_sha256": digest(row.prepared),
+                "prepared_transaction_state": str(row.prepared),
+                "outcome": outcome.value,
+                "detail": detail.replace("\x00", "?"),
+            },
+        )
+
+    def mark_settled(self, connection: Connection, incarnations: Mapping[str, int]) -> None:
+        """Raise the mark of each id, never lower it."""
+        marks = [
+            {"id_": transactional_id, "mark_": incarnations[transactional_id]}
+            for transactional_id in sorted(incarnations)
+        ]
+        connection.execute(self._settle, marks)
+
+    def incident(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """The outcome noted for that state."""
+        incident = self._incident
+        found = connection.scalar(
+            select(incident.c.outcome).where(
+                incident.c.transactional_id == transactional_id, incident.c.state_sha256 == digest(state)
+            )
+        )
+        return None if found is None else Outcome(found)
+
+    def incidents(self, connection: Connection, prefix: str, *, acknowledged: bool) -> Sequence[Incident]:
+        """The incidents of ids with that prefix, oldest first."""
+        incident = self._incident
+        statement = select(
+            incident.c.transactional_id,
+            incident.c.prepared_transaction_state,
+            incident.c.outcome,
+            incident.c.detail,
+            incident.c.detected_at,
+            incident.c.acknowledged_at,
+        ).where(begins_with(incident.c.transactional_id, prefix))
+        if not acknowledged:
+            statement = statement.where(incident.c.acknowledged_at.is_(None))
+        found = [
+            Incident(name, PreparedTxnState.from_string(state), Outcome(outcome), detail, detected_at, acknowledged_at)
+            for name, state, outcome, detail, detected_at, acknowledged_at in connection.execute(statement)
+        ]
+        return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))
+
+    def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
+        """Note that a person has looked; whether there was something to look at."""
+        incident = self._incident
+        result = connection.execute(
+            update(incident)
+            .where(
+                incident.c.transactional_id == transactional_id,
+                incident.c.state_sha256 == digest(state),
+                incident.c.acknowledged_at.is_(None),
+            )
+            .values(acknowledged_at=database_now())
+        )
+        return result.rowcount > 0

@@ -1,0 +1,163 @@
+"""Rows as they come from the database, judged before anything is done with them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+
+from sqlalchemy import func, select
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.observations import Outcome
+from dualwrite.ports import StateRow
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.stores.tables import MAX_ID_LENGTH
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, Connection
+
+    from dualwrite.stores.tables import Tables
+
+Item = TypeVar("Item")
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_RESTORE: Final = "the row was not written by this library, or was edited: restore it before anything is settled"
+_CHUNK: Final = 5000
+
+
+def check_name(name: str, kind: str = "a transactional id") -> str:
+    """The name itself, if it can be a key of the tables.
+
+    Raises:
+        ConfigurationError: It is empty, longer than 255 characters, or holds control characters.
+    """
+    if not 1 <= len(name) <= MAX_ID_LENGTH or _CONTROL.search(name):
+        raise ConfigurationError(
+            f"{name[:MAX_ID_LENGTH]!r} cannot be {kind}",
+            next_step=f"use 1 to {MAX_ID_LENGTH} characters without control characters",
+        )
+    return name
+
+
+class NamedValues(Protocol):
+    """A row by column name: a ``RowMapping``, or a dictionary."""
+
+    def __getitem__(self, name: str, /) -> object:
+        """The value of that column."""
+        ...
+
+
+def parse_state_row(table: str, row: NamedValues) -> StateRow:
+    """One row of the table, parsed strictly.
+
+    Raises:
+        ConfigurationError: The row cannot have been written by this library. It names table, row and cause.
+    """
+    transactional_id, incarnation = cast("str", row["transactional_id"]), cast("int", row["incarnation"])
+    completed = cast("str | None", row["completed"])
+    where = f"bad row in {table}"
+    try:
+        state = PreparedTxnState.from_string(cast("str | None", row["prepared_transaction_state"]) or "")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{where}: {error.what}", transactional_id=transactional_id, next_step=error.next_step
+        ) from error
+    cause = _incomplete(state, incarnation)
+    if completed is not None and completed not in _OUTCOMES:
+        cause = f"completed is {completed[:20]!r}"
+    if cause is not None:
+        raise ConfigurationError(f"{where}: {cause}", transactional_id=transactional_id, next_step=_RESTORE)
+    return StateRow(
+        transactional_id=transactional_id,
+        prepared=state,
+        namespace=cast("str", row["namespace"]),
+        incarnation=incarnation,
+        settled_incarnation=cast("int", row["settled_incarnation"]),
+        completed=None if completed is None else _OUTCOMES[completed],
+        cluster_id=cast("str", row["cluster_id"]),
+        owner=cast("str", row["owner"]),
+        updated_at=cast("datetime", row["updated_at"]),
+    )
+
+
+_OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
+
+
+def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
+    """Why the state cannot be settled, if so."""
+    if not state.has_transaction:
+        return None
+    if state.incarnation is None:
+        return "the state names no incarnation"
+    if not state.first_offsets:
+        return "the state holds no first offsets"
+    if state.incarnation > incarnation:
+        return f"the state is of incarnation {state.incarnation}, the row only at {incarnation}"
+    return None
+
+
+def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnState) -> str:
+    """The text to store for a decision of that incarnation.
+
+    Raises:
+        IllegalStateError: A later claim would refuse the row.
+        ConfigurationError: The text would be too long, or cannot be parsed.
+    """
+    text = str(state)
+    cause = _incomplete(state, incarnation)
+    if not state.has_transaction:
+        cause = "it names no transaction"
+    elif state.incarnation != incarnation:
+        cause = cause or f"it is of incarnation {state.incarnation}, not {incarnation}"
+    if cause is not None:
+        raise IllegalStateError(f"the prepared state cannot be recorded: {cause}", transactional_id=transactional_id)
+    PreparedTxnState.from_string(text)
+    return text
+
+
+def digest(state: PreparedTxnState) -> str:
+    """A key for the transaction: equal states have the same. The start time is no part of a state's identity."""
+    return hashlib.sha256(str(replace(state, started_ms=None)).encode()).hexdigest()
+
+
+def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
+    """The items in pieces whose bound values fit into one statement of any database."""
+    rest = list(items)
+    for start in range(0, len(rest), _CHUNK):
+        yield rest[start : start + _CHUNK]
+
+
+def parse_rows(table: str, rows: Iterable[NamedValues]) -> Sequence[StateRow]:
+    """The rows of a SELECT of the whole table, in order of id.
+
+    Raises:
+        ConfigurationError: As :func:`parse_state_row`.
+    """
+    # Sorted here: databases order texts by their collation.
+    return sorted((parse_state_row(table, row) for row in rows), key=lambda row: row.transactional_id)
+
+
+def read_rows(tables: Tables, ids: Sequence[str], connection: Connection) -> Sequence[StateRow]:
+    """The rows of these ids, in order of id; missing ones are left out.
+
+    Raises:
+        ConfigurationError: As :func:`parse_state_row`.
+    """
+    state = tables.state
+    return [
+        row
+        for chunk in in_chunks(ids)
+        for row in parse_rows(
+            state.fullname, connection.execute(select(state).where(state.c.transactional_id.in_(chunk))).mappings()
+        )
+    ]
+
+
+def begins_with(name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+    """Whether a name begins with the prefix. Not LIKE: it ignores case on SQLite and depends on collations elsewhere."""
+    return func.substr(name, 1, len(prefix)) == prefix

@@ -1,0 +1,115 @@
+"""The store's own transactions: short, on a connection of their own, on the primary, run again after a conflict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from sqlalchemy import exc
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
+from dualwrite.stores.committing import rollback
+from dualwrite.stores.failures import Meaning, map_database_error, meaning_of
+from dualwrite.stores.postgresql import PostgreSQL
+from dualwrite.stores.sqlite import SQLite
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.tables import Tables
+
+Result = TypeVar("Result")
+
+_ATTEMPTS: Final = 5
+PAUSED_OWNER_TIMEOUT_S: Final = 60.0
+LOCK_TIMEOUT_S: Final = 75.0
+"""Longer than a paused owner's session lives, so that whoever waits for its lock gets it."""
+
+
+def dialect_of(engine: Engine, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> Dialect:
+    """The adapter for the engine's database and driver.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    found = (engine.dialect.name, engine.dialect.driver)
+    if found == ("postgresql", "psycopg"):
+        return PostgreSQL(paused_owner_timeout_s)
+    if found == ("sqlite", "pysqlite"):
+        return SQLite()
+    raise ConfigurationError(
+        f"{'+'.join(found)} is not supported", next_step="use postgresql+psycopg://... (psycopg 3) or sqlite:///..."
+    )
+
+
+def _worth_another_attempt(error: BaseException) -> bool:
+    """A conflict; or a connection of the pool that had died while nobody used it (the pool then renews all of them)."""
+    if not isinstance(error, exc.DBAPIError):
+        return False
+    return error.connection_invalidated or meaning_of(error) is Meaning.CONFLICT
+
+
+class ShortTransactions:
+    """Runs work in transactions of its own.
+
+    The work may run more than once; so it must not matter whether an earlier run, whose answer was lost, has committed.
+    """
+
+    def __init__(
+        self, engine: Engine, dialect: Dialect, tables: Tables, lock_timeout_s: float = LOCK_TIMEOUT_S
+    ) -> None:
+        self._engine = engine
+        self._dialect = dialect
+        self._tables = tables
+        self._lock_timeout_s = lock_timeout_s
+
+    def run(self, work: Callable[[Connection], Result], *, lock_timeout_s: float | None = None) -> Result:
+        """Run the work in a transaction that may write. Durable on return; rolled back by whatever is raised.
+
+        Raises:
+            ConfigurationError: A table or a right is missing, the database is read-only or a standby.
+            Unavailable: The database does not answer, a lock was not free in time, or conflicts did not end.
+        """
+        timeout_s = self._lock_timeout_s if lock_timeout_s is None else lock_timeout_s
+
+        def begin(connection: Connection) -> None:
+            self._dialect.begin_own(connection, self._tables, lock_timeout_s=timeout_s)
+
+        return self._retried(begin, work)
+
+    def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads. Raises as :meth:`run`."""
+        return self._retried(self._dialect.begin_reading, work)
+
+    def _retried(self, begin: Callable[[Connection], None], work: Callable[[Connection], Result]) -> Result:
+        retrying = Retrying(
+            retry=retry_if_exception(_worth_another_attempt),
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_random_exponential(multiplier=0.01, max=0.5),
+            reraise=True,
+        )
+        try:
+            result: Result = retrying(self._once, begin, work)
+        except exc.SQLAlchemyError as error:
+            raise self._mapped(error) from error
+        return result
+
+    def _once(self, begin: Callable[[Connection], None], work: Callable[[Connection], Result]) -> Result:
+        with self._engine.connect() as connection:
+            try:
+                begin(connection)
+                result = work(connection)
+                connection.commit()
+            except BaseException:
+                rollback(connection)
+                raise
+            return result
+
+    def _mapped(self, error: exc.SQLAlchemyError) -> DualWriteError:
+        mapped = map_database_error(error, self._engine, self._tables.schema)
+        if meaning_of(error) is Meaning.BUSY:
+            return Unavailable(mapped.what, next_step="another session holds the lock: try again when it has ended")
+        # Nothing of a caller's was aborted here.
+        return Unavailable(mapped.what) if meaning_of(error) is Meaning.CONFLICT else mapped

@@ -1,0 +1,188 @@
+"""SQLite through the standard library's driver: a file on a local disk.
+
+The driver's three ways of transaction control all work: the legacy one, SQLAlchemy's recipe with a ``begin`` event, and
+``autocommit=False`` (Python 3.12). A transaction is always begun with the write lock (``BEGIN IMMEDIATE``): a deferred one
+might read an old row and fail at its first write.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from sqlalchemy import exc, literal_column, update
+from sqlalchemy.dialects import sqlite
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.stores.dialect import Standing
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.tables import Tables
+
+_OLDEST: Final = (3, 35, 0)  # RETURNING
+_FULL: Final = 2
+_SAVEPOINT: Final = "dualwrite_transaction"
+_FILES_CHECKED: Final = "dualwrite.files_checked"
+_CERTAIN: Final = ("database is locked", "database or disk is full")
+
+
+def _driver(connection: Connection) -> sqlite3.Connection:
+    return cast("sqlite3.Connection", connection.connection.dbapi_connection)
+
+
+def _autocommit(driver: sqlite3.Connection) -> object:
+    """The driver's ``autocommit`` attribute (Python 3.12): True, False, or a number for the legacy way."""
+    return getattr(driver, "autocommit", None)
+
+
+class SQLite:
+    """The adapter for SQLite. It decides one transaction at a time, whatever the number of connections."""
+
+    name = "sqlite"
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for the write lock as the driver's ``timeout`` says."""
+        driver = _driver(connection)
+        if _autocommit(driver) is True:
+            raise _in_autocommit()
+        if _autocommit(driver) is not False and driver.in_transaction:
+            raise IllegalStateError("the driver's connection is already in a transaction")
+        _check_settings(connection, driver, tables)
+        connection.begin()
+        if driver.in_transaction:
+            # Begun by the driver or by a listener, perhaps without the write lock. A write takes it, also of no row.
+            state = tables.state
+            connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
+        elif driver.isolation_level is None:
+            raise _in_autocommit()
+        else:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. The driver's own ``timeout`` bounds the wait."""
+        del lock_timeout_s
+        self.begin(connection, tables)
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        connection.begin()
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Nothing: :meth:`begin` has checked."""
+        return []
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """Nothing: :meth:`begin` has checked."""
+        del connection, values
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """Something to return for the row that matched."""
+        return [literal_column("1")]
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. There is no name: here the row itself tells the outcome."""
+        del values
+        try:
+            connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
+        except exc.OperationalError as error:
+            if "no such savepoint" not in str(error.orig):
+                raise
+            raise IllegalStateError(
+                "the database transaction of the dual write was ended inside it, by a COMMIT or ROLLBACK sent as text or "
+                "by executescript()",
+                next_step="leave COMMIT and ROLLBACK to the dual write",
+            ) from error
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+        return None
+
+    def insert_if_missing(self, table: Table) -> Executable:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return sqlite.insert(table).on_conflict_do_nothing()
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        try:
+            return Standing.OPEN if cast("sqlite3.Connection", driver).in_transaction else Standing.ENDED
+        except sqlite3.ProgrammingError:  # closed
+            return Standing.BROKEN
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. A COMMIT that failed for a lock or a constraint stays open."""
+        if self.standing(driver) is Standing.OPEN:
+            return True
+        orig = getattr(error, "orig", None)
+        return isinstance(orig, sqlite3.IntegrityError) or str(orig).startswith(_CERTAIN)
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """Unknown, always: transactions have no names."""
+        del connection, transaction
+        return DatabaseVerdict.UNKNOWN
+
+
+def _check_settings(connection: Connection, driver: sqlite3.Connection, tables: Tables) -> None:
+    if _pragma(driver, "query_only"):
+        raise ConfigurationError("the connection is set to read-only", next_step="switch PRAGMA query_only off")
+    names = connection.info.get(_FILES_CHECKED)
+    if names is None:
+        connection.info[_FILES_CHECKED] = names = _check_files(driver, tables)
+    for name in names:
+        _make_durable(driver, name)
+
+
+def _make_durable(driver: sqlite3.Connection, name: str) -> None:
+    """Raise ``synchronous`` to FULL: below it, a commit may be lost with the power."""
+    if _pragma(driver, "synchronous", name) < _FULL and not driver.in_transaction:
+        driver.execute(f"PRAGMA {_quoted(name)}.synchronous = FULL")
+    if _pragma(driver, "synchronous", name) < _FULL:
+        raise ConfigurationError(
+            f"SQLite's synchronous is below FULL for {name!r}: what is committed may be lost when the machine crashes",
+            next_step="execute PRAGMA synchronous=FULL when the engine connects",
+        )
+
+
+def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
+    """The names of the attached databases, once they are known to be able to keep a decision."""
+    if sqlite3.sqlite_version_info < _OLDEST:
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old", next_step="use SQLite 3.35 or newer")
+    files = {str(name): str(file) for _, name, file in driver.execute("PRAGMA database_list") if name != "temp"}
+    if not files.get(tables.schema or "main"):
+        raise ConfigurationError(
+            f"SQLite's database {tables.schema or 'main'!r} is not attached, or is in memory: what it decides dies with the "
+            "process",
+            next_step="use a file, for example sqlite:////var/lib/app/app.db",
+        )
+    kept = [name for name, file in files.items() if file]
+    for name in kept:
+        journal = str(driver.execute(f"PRAGMA {_quoted(name)}.journal_mode").fetchone()[0])
+        if journal in {"off", "memory"}:
+            raise ConfigurationError(
+                f"SQLite's journal_mode is {journal!r} for {name!r}: a crash in a commit would leave half of it",
+                next_step="use journal_mode DELETE, TRUNCATE, PERSIST or WAL",
+            )
+        if journal == "wal" and len(kept) > 1:
+            raise ConfigurationError(
+                f"SQLite commits to several attached files one by one in WAL mode ({', '.join(kept)})",
+                next_step="keep all tables of a dual write in one file, or use journal_mode DELETE",
+            )
+    return kept
+
+
+def _pragma(driver: sqlite3.Connection, pragma: str, name: str = "main") -> int:
+    return int(driver.execute(f"PRAGMA {_quoted(name)}.{pragma}").fetchone()[0])
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _in_autocommit() -> ConfigurationError:
+    return ConfigurationError(
+        "the connection is in autocommit: each statement would be committed by itself",
+        next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
+    )

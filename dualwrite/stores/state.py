@@ -1,0 +1,237 @@
+"""``SqlStateStore``: the state store over SQLAlchemy Core, in the user's own database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sqlalchemy import bindparam, create_engine, exc, null, select, update
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.stores import committing
+from dualwrite.stores.claims import Claim
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.records import Records
+from dualwrite.stores.rows import begins_with, check_decidable, check_name, parse_rows, read_rows
+from dualwrite.stores.short_transactions import (
+    LOCK_TIMEOUT_S,
+    PAUSED_OWNER_TIMEOUT_S,
+    ShortTransactions,
+    dialect_of,
+)
+from dualwrite.stores.tables import declare_tables
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from dualwrite.deadline import Deadline
+    from dualwrite.observations import Outcome
+    from dualwrite.ports import Incident, StateRow
+    from dualwrite.prepared_state import PreparedTxnState
+
+
+class SqlStateStore:
+    """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.StateStore`.
+
+    Methods that take a connection run inside the caller's transaction there; the others run in short transactions of their
+    own, on other connections of the engine, at READ COMMITTED, run again after a conflict. May be shared by threads.
+
+    Args:
+        engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
+        schema: The database schema of the library's tables, where it is not the default one.
+        paused_owner_timeout_s: On PostgreSQL, how long a dual write may go without a statement before the server ends its
+            session, in seconds: an owner that was paused (SIGSTOP, a frozen virtual machine) cannot hold its locks for
+            ever. A lower limit that is in force stays. None sets no limit.
+        lock_timeout_s: How long a claim waits for the lock of a row that a dying session still holds, in seconds; on
+            SQLite the ``timeout`` of the driver says it.
+
+    Raises:
+        ConfigurationError: The engine's database or driver is not supported.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | str,
+        *,
+        schema: str | None = None,
+        paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> None:
+        self._owns_engine = isinstance(engine, str)
+        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._schema = schema
+        self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
+        self._tables = declare_tables(schema)
+        self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
+        self._records = Records(self._tables, self._dialect)
+        state = self._tables.state
+        is_ours = (state.c.transactional_id == bindparam("id_"), state.c.incarnation == bindparam("incarnation_"))
+        incarnation = select(state.c.incarnation).where(is_ours[0]).scalar_subquery()
+        self._start = select(incarnation, *self._dialect.start_columns())
+        self._decide = (
+            update(state)
+            .where(*is_ours)
+            .values(prepared_transaction_state=bindparam("state_"), completed=null(), updated_at=database_now())
+            .returning(*self._dialect.end_columns())
+        )
+        self._hold = select(*self._dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the store's own transactions use."""
+        return self._engine
+
+    @property
+    def schema(self) -> str | None:
+        """The database schema of the library's tables."""
+        return self._schema
+
+    def close(self) -> None:
+        """Dispose of the engine, if the store has made it. May be called more than once."""
+        if self._owns_engine:
+            self._engine.dispose()
+
+    # Inside the caller's transaction
+
+    def begin(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.begin`."""
+        if connection.closed:
+            raise IllegalStateError("the connection is closed")
+        if connection.in_transaction():
+            raise IllegalStateError(
+                "the connection is already in a transaction",
+                next_step="end it first (SQLAlchemy begins one with the first statement, also with a SELECT)",
+            )
+        with self._mapped():
+            try:
+                self._dialect.begin(connection, self._tables)
+            except BaseException:
+                committing.rollback(connection)
+                raise
+
+    def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
+        """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
+        with self._mapped(transactional_id):
+            incarnation, *values = connection.execute(self._start, {"id_": transactional_id}).one()
+        self._dialect.check_start(connection, values)
+        return None if incarnation is None else int(incarnation)
+
+    def decide(
+        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState
+    ) -> tuple[bool, str | None]:
+        """See :meth:`dualwrite.ports.StateStore.decide`."""
+        text = check_decidable(transactional_id, incarnation, state)
+        bound = {"id_": transactional_id, "incarnation_": incarnation, "state_": text}
+        with self._mapped(transactional_id):
+            row = connection.execute(self._decide, bound).one_or_none()
+            return (False, None) if row is None else (True, self._dialect.check_end(connection, tuple(row)))
+
+    def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
+        """See :meth:`dualwrite.ports.StateStore.hold`."""
+        with self._mapped(transactional_id):
+            row = connection.execute(self._hold, {"id_": transactional_id, "incarnation_": incarnation}).one_or_none()
+            if row is None:
+                return False
+            self._dialect.check_end(connection, tuple(row))
+            return True
+
+    def commit(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.commit`."""
+        committing.commit(connection, self._dialect)
+
+    def rollback(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.rollback`."""
+        committing.rollback(connection)
+
+    @contextmanager
+    def _mapped(self, transactional_id: str | None = None) -> Generator[None, None, None]:
+        try:
+            yield
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._schema, transactional_id=transactional_id) from error
+
+    # In transactions of our own
+
+    def claim(
+        self,
+        transactional_ids: Sequence[str],
+        *,
+        owner: str,
+        cluster_id: str,
+        guard: tuple[str, int] | None = None,
+        verify: Callable[[Sequence[StateRow]], None] | None = None,
+        raise_to: Mapping[str, int] | None = None,
+    ) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.claim`. ``verify`` is called again where a conflict makes us start anew."""
+        ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
+        claim = Claim(self._tables, self._dialect, owner=owner, cluster_id=cluster_id, raise_to=raise_to or {})
+
+        def work(connection: Connection) -> Sequence[StateRow]:
+            if guard is not None:
+                claim.check_guard(connection, *guard)
+            rows = claim.run(connection, ids)
+            if verify is not None:
+                verify(rows)
+            return rows
+
+        return self._own.run(work) if ids else []
+
+    def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.read`."""
+        return self._own.read(partial(read_rows, self._tables, sorted(set(transactional_ids))))
+
+    def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
+        """See :meth:`dualwrite.ports.StateStore.read_locked`."""
+        state = self._tables.state
+        statement = select(state).where(state.c.transactional_id == transactional_id).with_for_update()
+        rows = self._own.run(
+            lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings()),
+            lock_timeout_s=deadline.remaining_s(),
+        )
+        if not rows:
+            raise ConfigurationError(
+                f"the row in {state.fullname} is gone", transactional_id=transactional_id, next_step="restore it"
+            )
+        return rows[0]
+
+    def find(self, prefix: str) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.find`."""
+        state = self._tables.state
+        statement = select(state).where(begins_with(state.c.transactional_id, prefix))
+        return self._own.read(lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings()))
+
+    def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.record_outcomes`."""
+        if outcomes:
+            self._own.run(lambda connection: self._records.record(connection, outcomes))
+
+    def mark_settled(self, incarnations: Mapping[str, int]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.mark_settled`."""
+        if incarnations:
+            self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))
+
+    def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """See :meth:`dualwrite.ports.StateStore.incident`."""
+        return self._own.read(lambda connection: self._records.incident(connection, transactional_id, state))
+
+    def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
+        """See :meth:`dualwrite.ports.StateStore.incidents`."""
+        return self._own.read(lambda connection: self._records.incidents(connection, prefix, acknowledged=acknowledged))
+
+    def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
+        """See :meth:`dualwrite.ports.StateStore.acknowledge`."""
+        return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
+
+    def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
+        """See :meth:`dualwrite.ports.StateStore.transaction_verdict`.
+
+        ``UNKNOWN`` on SQLite, where the row alone tells; on PostgreSQL for a transaction that is too old or still runs, and
+        after the server was restarted or failed over.
+        """
+        if transaction is None:
+            return DatabaseVerdict.UNKNOWN
+        return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))

@@ -1,0 +1,140 @@
+"""The declared tables: what the migrations together must make (``tests/migrations`` compares them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    func,
+)
+
+from dualwrite.stores.clock import UtcDateTime
+
+STATE_TABLE: Final = "kafka_transaction_state"
+INCIDENT_TABLE: Final = "dualwrite_incident"
+SLOT_TABLE: Final = "dualwrite_slot"
+LEDGER_TABLE: Final = "dualwrite_ledger"
+VERSION_TABLE: Final = "dualwrite_version"
+OWN_TABLES: Final = frozenset({STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, VERSION_TABLE})
+MAX_ID_LENGTH: Final = 255
+"""The longest transactional id, sink name and batch id, in characters."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The library's tables in one database schema.
+
+    Attributes:
+        schema: The database schema, None for the connection's default one.
+        metadata: What Alembic compares with.
+        state: One row for each transactional id: the newest decision, and who may make the next one.
+        incident: Losses, for ever: the next decision overwrites the row that they were found in.
+        slot: Leases. A table of their own, so that a heartbeat never collides with a decision.
+        ledger: What a job has already written.
+    """
+
+    schema: str | None
+    metadata: MetaData
+    state: Table
+    incident: Table
+    slot: Table
+    ledger: Table
+
+
+@lru_cache(maxsize=64)
+def declare_tables(schema: str | None = None) -> Tables:
+    """The tables in that schema. The same object for the same schema, so that compiled statements are shared."""
+    metadata = MetaData(schema=schema)
+    return Tables(
+        schema=schema,
+        metadata=metadata,
+        state=_state(metadata),
+        incident=_incident(metadata),
+        slot=_slot(metadata),
+        ledger=_ledger(metadata),
+    )
+
+
+def _state(metadata: MetaData) -> Table:
+    return Table(
+        STATE_TABLE,
+        metadata,
+        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("prepared_transaction_state", Text),
+        Column("namespace", String(32), nullable=False),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("settled_incarnation", BigInteger, nullable=False),
+        Column("completed", String(16)),
+        Column("cluster_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("owner", Text, nullable=False),
+        Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        PrimaryKeyConstraint("transactional_id", name="kafka_transaction_state_pkey"),
+        CheckConstraint("incarnation >= 0", name="kafka_transaction_state_incarnation"),
+        CheckConstraint(
+            "settled_incarnation >= 0 AND settled_incarnation <= incarnation", name="kafka_transaction_state_settled"
+        ),
+        CheckConstraint("completed IN ('committed', 'lost', 'unverifiable')", name="kafka_transaction_state_completed"),
+    )
+
+
+def _incident(metadata: MetaData) -> Table:
+    return Table(
+        INCIDENT_TABLE,
+        metadata,
+        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
+        # The state may be longer than an index entry can be; its digest is the key.
+        Column("state_sha256", String(64), nullable=False),
+        Column("prepared_transaction_state", Text, nullable=False),
+        Column("outcome", String(16), nullable=False),
+        Column("detail", Text, nullable=False),
+        Column("detected_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("acknowledged_at", UtcDateTime()),
+        PrimaryKeyConstraint("transactional_id", "state_sha256", name="dualwrite_incident_pkey"),
+        CheckConstraint("outcome IN ('lost', 'unverifiable')", name="dualwrite_incident_outcome"),
+    )
+
+
+def _slot(metadata: MetaData) -> Table:
+    return Table(
+        SLOT_TABLE,
+        metadata,
+        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("pool", String(MAX_ID_LENGTH), nullable=False),
+        Column("number", Integer, nullable=False),
+        Column("lease_owner", Text),
+        Column("lease_until", UtcDateTime()),
+        PrimaryKeyConstraint("transactional_id", name="dualwrite_slot_pkey"),
+        UniqueConstraint("pool", "number", name="dualwrite_slot_number"),
+        CheckConstraint("number >= 1", name="dualwrite_slot_number_positive"),
+        CheckConstraint("(lease_owner IS NULL) = (lease_until IS NULL)", name="dualwrite_slot_lease"),
+    )
+
+
+def _ledger(metadata: MetaData) -> Table:
+    return Table(
+        LEDGER_TABLE,
+        metadata,
+        Column("sink", String(MAX_ID_LENGTH), nullable=False),
+        Column("batch_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("partition_id", Integer, nullable=False),
+        Column("row_count", BigInteger, nullable=False),
+        Column("message_count", BigInteger, nullable=False),
+        Column("partition_count", Integer, nullable=False),
+        Column("written_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        PrimaryKeyConstraint("sink", "batch_id", "partition_id", name="dualwrite_ledger_pkey"),
+        CheckConstraint(
+            "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
+        ),
+    )
