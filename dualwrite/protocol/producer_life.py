@@ -97,3 +97,17 @@ PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = M
         },
     }
 )
+
+WAY_ON: Mapping[ProducerState, str] = MappingProxyType(
+    {
+        _S.CREATED: "call init_transactions first",
+        _S.KEPT: "commit, abort or complete the transaction that was kept",
+        _S.READY: "begin a transaction first",
+        _S.BEGUN: "commit or abort the transaction first",
+        _S.PREPARED: "the transaction is prepared: commit, abort or complete it",
+        _S.FAILED: "abort the transaction",
+        _S.DOUBTFUL: "close this producer and make a new one: a request of this one may still be on its way",
+        _S.CLOSED: "make a new producer",
+    }
+)
+"""What a caller can do whose event the table does not allow."""

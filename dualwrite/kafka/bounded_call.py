@@ -1,0 +1,89 @@
+"""A call that gives up waiting at a deadline even when the called function does not.
+
+librdkafka's ``begin_transaction`` has no timeout and has hung, ``send_offsets_to_transaction`` ignores its own, and
+``abort_transaction`` has blocked for minutes. A thread cannot be interrupted there, so such calls run on a thread that can
+be left behind. The hop costs tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from dualwrite.deadline import Deadline
+
+T = TypeVar("T")
+
+
+class NoAnswer(Exception):
+    """The deadline came before the function returned. The function may still be running."""
+
+
+class BoundedCaller:
+    """One daemon thread that runs calls in turn.
+
+    Args:
+        name: The thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], T], deadline: Deadline) -> T:
+        """Run the function on the thread and wait for it. Its exceptions are raised here.
+
+        Raises:
+            NoAnswer: The deadline came first. Later calls wait behind the one that hangs.
+        """
+        call = _Call(function)
+        self._calls.put(call.run)
+        return call.wait(deadline.remaining_s())
+
+    def finish(self, last: Callable[[], T], wait_s: float) -> T:
+        """Run a last function after what is under way, then end the thread.
+
+        Raises:
+            NoAnswer: It was not done within ``wait_s``; it will be done later, in the background.
+        """
+        call = _Call(last)
+        self._calls.put(call.run)
+        self._calls.put(None)
+        return call.wait(wait_s)
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+class _Call(Generic[T]):
+    """One call and its answer."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._returned: list[T] = []
+        self._raised: BaseException | None = None
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            self._returned.append(self._function())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            self._raised = error
+        self._done.put(None)
+
+    def wait(self, seconds: float) -> T:
+        try:
+            self._done.get(timeout=seconds)
+        except queue.Empty:
+            raise NoAnswer from None
+        if self._raised is not None:
+            raise self._raised
+        return self._returned[0]
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it may hold the last reference to a librdkafka instance

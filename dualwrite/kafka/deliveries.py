@@ -1,0 +1,81 @@
+"""What became of the messages of one transaction: every delivery is known to have succeeded, or the transaction is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from confluent_kafka import KafkaError, Message
+
+logger = logging.getLogger(__name__)
+
+DeliveryCallback = Callable[[KafkaError | None, Message], None]
+
+
+class Deliveries:
+    """Counts the messages of one transaction and keeps the first offset by partition.
+
+    Each transaction has an instance of its own, so a report that comes late cannot count for the next one.
+
+    Attributes:
+        produced: How many messages librdkafka took.
+        delivered: How many of them the broker confirmed; stays 0 where only failures are reported.
+        failed: How many were reported as failed.
+        first_failure: The first failure's error and topic.
+        first_offsets: By (topic, partition), the smallest offset reported.
+        without_offset: Partitions with a confirmed message whose offset librdkafka could not tell.
+        callback_error: What a callback of the user's raised.
+    """
+
+    def __init__(self) -> None:
+        self.produced = 0
+        self.delivered = 0
+        self.failed = 0
+        self.first_failure: tuple[KafkaError, str | None] | None = None
+        self.first_offsets: dict[tuple[str, int], int] = {}
+        self.without_offset: set[tuple[str, int]] = set()
+        self.callback_error: BaseException | None = None
+
+    def report(self, error: KafkaError | None, message: Message) -> None:
+        """Take one delivery report; librdkafka calls it from ``poll`` and ``flush``."""
+        if error is not None:
+            self.failed += 1
+            if self.first_failure is None or _is_purge(self.first_failure[0]):
+                self.first_failure = (error, message.topic())
+            return
+        self.delivered += 1
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None
+        assert partition is not None
+        if offset is None or offset < 0:
+            # A retried batch that the broker had already: it is there, its offset was not answered.
+            self.without_offset.add((topic, partition))
+            return
+        known = self.first_offsets.get((topic, partition))
+        if known is None or offset < known:
+            self.first_offsets[(topic, partition)] = offset
+
+    def reporting_to(self, callback: DeliveryCallback) -> DeliveryCallback:
+        """A callback that takes the report and then calls the user's."""
+
+        def report(error: KafkaError | None, message: Message) -> None:
+            self.report(error, message)
+            try:
+                callback(error, message)
+            except BaseException as raised:
+                # Raised inside librdkafka it would take the place of the answer to an abort or a commit.
+                logger.exception("a delivery callback raised")
+                self.callback_error = self.callback_error or raised
+
+        return report
+
+    def raise_callback_error(self) -> None:
+        """Raise what a callback of the user's raised, once."""
+        if self.callback_error is not None:
+            raised, self.callback_error = self.callback_error, None
+            raise raised
+
+
+def _is_purge(error: KafkaError) -> bool:
+    # librdkafka purges the rest after the failure that matters, and may report the purged messages first.
+    return error.code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}

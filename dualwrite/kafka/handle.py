@@ -1,0 +1,124 @@
+"""One librdkafka instance behind own deadlines: made, called, measured and destroyed without ever blocking the caller long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError, Producer
+
+from dualwrite.kafka.bounded_call import BoundedCaller, NoAnswer
+from dualwrite.kafka.config import KafkaConfig, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from dualwrite.deadline import Deadline
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+_DESTROY_WAIT_S = 2.0
+
+
+_DEFAULTS = {
+    "topic.metadata.propagation.max.ms": 5000,  # how long an unknown topic is hoped for: librdkafka's 30 s stall a prepare
+}
+_SMALL_DEFAULTS = {"linger.ms": 0}
+
+
+def producer_settings(
+    config: KafkaConfig, transactional_id: str, transaction_timeout_ms: int, *, bulk: bool
+) -> dict[str, object]:
+    """Librdkafka's configuration for one producer: the user's settings, ours, and better defaults for transactions."""
+    defaults = _DEFAULTS if bulk else _DEFAULTS | _SMALL_DEFAULTS
+    own: dict[str, Setting] = {"transactional.id": transactional_id, "transaction.timeout.ms": transaction_timeout_ms}
+    return {
+        **{key: value for key, value in defaults.items() if config.get(key) is None},
+        **config.librdkafka(**own),
+        "delivery.report.only.error": bulk,
+    }
+
+
+class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
+    """Puts the transactional id in front of every line, librdkafka's own lines too.
+
+    Args:
+        transactional_id: The id.
+        target: Where the lines go; a logger of the user's own for librdkafka's lines.
+    """
+
+    def __init__(self, transactional_id: str, target: logging.Logger = logger) -> None:
+        super().__init__(target, {})
+        self._prefix = transactional_id.replace("%", "%%") + ": "
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Prefix one line."""
+        return self._prefix + str(msg), kwargs
+
+
+class Handle:
+    """A librdkafka producer instance.
+
+    Args:
+        settings: librdkafka's configuration.
+        transactional_id: For the names of threads and log lines.
+        deadline: Until when the instance must have been made.
+
+    Attributes:
+        raw: The confluent-kafka producer, for calls that keep their timeout (``produce``, ``poll``, ``flush``).
+        client_error: The newest error of the client itself (not of a call), as librdkafka reported it.
+
+    Raises:
+        NoAnswer: The deadline came first.
+        KafkaException: librdkafka refuses the settings.
+    """
+
+    def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
+        self.client_error: KafkaError | None = None
+        self._log = IdLogger(transactional_id)
+        self._users_error_cb = settings.get("error_cb")
+        target = settings.get("logger")
+        own = {
+            **settings,
+            "error_cb": self._note_client_error,
+            "logger": IdLogger(transactional_id, target) if isinstance(target, logging.Logger) else self._log,
+        }
+        self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
+        self.raw = self._caller.call(lambda: Producer(own), deadline)
+
+    def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        """Call the instance with the seconds that are left, and say how many it took.
+
+        Raises:
+            NoAnswer: The deadline came first: the instance must be thrown away.
+        """
+        raw, left_s = self.raw, deadline.remaining_s()
+        began = time.monotonic()
+        self._caller.call(lambda: function(raw, left_s), deadline)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.
+
+        Messages that are not delivered are given up. Returns within two seconds; if librdkafka needs longer, it goes on in
+        the background.
+        """
+        raw = self.raw
+        del self.raw
+        raw.purge()
+        raw.poll(0)  # callbacks of the messages given up
+        last = [raw]
+        del raw
+        try:
+            # The last reference dies on the thread: destroying an instance joins its threads, which can take long.
+            self._caller.finish(last.clear, _DESTROY_WAIT_S)
+        except NoAnswer:
+            self._log.warning("librdkafka is still closing after %.0f s; it goes on in the background", _DESTROY_WAIT_S)
+
+    def _note_client_error(self, error: KafkaError) -> None:
+        self.client_error = error
+        self._log.warning("%s (%s)", error.str(), error.name())
+        if callable(self._users_error_cb):
+            self._users_error_cb(error)

@@ -1,0 +1,336 @@
+"""One librdkafka producer in the hands of the state machine: each verb is checked, carried out, judged, then applied.
+
+The judgement is the point. A call that took longer than librdkafka's first silent retry may have been sent twice; an answer
+that is missing may still come; an abort with messages in flight may leave some behind. Each of them makes the producer
+doubtful, also where the call itself has answered success.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    Unavailable,
+)
+from dualwrite.kafka.bounded_call import NoAnswer
+from dualwrite.kafka.deliveries import Deliveries, DeliveryCallback
+from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error
+from dualwrite.kafka.handle import Handle, IdLogger
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.machine import Machine
+from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from confluent_kafka import TopicPartition
+    from confluent_kafka._types import HeadersType
+
+    from dualwrite.kafka.evidence import Evidence
+
+_SERVE_EVERY: Final = 256
+"""Delivery reports are taken once in so many messages: often enough to bound memory, rarely enough to cost nothing."""
+_DRAIN_BEFORE_ABORT_S: Final = 1.0
+_PROBE_S: Final = 2.0
+
+_Message = tuple[
+    str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
+]
+
+
+class _Transaction:
+    """What is known of the present transaction."""
+
+    def __init__(self) -> None:
+        self.deliveries = Deliveries()
+        self.sent_offsets = False
+        self.maybe_sent_twice = False
+        self.first_write_at: float | None = None
+        self.prepared: PreparedTxnState | None = None
+
+
+class ProducerInstance:
+    """Carries the verbs out against librdkafka and moves the machine.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        evidence: Makes the prepared states.
+        bulk: Whether only failures are reported by message.
+        silent_retry_after_s: A call that took longer may have been sent twice.
+    """
+
+    def __init__(self, transactional_id: str, evidence: Evidence, *, bulk: bool, silent_retry_after_s: float) -> None:
+        self.machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
+        self.log = IdLogger(transactional_id)
+        self.transaction = _Transaction()
+        self._id = transactional_id
+        self._evidence = evidence
+        self._bulk = bulk
+        self._silent_retry_after_s = silent_retry_after_s
+        self._handle: Handle | None = None
+
+    def check(self, event: ProducerEvent) -> None:
+        """Raise unless the event is allowed now; changes nothing."""
+        if not self.machine.allows(event):
+            state = self.machine.state
+            raise IllegalStateError(
+                f"{event.value} is not allowed while the producer is {state.value}",
+                transactional_id=self._id,
+                next_step=WAY_ON[state],
+            )
+
+    @property
+    def _raw(self) -> Producer:
+        assert self._handle is not None
+        return self._handle.raw
+
+    def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
+        """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
+        try:
+            self._handle = Handle(settings, self._id, deadline)
+        except NoAnswer:
+            self._raise(self._no_answer(Phase.CREATE))
+        except KafkaException as error:
+            raise failure_of(error, Phase.CREATE, transactional_id=self._id).error from error
+        # librdkafka looks for the coordinator once in 500 ms. If it is connected before the first look, that is not lost.
+        self._call(Phase.INIT, lambda producer, left_s: producer.cluster_id(left_s), deadline)
+        took_s = self._call(Phase.INIT, lambda producer, left_s: producer.init_transactions(left_s), deadline)
+        try:
+            ids = self._evidence.learn_ids(deadline)
+        except DualWriteError:
+            self.doubt("its producer id could not be asked")
+            raise
+        self.machine.apply(event)
+        self.log.info("ready as producer %d:%d", *ids)
+        self._judge(Phase.INIT, took_s)
+
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a transaction."""
+        self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
+        self.transaction = _Transaction()
+        self.machine.apply(ProducerEvent.BEGIN)
+
+    def produce(
+        self,
+        topic: str,
+        *,
+        value: str | bytes | None,
+        key: str | bytes | None,
+        partition: int,
+        headers: HeadersType | None,
+        timestamp_ms: int,
+        on_delivery: DeliveryCallback | None,
+        timeout_s: float,
+    ) -> None:
+        """Hand one message to librdkafka."""
+        transaction = self.transaction
+        deliveries = transaction.deliveries
+        report = deliveries.report if on_delivery is None else deliveries.reporting_to(on_delivery)
+        if transaction.first_write_at is None:
+            transaction.first_write_at = time.monotonic()
+        message = (topic, value, key, partition, report, report, timestamp_ms, headers)
+        try:
+            self._raw.produce(*message)
+        except BufferError:
+            self._produce_when_there_is_room(message, Deadline(timeout_s))
+        except KafkaException as error:
+            self._refused(error, topic)
+        deliveries.produced += 1
+        if deliveries.produced % _SERVE_EVERY == 0:
+            self.serve(0)
+            if deliveries.failed:
+                self._raise(self._delivery_failure())
+
+    def _produce_when_there_is_room(self, message: _Message, deadline: Deadline) -> None:
+        while True:
+            self.serve(min(0.1, deadline.remaining_s()))
+            try:
+                return self._raw.produce(*message)
+            except BufferError:
+                if deadline.expired:
+                    error = Unavailable(
+                        "produce: librdkafka's queue stayed full",
+                        transactional_id=self._id,
+                        next_step="abort; the brokers take messages too slowly, or not at all",
+                    )
+                    self._raise(Failure(error, ProducerEvent.FAIL))
+            except KafkaException as error:
+                self._refused(error, message[0])
+
+    def _refused(self, error: KafkaException, topic: str) -> NoReturn:
+        # "Erroneous state": the transaction has failed before, and what failed is what the caller must know.
+        if kafka_error(error).code() == KafkaError._STATE:
+            self.serve(0)
+            self._raise(self._delivery_failure())
+        self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
+
+    def serve(self, timeout_s: float) -> int:
+        """Take delivery reports and log lines; 0 where there is no instance yet."""
+        if self._handle is None:
+            return 0
+        served = self._raw.poll(timeout_s)
+        self.transaction.deliveries.raise_callback_error()
+        return served
+
+    def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+        transaction = self.transaction
+        if transaction.first_write_at is None:
+            transaction.first_write_at = time.monotonic()
+        took_s = self._call(
+            Phase.SEND_OFFSETS,
+            lambda producer, left_s: producer.send_offsets_to_transaction(list(offsets), group_metadata, left_s),
+            deadline,
+        )
+        # A late second copy of it would overwrite the offsets of the next transaction.
+        transaction.maybe_sent_twice |= took_s > self._silent_retry_after_s
+        transaction.sent_offsets |= any(offset.offset >= 0 for offset in offsets)
+        self.machine.apply(ProducerEvent.SEND_OFFSETS)
+
+    def prepare(self, deadline: Deadline) -> PreparedTxnState:
+        """Flush, make sure that every message is delivered, and name the transaction."""
+        transaction = self.transaction
+        undelivered = self._raw.flush(deadline.remaining_s())
+        transaction.deliveries.raise_callback_error()
+        self._require_all_delivered(undelivered)
+        state = PreparedTxnState()
+        if transaction.deliveries.produced or transaction.sent_offsets:
+            try:
+                state = self._evidence.state_of(
+                    transaction.deliveries, bulk=self._bulk, age_s=self.begun_for_s, deadline=deadline
+                )
+            except DualWriteError as error:
+                self._raise(Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL))
+        transaction.prepared = state
+        self.machine.apply(ProducerEvent.PREPARE)
+        return state
+
+    def _require_all_delivered(self, undelivered: int) -> None:
+        deliveries = self.transaction.deliveries
+        if deliveries.failed:
+            self._raise(self._delivery_failure())
+        # len() counts reports that nobody has taken yet, too.
+        undelivered = max(undelivered, len(self._raw))
+        if undelivered:
+            error = Unavailable(
+                f"prepare_transaction: {undelivered} of {deliveries.produced} messages were not delivered in time",
+                transactional_id=self._id,
+                next_step="nothing was decided: make a new producer and run the work again",
+            )
+            self._raise(Failure(error, ProducerEvent.DOUBT))
+        if not self._bulk and deliveries.delivered != deliveries.produced:
+            lost = TransactionAborted(
+                f"prepare_transaction: {deliveries.produced} messages, {deliveries.delivered} of them confirmed",
+                transactional_id=self._id,
+            )
+            self._raise(Failure(lost, ProducerEvent.FAIL))
+
+    @property
+    def begun_for_s(self) -> float:
+        """Seconds since the first write of this transaction; 0 if there is none."""
+        first = self.transaction.first_write_at
+        return 0.0 if first is None else time.monotonic() - first
+
+    def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Commit what is prepared."""
+        took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
+        self.machine.apply(event)
+        self._judge(Phase.COMMIT, took_s)
+        self.transaction.prepared = None
+
+    def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Abort. Messages get a moment to arrive first: an abort with some in flight is what breaks librdkafka (4849)."""
+        transaction = self.transaction
+        in_flight = self._raw.flush(min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s())) if len(self._raw) else 0
+        took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
+        self._evidence.ids = None  # librdkafka raises the epoch after some errors
+        self.machine.apply(event)
+        self._judge(Phase.ABORT, took_s)
+        if in_flight:
+            self.doubt(f"it was aborted with {in_flight} messages on their way")
+        transaction.prepared = None
+
+    def doubt(self, why: str) -> None:
+        """A request may still be on its way: no further transaction."""
+        self.machine.apply(ProducerEvent.DOUBT)
+        self.log.warning("to be thrown away: %s", why)
+
+    def close(self) -> None:
+        """Destroy the librdkafka instance without ending its transaction."""
+        self.machine.apply(ProducerEvent.CLOSE)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.close()
+
+    def _judge(self, phase: Phase, took_s: float) -> None:
+        if took_s > self._silent_retry_after_s:
+            self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
+        elif self.transaction.maybe_sent_twice:
+            self.doubt("the consumer's offsets may have been sent twice")
+
+    def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        assert self._handle is not None
+        try:
+            return self._handle.timed(function, deadline)
+        except NoAnswer:
+            self._raise(self._no_answer(phase))
+        except KafkaException as error:
+            self._raise(failure_of(error, phase, transactional_id=self._id))
+        except BaseException:  # interrupted while waiting: the answer is missing as well
+            self.doubt(f"{phase.value} was interrupted")
+            raise
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        if failure.event is ProducerEvent.DOUBT:
+            self.doubt(failure.error.what)
+        else:
+            self.machine.apply(failure.event)
+        raise failure.error from failure.error.__cause__
+
+    def _no_answer(self, phase: Phase) -> Failure:
+        what = f"{phase.value} was not answered in time"
+        error: DualWriteError
+        if phase is Phase.COMMIT:
+            error = CompletionPending(
+                what,
+                transactional_id=self._id,
+                next_step=NOT_ANSWERED,
+            )
+        else:
+            error = Unavailable(
+                what, transactional_id=self._id, next_step="throw this producer away and make a new one"
+            )
+        return Failure(error, ProducerEvent.DOUBT)
+
+    def _delivery_failure(self) -> Failure:
+        """What made messages fail. Where librdkafka only says that it dropped them, its transaction knows why."""
+        first = self.transaction.deliveries.first_failure
+        if first is None or first[0].code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
+            reason = self._transaction_error()
+            if reason is not None:
+                return failure_of(reason, Phase.DELIVERY, transactional_id=self._id)
+        if first is None:
+            error = TransactionAborted("produce: librdkafka's transaction has failed", transactional_id=self._id)
+            return Failure(error, ProducerEvent.FAIL)
+        return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
+
+    def _transaction_error(self) -> KafkaException | None:
+        """The error that librdkafka's transaction has. A begin is refused with it, and changes nothing."""
+        assert self._handle is not None
+        try:
+            self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))
+        except KafkaException as error:
+            return None if kafka_error(error).code() == KafkaError._STATE else error
+        except NoAnswer:
+            return None
+        raise AssertionError("librdkafka began a transaction inside a transaction")

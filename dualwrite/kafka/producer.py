@@ -1,0 +1,417 @@
+"""``TransactionalProducer``: KIP-939's verbs over confluent-kafka and stock brokers.
+
+No released client or broker serves KIP-939. Three things stand in for it: a prepared state that holds the first offsets of
+the transaction (librdkafka's transactions share one producer id and epoch), ``DescribeTransactions`` and ``EndTxn`` from
+outside instead of ``InitProducerId(keepPreparedTxn=true)``, and the greatest timeout that the broker allows instead of none.
+
+What it leaves open when used alone, without the row and the check that a ``DualWriter`` has: between the moment in which
+``complete_transaction`` sees the kept transaction and its ``EndTxn``, an owner that was only paused may wake up, complete it
+and begin its next transaction under the same producer id and epoch; ``EndTxn`` then ends that one. So make sure that the former
+owner is dead. A state in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from confluent_kafka import TopicPartition
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.deliveries import DeliveryCallback
+from dualwrite.kafka.evidence import Evidence
+from dualwrite.kafka.handle import producer_settings
+from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.kafka.kept import Completion, KeptTransaction
+from dualwrite.kafka.transaction_timeout import choose_transaction_timeout_ms, warn_if_bounded
+from dualwrite.observations import TransactionStatus
+from dualwrite.ports import TransactionCoordinator
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.producer_life import WAY_ON, ProducerEvent, ProducerState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Headers = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]]
+
+
+class TransactionalProducer:
+    """One transactional producer: one transaction at a time, used by one thread at a time.
+
+    Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is missing,
+    the producer is ``doubtful`` and begins no other transaction: a late copy of the request would end that one (KAFKA-17754).
+
+    Args:
+        kafka: librdkafka's configuration, for both Kafka clients.
+        transactional_id: Kafka's ``transactional.id``, used exactly as given.
+        coordinator: Access to the coordinator; made from the configuration, and closed with the producer, if not given.
+        incarnation: Stamped in the prepared states.
+        transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
+        call_timeout_s: How long each call may take.
+        bulk: For many messages in a transaction: only failures are reported by message, and ``prepare_transaction`` asks the
+            partitions for the first offsets. ``on_delivery`` is not offered then.
+
+    Raises:
+        ConfigurationError: A setting is missing, unknown or unsafe.
+    """
+
+    def __init__(
+        self,
+        kafka: Mapping[str, object] | KafkaConfig,
+        transactional_id: str,
+        *,
+        coordinator: TransactionCoordinator | None = None,
+        incarnation: int | None = None,
+        transaction_timeout_ms: int | None = None,
+        call_timeout_s: float = 30.0,
+        bulk: bool = False,
+    ) -> None:
+        if not transactional_id:
+            raise ConfigurationError("the transactional id is empty")
+        self._config = kafka if isinstance(kafka, KafkaConfig) else KafkaConfig.parse(kafka)
+        self._id = transactional_id
+        self._own_coordinator = coordinator is None
+        self._coordinator = coordinator if coordinator is not None else KafkaCoordinator(self._config)
+        self._asked_timeout_ms = transaction_timeout_ms or self._config.transaction_timeout_ms
+        self._timeout_ms: int | None = None
+        self._call_timeout_s = call_timeout_s
+        self._bulk = bulk
+        self._evidence = Evidence(self._coordinator, transactional_id, incarnation)
+        self._kept = KeptTransaction(self._coordinator, transactional_id)
+        self._instance = ProducerInstance(
+            transactional_id, self._evidence, bulk=bulk, silent_retry_after_s=self._config.silent_retry_after_s
+        )
+        self._process = os.getpid()
+
+    @property
+    def transactional_id(self) -> str:
+        """Kafka's ``transactional.id``."""
+        return self._id
+
+    @property
+    def state(self) -> ProducerState:
+        """Where the producer is in its life."""
+        return self._instance.machine.state
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether this producer must be thrown away: a request of it may still be on its way."""
+        return self.state is ProducerState.DOUBTFUL
+
+    @property
+    def producer_id(self) -> int | None:
+        """The broker's producer id; None before ``init_transactions``, and after an abort until the next prepare."""
+        return self._evidence.ids[0] if self._evidence.ids else None
+
+    @property
+    def epoch(self) -> int | None:
+        """The producer epoch; None where ``producer_id`` is."""
+        return self._evidence.ids[1] if self._evidence.ids else None
+
+    @property
+    def prepared_state(self) -> PreparedTxnState | None:
+        """The state of the transaction that is prepared or whose commit was not answered; None where there is none."""
+        return self._instance.transaction.prepared
+
+    @property
+    def transaction_timeout_ms(self) -> int:
+        """After how long the broker aborts an open transaction.
+
+        Raises:
+            IllegalStateError: ``init_transactions`` has not chosen it yet.
+        """
+        if self._timeout_ms is None:
+            raise IllegalStateError(
+                "the transaction timeout is not known yet",
+                transactional_id=self._id,
+                next_step=WAY_ON[ProducerState.CREATED],
+            )
+        return self._timeout_ms
+
+    @property
+    def begun_for_s(self) -> float:
+        """Seconds since the first message or offset of this transaction, from when the broker counts; 0 if there is none."""
+        return self._instance.begun_for_s
+
+    def init_transactions(self, keep_prepared_txn: bool = False) -> None:  # noqa: FBT001, FBT002 - KIP-939's signature
+        """Make the producer usable; to be called first, once.
+
+        Args:
+            keep_prepared_txn: Leave what an earlier producer of this id has left open. Then only ``commit_transaction``,
+                ``abort_transaction`` and ``complete_transaction`` are allowed, and nobody has been fenced yet. False aborts it,
+                and fences every earlier producer of the id.
+
+        Raises:
+            ConfigurationError: The settings, rights or timeout do not fit the broker.
+            Unavailable: No answer in time.
+            Fenced: Another producer of the id was faster.
+            IllegalStateError: Called twice.
+        """
+        event = ProducerEvent.INIT_KEEPING if keep_prepared_txn else ProducerEvent.INIT
+        self._check(event)
+        deadline = Deadline(self._call_timeout_s)
+        # Waits for a coordinator that is being elected or is loading; librdkafka would sleep half a second for each of it.
+        view = self._kept.look(deadline)
+        if keep_prepared_txn:
+            self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
+            self._instance.machine.apply(event)
+        else:
+            self._kept.abort(view, deadline)
+            self._open(event, deadline)
+
+    def begin_transaction(self) -> None:
+        """Begin a transaction. Nothing is sent until the first message.
+
+        Raises:
+            IllegalStateError: A transaction is open, or the producer is doubtful: make a new one.
+            Fenced: Another owner took over.
+            Unavailable: librdkafka did not answer; the producer is doubtful.
+        """
+        self._check(ProducerEvent.BEGIN)
+        self._instance.begin(Deadline(self._call_timeout_s))
+
+    def produce(
+        self,
+        topic: str,
+        value: str | bytes | None = None,
+        key: str | bytes | None = None,
+        *,
+        partition: int | None = None,
+        headers: Headers | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: DeliveryCallback | None = None,
+    ) -> None:
+        """Hand one message to librdkafka, which sends it in the background. Waits for room where its queue is full.
+
+        Nothing is durable on return; ``prepare_transaction`` says whether everything is.
+
+        Args:
+            topic: Topic name.
+            value: Payload; a string is encoded as UTF-8.
+            key: Key; decides the partition where none is given.
+            partition: Partition number.
+            headers: Record headers.
+            timestamp_ms: Record timestamp in ms since 1970; the clock's if not given.
+            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. What it raises is raised
+                by that call.
+
+        Raises:
+            IllegalStateError: No transaction is open, or it is prepared.
+            TransactionAborted: The message is refused, or an earlier one has failed: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: The queue stayed full until the deadline.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        if self._bulk and on_delivery is not None:
+            raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
+        self._instance.produce(
+            topic,
+            value=value,
+            key=key,
+            partition=-1 if partition is None else partition,
+            headers=headers if headers is None or isinstance(headers, (dict, list)) else _plain(headers),
+            timestamp_ms=timestamp_ms or 0,
+            on_delivery=on_delivery,
+            timeout_s=self._call_timeout_s,
+        )
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Serve delivery callbacks and librdkafka's log. Not needed for correctness.
+
+        Args:
+            timeout_s: How long to wait for the first event.
+
+        Returns:
+            How many events were served.
+
+        Raises:
+            IllegalStateError: The producer is closed, or was made by another process.
+        """
+        self._check_process()
+        if self.state is ProducerState.CLOSED:
+            self._instance.check(ProducerEvent.PRODUCE)
+        return self._instance.serve(timeout_s)
+
+    def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
+        """Commit consumed offsets as a part of the transaction. They are in the broker's log on return, undecided.
+
+        Args:
+            offsets: The next offset to consume, by partition.
+            group_metadata: ``Consumer.consumer_group_metadata()``.
+
+        Raises:
+            IllegalStateError: No transaction is open, or it is prepared.
+            TransactionAborted: The group has moved on, or the broker refuses: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: No answer in time; the producer is doubtful.
+        """
+        self._check(ProducerEvent.SEND_OFFSETS)
+        self._instance.send_offsets(offsets, group_metadata, Deadline(self._call_timeout_s))
+
+    def prepare_transaction(self) -> PreparedTxnState:
+        """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
+
+        On return all messages are in the brokers' logs, undecided. They survive this process: another one can commit them by
+        ``init_transactions(keep_prepared_txn=True)`` and ``complete_transaction`` with the state, until the broker's
+        transaction timeout.
+
+        Returns:
+            The identity of the transaction; the empty state if nothing was written.
+
+        Raises:
+            TransactionAborted: A message failed, or the broker has ended the transaction: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: Not everything was delivered by the deadline; the producer is doubtful.
+            IllegalStateError: No transaction is open.
+        """
+        self._check(ProducerEvent.PREPARE)
+        return self._instance.prepare(Deadline(self._call_timeout_s))
+
+    def commit_transaction(self) -> None:
+        """Commit; flushes and checks the deliveries first where that was not done. Visible to consumers soon after.
+
+        Raises:
+            TransactionAborted, ConfigurationError: As :meth:`prepare_transaction`, where that had not been called.
+            CompletionPending: The commit was not answered: ``prepared_state`` completes it with a new producer. The transaction
+                may be committed: do not run the work again.
+            Fenced: As above, and another owner took over, or the broker timed the transaction out; the outcome is unknown.
+            DecidedTransactionLost: A kept transaction was aborted by the broker.
+            IllegalStateError: There is nothing to commit.
+        """
+        self._check(ProducerEvent.COMMIT)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            self._commit_kept(deadline)
+            return
+        if self.state is ProducerState.BEGUN:
+            self._instance.prepare(deadline)
+        self._instance.commit(ProducerEvent.COMMIT, deadline)
+
+    def abort_transaction(self) -> None:
+        """Abort: nothing of the transaction becomes visible. Messages that were not sent yet are dropped.
+
+        Raises:
+            Unavailable: The abort was not answered; the producer is doubtful. Nobody can commit the transaction unless its
+                prepared state was stored.
+            Fenced: Another owner took over, and has ended the transaction.
+            IllegalStateError: There is nothing to abort.
+        """
+        self._check(ProducerEvent.ABORT)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            self._kept.abort(self._kept.look(deadline), deadline)
+            self._open(ProducerEvent.ABORT, deadline)
+        else:
+            self._instance.abort(ProducerEvent.ABORT, deadline)
+
+    def complete_transaction(self, state: PreparedTxnState) -> Completion:
+        """Commit if the state names what is prepared, else abort; KIP-939's recovery. Nothing ongoing: does nothing.
+
+        The producer is ready for a next transaction on return. May be repeated, by other processes too.
+
+        Args:
+            state: What the database holds; the empty state if it holds none.
+
+        Raises:
+            CompletionPending, Fenced, DecidedTransactionLost, Unavailable: As commit and abort.
+            OutcomeUnverifiable: The broker refused the commit, and the log no longer shows the transaction.
+            IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` came before.
+        """
+        self._check(ProducerEvent.COMPLETE)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            return self._complete_kept(state, deadline)
+        if state == self.prepared_state:
+            self._instance.commit(ProducerEvent.COMPLETE, deadline)
+            return Completion.COMMITTED
+        self._instance.abort(ProducerEvent.COMPLETE, deadline)
+        return Completion.ABORTED
+
+    def close(self) -> None:
+        """Close, without ending the transaction: what is prepared stays prepared. May be called more than once.
+
+        Messages that are not delivered are given up. Returns within about two seconds.
+
+        Raises:
+            IllegalStateError: Called by another process than the one that made it.
+        """
+        self._check_process()
+        if self.state is ProducerState.CLOSED:
+            return
+        self._instance.close()
+        if self._own_coordinator:
+            self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<TransactionalProducer {self._id} {self.state.value}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TransactionalProducer cannot be pickled: make one in each process")
+
+    def _commit_kept(self, deadline: Deadline) -> None:
+        view = self._kept.look(deadline)
+        if view.status is not TransactionStatus.ONGOING:
+            raise IllegalStateError(
+                f"there is nothing to commit: the coordinator shows {view.status.value}",
+                transactional_id=self._id,
+                next_step="complete_transaction does nothing then; commit_transaction cannot tell whether it was committed",
+            )
+        self._kept.commit(view, None, deadline)
+        self._open(ProducerEvent.COMMIT, deadline)
+
+    def _complete_kept(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
+        view = self._kept.look(deadline)
+        if view.status is not TransactionStatus.ONGOING:
+            done = Completion.NOTHING_ONGOING
+        elif self._kept.is_same(view, state, deadline):
+            self._kept.commit(view, state, deadline)
+            done = Completion.COMMITTED
+        else:
+            self._kept.abort(view, deadline)
+            done = Completion.ABORTED
+        self._instance.log.info("%s (producer %d:%d)", done.value, view.producer_id, view.epoch)
+        self._open(ProducerEvent.COMPLETE, deadline)
+        return done
+
+    def _open(self, event: ProducerEvent, deadline: Deadline) -> None:
+        maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
+        timeout_ms = choose_transaction_timeout_ms(self._asked_timeout_ms, maximum_ms)
+        cluster_id = self._coordinator.cluster_id(deadline)
+        warn_if_bounded(
+            self._asked_timeout_ms, maximum_ms, timeout_ms, cluster_id=cluster_id, transactional_id=self._id
+        )
+        settings = producer_settings(self._config, self._id, timeout_ms, bulk=self._bulk)
+        self._timeout_ms = timeout_ms
+        self._instance.open(event, settings, deadline)
+
+    def _check(self, event: ProducerEvent) -> None:
+        self._check_process()
+        self._instance.check(event)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise IllegalStateError(
+                f"this producer was made by process {self._process} and does not work after a fork",
+                transactional_id=self._id,
+                next_step="make a producer in each process",
+            )
+
+
+def _plain(headers: Headers) -> dict[str, str | bytes | None] | list[tuple[str, str | bytes | None]]:
+    return dict(headers) if isinstance(headers, Mapping) else list(headers)

@@ -1,0 +1,76 @@
+"""How long the broker lets a transaction stay open: the one bound on the guarantee that a stock broker sets.
+
+A prepared transaction whose owner is dead waits for somebody to settle it. The broker aborts it when its timeout has passed,
+also one that the database has decided. Only 2147483647 ms never expires (KIP-939); librdkafka cannot ask for that, its
+check against ``socket.timeout.ms`` overflows. The greatest that works is 100 ms less: 24.8 days.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from dualwrite.errors import ConfigurationError
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+LEAST_TIMEOUT_MS = 1000
+GREATEST_TIMEOUT_MS = 2_147_483_547
+"""The greatest ``transaction.timeout.ms`` that librdkafka takes."""
+NEVER_MS = 2_147_483_647
+"""The value for the broker's ``transaction.max.timeout.ms`` that leaves the choice to us."""
+BROKER_DEFAULT_MS = 900_000
+"""A broker's own default, used where its setting may not be read."""
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+def choose_transaction_timeout_ms(requested_ms: int | None, broker_maximum_ms: int | None) -> int:
+    """The ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works. Pure.
+
+    Args:
+        requested_ms: What the user has set; None for the greatest possible.
+        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None where it cannot be read.
+
+    Raises:
+        ConfigurationError: The user's value is above what librdkafka or the broker allows, or not positive.
+    """
+    if requested_ms is None:
+        known_ms = BROKER_DEFAULT_MS if broker_maximum_ms is None else broker_maximum_ms
+        return min(GREATEST_TIMEOUT_MS, known_ms)
+    if not LEAST_TIMEOUT_MS <= requested_ms <= GREATEST_TIMEOUT_MS:
+        raise ConfigurationError(
+            f"transaction.timeout.ms is {requested_ms}; librdkafka takes {LEAST_TIMEOUT_MS} to {GREATEST_TIMEOUT_MS}"
+        )
+    if broker_maximum_ms is not None and requested_ms > broker_maximum_ms:
+        raise ConfigurationError(
+            f"transaction.timeout.ms is {requested_ms}, above the broker's transaction.max.timeout.ms of {broker_maximum_ms}",
+            next_step=f"lower it, or set transaction.max.timeout.ms={NEVER_MS} on the brokers",
+        )
+    return requested_ms
+
+
+def warn_if_bounded(
+    requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, cluster_id: str, transactional_id: str
+) -> None:
+    """Warn, once in this process for a cluster, where the broker and not the user bounds the guarantee."""
+    if requested_ms is not None or chosen_ms >= GREATEST_TIMEOUT_MS:
+        return
+    with _warned_lock:
+        if cluster_id in _warned:
+            return
+        _warned.add(cluster_id)
+    why = (
+        f"The brokers' transaction.max.timeout.ms is {broker_maximum_ms}"
+        if broker_maximum_ms is not None
+        else f"The brokers' transaction.max.timeout.ms cannot be read, so their default of {chosen_ms} is taken"
+    )
+    logger.warning(
+        "%s: %s: a decided transaction that is not completed within %.0f s (its owner dead, nobody recovering) is aborted by "
+        "the broker and LOST. Set transaction.max.timeout.ms=%d on the brokers",
+        transactional_id,
+        why,
+        chosen_ms / 1000,
+        NEVER_MS,
+    )
