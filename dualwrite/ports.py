@@ -102,6 +102,19 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
+    def producer_open_offsets(
+        self, producer_id: int, epoch: int, partitions: Collection[tuple[str, int]], deadline: Deadline
+    ) -> Mapping[tuple[str, int], int | None]:
+        """Where the open transaction of a producer began in each (topic, partition); None where it has nothing open.
+
+        Asked of the current leaders (``DescribeProducers``).
+        """
+        ...
+
+    def offsets_partition(self, group_id: str, deadline: Deadline) -> tuple[str, int]:
+        """The partition of ``__consumer_offsets`` where a group's offsets are written, those of a transaction too."""
+        ...
+
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
     ) -> Mapping[str, EndAnswer]:

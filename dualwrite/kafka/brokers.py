@@ -1,0 +1,342 @@
+"""Requests to the brokers of one cluster, over kafka-python's connections.
+
+kafka-python is used below its admin client, which cannot send all the requests needed here and logs its configuration,
+passwords included. Its connections live on a thread of their own, so one :class:`Brokers` serves many threads, and none
+waits longer than its deadline, whatever the network does.
+
+kafka-python reports each lost connection through the standard ``logging``, at WARNING and ERROR; nothing is done about that
+here. Only the loggers that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import ssl
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
+
+import kafka.errors as kafka_errors
+from kafka.net.manager import KafkaConnectionManager
+from kafka.net.selector import NetworkSelector
+from kafka.protocol.metadata import MetadataRequest
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.kafka.config import KafkaConfig
+
+Message: TypeAlias = Any  # kafka-python's requests and responses have no types
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+_WINDOW: Final = 200  # requests under way on one call: a broker works through a connection's requests one by one
+_LOOKUP_TIMEOUT_MS: Final = 5000  # who answers questions about the cluster is a matter of choice: try the next one soon
+
+
+class NotYet(Exception):
+    """A request has no answer, or one that may soon be another one.
+
+    Args:
+        why: What was answered.
+        moved: Whether another broker may be the one to ask.
+    """
+
+    def __init__(self, why: str, *, moved: bool = True) -> None:
+        super().__init__(why)
+        self.moved = moved
+
+
+class _NoRequestsAtDebug(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.INFO
+
+
+_NO_REQUESTS_AT_DEBUG: Final = _NoRequestsAtDebug()
+
+
+def until_answered(
+    keys: Iterable[Key],
+    ask: Callable[[list[Key]], Mapping[Key, Value | NotYet]],
+    deadline: Deadline,
+    what: str,
+) -> dict[Key, Value]:
+    """Ask for all keys, and again for those without an answer, with a growing wait in between.
+
+    Args:
+        keys: What is asked for.
+        ask: Asks once. It gives an answer for each key, or raises :class:`NotYet` for all of them.
+        deadline: Bounds the whole.
+        what: What is being done, for people.
+
+    Raises:
+        Unavailable: Not all were answered in time.
+    """
+    answers: dict[Key, Value] = {}
+    pending = list(dict.fromkeys(keys))
+
+    def once() -> None:
+        missing: NotYet | None = None
+        for key, answer in ask(pending).items():
+            if isinstance(answer, NotYet):
+                missing = answer
+            else:
+                answers[key] = answer
+        pending[:] = [key for key in pending if key not in answers]
+        if pending:
+            raise missing or NotYet("the broker left it out of its answer")
+
+    growing = wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
+
+    def wait(state: RetryCallState) -> float:
+        return min(growing(state), deadline.remaining_s())
+
+    retrying = Retrying(retry=retry_if_exception_type(NotYet), wait=wait, stop=lambda _: deadline.expired, reraise=True)
+    if pending:
+        try:
+            retrying(once)
+        except NotYet as last:
+            left = f" ({len(pending)} of {len(pending) + len(answers)} left)" if answers else ""
+            raise Unavailable(f"Kafka could not {what} in time{left}: {last}") from last
+    return answers
+
+
+def verdict(code: int, subject: str, grant: str) -> NotYet | None:
+    """What a broker's error code means for whoever asked.
+
+    Args:
+        code: The error code in a response.
+        subject: What it was about, for people.
+        grant: The right that the request needs, for people.
+
+    Returns:
+        None if there is no error, else why to ask again.
+
+    Raises:
+        ConfigurationError: The right is missing.
+        Unavailable: Asking again would not help.
+    """
+    kind = kafka_errors.for_code(code)
+    if kind is kafka_errors.NoError:
+        return None
+    if issubclass(kind, kafka_errors.AuthorizationError):
+        raise ConfigurationError(
+            f"Kafka refused {subject}: {kind.__name__}", next_step=f"let an administrator grant this user {grant}"
+        )
+    if kind.retriable or kind is kafka_errors.UnknownError:
+        return NotYet(f"{subject}: {kind.__name__}", moved=kind is not kafka_errors.ConcurrentTransactionsError)
+    raise Unavailable(f"the broker answered {kind.__name__} about {subject}")
+
+
+class Brokers:
+    """The brokers of one cluster. Makes no connection before the first request; may be shared by threads.
+
+    Args:
+        config: How to connect.
+
+    Raises:
+        ConfigurationError: A certificate or key of the configuration cannot be used.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._arguments = config.kafka_python()
+        unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
+        if unknown:  # it would ignore them without a word
+            raise ConfigurationError(f"the installed kafka-python does not know {', '.join(sorted(unknown))}")
+        for name in ("kafka.protocol.parser", "kafka.net.connection"):
+            logging.getLogger(name).addFilter(_NO_REQUESTS_AT_DEBUG)
+        self._lock = threading.Lock()
+        self._loop: NetworkSelector | None = None
+        self._connections: KafkaConnectionManager | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._outdated = True
+
+    def exchange(self, requests: Sequence[tuple[int, Message]], deadline: Deadline) -> list[Message | NotYet]:
+        """Send each request to its broker, all at once, and give their responses in the same order.
+
+        Args:
+            requests: Broker ids with new requests: kafka-python writes into them.
+            deadline: Bounds the waiting. A request that is under way stays so.
+
+        Raises:
+            NotYet: No broker could be reached, or not all have answered in time.
+            ConfigurationError: The brokers refuse who we are or how we connect, or are too old.
+            IllegalStateError: Closed, or used in a forked process.
+        """
+        if self._outdated and requests:
+            self.metadata((), deadline)
+        return self._exchange(requests, deadline)
+
+    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
+        """The brokers, the cluster id, and what is known of these topics. Creates no topic.
+
+        Args:
+            topics: Names of topics.
+            deadline: Bounds the waiting.
+            node: The broker to ask; any one if not given.
+
+        Raises:
+            NotYet: No broker has answered.
+            ConfigurationError: As `exchange`.
+            IllegalStateError: As `exchange`.
+        """
+
+        def request() -> Message:
+            named = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+            return MetadataRequest(topics=named, allow_auto_topic_creation=False)
+
+        answered_by, answer = self._first_answer(self._candidates() if node is None else [node], request, deadline)
+        if not answer.brokers:
+            raise NotYet("the broker knows no brokers yet")
+        loop, connections = self._client()
+        connections.cluster.update_metadata(answer)
+        self._outdated = False
+        if isinstance(answered_by, str):  # a bootstrap connection: from now on the broker is connected to by its id
+            loop.call_soon_threadsafe(lambda: connections.close(node_id=answered_by))
+        return answer
+
+    def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
+        """Ask any broker with what ``request`` makes, and the next one if that one does not answer. Raises as `metadata`."""
+        if self._outdated:
+            self.metadata((), deadline)
+        return self._first_answer(self._candidates(), request, deadline)[1]
+
+    def nodes(self, deadline: Deadline) -> list[int]:
+        """The ids of all brokers, asked now. Raises as `metadata`."""
+        return [broker.node_id for broker in self.metadata((), deadline).brokers]
+
+    def close(self) -> None:
+        """Close all connections. May be called more than once; in a forked process it leaves the parent's alone."""
+        with self._lock:
+            loop, connections = self._loop, self._connections
+            self._closed, self._loop, self._connections = True, None, None
+        if loop is not None and connections is not None and os.getpid() == self._pid:
+            _stop(loop, connections)
+
+    def _candidates(self) -> list[int | str]:
+        _, connections = self._client()
+        known = [broker.node_id for broker in connections.cluster.brokers()]
+        random.shuffle(known)
+        best = connections.least_loaded_node()
+        first = [best] if best in known else []
+        bootstrap = [broker.node_id for broker in connections.cluster.bootstrap_brokers()]
+        return first + [node for node in known if node != best] + bootstrap
+
+    def _first_answer(
+        self, candidates: Sequence[int | str], request: Callable[[], Message], deadline: Deadline
+    ) -> tuple[int | str, Message]:
+        last = NotYet("no broker is known")
+        for node in candidates:
+            [answer] = self._exchange([(node, request())], deadline, _LOOKUP_TIMEOUT_MS)
+            if not isinstance(answer, NotYet):
+                return node, answer
+            last = answer
+        raise last
+
+    def _client(self) -> tuple[NetworkSelector, KafkaConnectionManager]:
+        if os.getpid() != self._pid:
+            raise IllegalStateError(
+                "connections to Kafka were made before this process was forked",
+                next_step="make the object in the process that uses it",
+            )
+        with self._lock:
+            if self._closed:
+                raise IllegalStateError("the connections to Kafka are closed")
+            if self._loop is None or self._connections is None:
+                self._loop = NetworkSelector(client_id=self._arguments["client_id"])
+                # Without a bound of its own: kafka-python fails what is over it instead of keeping it back.
+                self._connections = KafkaConnectionManager(
+                    self._loop, max_in_flight_requests_per_connection=2**31, **self._arguments
+                )
+                self._loop.start()
+            return self._loop, self._connections
+
+    def _exchange(
+        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, timeout_ms: int | None = None
+    ) -> list[Message | NotYet]:
+        answers: list[Message | NotYet] = []
+        for start in range(0, len(requests), _WINDOW):
+            answers += self._window(requests[start : start + _WINDOW], deadline, timeout_ms)
+        return answers
+
+    def _window(
+        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, timeout_ms: int | None
+    ) -> list[Message | NotYet]:
+        loop, connections = self._client()
+        patience = timeout_ms and min(timeout_ms, connections.config["request_timeout_ms"])
+
+        async def send_all() -> list[Message | Exception]:
+            futures = [_sent(connections, node, request, patience) for node, request in requests]
+            answers = []
+            for future in futures:
+                try:
+                    answers.append(future if isinstance(future, Exception) else await future)
+                except Exception as error:  # noqa: BLE001 - kept as this request's answer, judged below
+                    answers.append(error)
+            return answers
+
+        done = threading.Event()
+        try:
+            future = loop.call_soon_with_future(send_all)
+        except Exception as error:
+            self._discard(loop)
+            raise NotYet(f"kafka-python's network loop has ended: {error!r}") from error
+        future.add_both(lambda _: done.set())
+        if not done.wait(deadline.remaining_s()):
+            raise NotYet("no answer")
+        if future.exception is not None:
+            raise NotYet("the connections were closed meanwhile") from future.exception
+        return [self._judged(answer) for answer in future.value]
+
+    def _judged(self, answer: Message | Exception) -> Message | NotYet:
+        if not isinstance(answer, Exception):
+            return answer
+        _raise_if_misconfigured(answer)
+        self._outdated = True
+        failure = NotYet(str(answer) or type(answer).__name__)
+        failure.__cause__ = answer
+        return failure
+
+    def _discard(self, loop: NetworkSelector) -> None:
+        with self._lock:
+            if self._loop is loop:
+                self._loop = self._connections = None
+                self._outdated = True
+
+
+def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
+    try:
+        return connections.send(request, node_id=node, request_timeout_ms=timeout_ms)
+    except Exception as error:  # noqa: BLE001 - kept as this request's answer
+        return error
+
+
+def _stop(loop: NetworkSelector, connections: KafkaConnectionManager) -> None:
+    closed = threading.Event()
+    loop.call_soon_with_future(connections.close).add_both(lambda _: closed.set())
+    closed.wait(1.0)  # a loop that has crashed does not answer
+    loop.close()
+
+
+def _raise_if_misconfigured(error: Exception) -> None:
+    refusals = (
+        kafka_errors.SaslAuthenticationFailedError,
+        kafka_errors.UnsupportedSaslMechanismError,
+        kafka_errors.IllegalSaslStateError,
+    )
+    if isinstance(error, refusals):
+        raise ConfigurationError(
+            f"Kafka refused the authentication: {error}",
+            next_step="check security.protocol and the settings that begin with sasl.",
+        ) from error
+    if isinstance(error.__context__, ssl.SSLCertVerificationError):
+        raise ConfigurationError(
+            f"a Kafka broker's certificate was not accepted: {error.__context__.verify_message}",
+            next_step="check ssl.ca.location, and that bootstrap.servers has the names that the certificates have",
+        ) from error
+    if isinstance(error, kafka_errors.IncompatibleBrokerVersion):
+        raise ConfigurationError(f"the Kafka broker is too old: {error}", next_step="use Kafka 3.0 or newer") from error

@@ -1,0 +1,359 @@
+"""The coordinator port over kafka-python: what a transaction's coordinator and the leaders of its partitions show and do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import kafka.errors as kafka_errors
+from kafka.protocol.admin.configs import DescribeConfigsRequest
+from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
+from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka import log
+from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.partitions import Place, open_offsets
+from dualwrite.kafka.routing import Coordinators, Partition, Topic, Topics
+from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.prepared_state import PreparedTxnState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OFFSETS_TOPIC: Final = "__consumer_offsets"
+_BROKER_RESOURCE: Final = 4
+_LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
+
+# Version 5 would raise the producer's epoch: every repetition would be refused, and the owner fenced.
+_NEWEST_END_VERSION: Final = 4
+# Version 6 is KIP-939's, which brokers hold for unstable.
+_NEWEST_INIT_VERSION: Final = 5
+# What a retired id is given: nothing is ever written under it, and every broker allows it.
+_RETIRED_TIMEOUT_MS: Final = 1000
+
+_STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
+_OPEN: Final = frozenset(
+    {
+        TransactionStatus.ONGOING,
+        TransactionStatus.PREPARE_COMMIT,
+        TransactionStatus.PREPARE_ABORT,
+    }
+)
+_END_ANSWERS: Final = {
+    kafka_errors.NoError: EndAnswer.ENDED,
+    kafka_errors.ConcurrentTransactionsError: EndAnswer.IN_PROGRESS,
+    kafka_errors.InvalidProducerEpochError: EndAnswer.FENCED,
+    kafka_errors.ProducerFencedError: EndAnswer.FENCED,
+    kafka_errors.InvalidProducerIdMappingError: EndAnswer.NO_SUCH_ID,
+    kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
+}
+_OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
+
+
+class KafkaCoordinator:
+    """:class:`~dualwrite.ports.TransactionCoordinator` over the wire. Connects at the first call; may be shared by threads.
+
+    A call on many ids sends one request per broker where Kafka has such a request, and all requests at once where it has
+    none. What fails for a while (a coordinator that moves, loads or is gone, a leader that changes, a lost connection) is
+    asked again after 2 ms, then after ever longer, up to the deadline.
+
+    The rights it needs: Describe and Write on the transactional ids; Describe and Read on the topics written, for the
+    evidence; DescribeConfigs on the cluster for :meth:`max_transaction_timeout_ms`.
+
+    Args:
+        config: How to connect.
+
+    Raises:
+        ConfigurationError: A certificate or key of the configuration cannot be used.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._brokers = Brokers(config)
+        self._coordinators = Coordinators(self._brokers)
+        self._topics = Topics(self._brokers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. May be called more than once; in a forked process it leaves the parent's alone."""
+        self._brokers.close()
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """The id of the cluster that the bootstrap servers belong to.
+
+        Raises:
+            Unavailable: No broker answered in time.
+            ConfigurationError: The brokers refuse who we are or how we connect.
+        """
+
+        def ask(_: list[None]) -> dict[None, str | NotYet]:
+            return {None: self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
+
+        return until_answered([None], ask, deadline, "tell its cluster id")[None]
+
+    def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
+        """The least ``transaction.max.timeout.ms`` of all brokers; None where we may not read it.
+
+        Raises:
+            Unavailable: Not all brokers answered in time.
+        """
+
+        def ask(_: list[None]) -> dict[None, int | None]:
+            requests = [(node, _describe_broker(node)) for node in self._brokers.nodes(deadline)]
+            found = []
+            for response in self._brokers.exchange(requests, deadline):
+                if isinstance(response, NotYet):
+                    raise response
+                for result in response.results:
+                    if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
+                        return {None: None}
+                    why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
+                    if why is not None:
+                        raise why
+                    found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
+            return {None: min(found)}
+
+        return until_answered([None], ask, deadline, f"tell its {_LONGEST_TIMEOUT}")[None]
+
+    def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
+        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664.
+
+        Raises:
+            Unavailable: Not all coordinators answered in time.
+            ConfigurationError: We may not describe an id.
+        """
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            yield DescribeTransactionsRequest(transactional_ids=ids), ids
+
+        def read(_: list[str], response: Message) -> Iterator[tuple[str, TransactionView | NotYet]]:
+            for state in response.transaction_states:
+                yield state.transactional_id, _view(state)
+
+        return self._coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
+
+    def end(
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
+
+        Each may have been sent more than once: the first answer may have been lost. Repeating one is harmless as long as
+        nobody begins another transaction with that id and epoch.
+
+        Raises:
+            Unavailable: Not all coordinators answered in time. Any of the transactions may have ended.
+            ConfigurationError: We may not write under an id.
+        """
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            for kafka_id in ids:
+                state = transactions[kafka_id]
+                request = EndTxnRequest(
+                    transactional_id=kafka_id,
+                    producer_id=state.producer_id,
+                    producer_epoch=state.epoch,
+                    committed=committed,
+                    max_version=_NEWEST_END_VERSION,
+                )
+                yield request, [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
+            [kafka_id] = ids
+            answer = _END_ANSWERS.get(kafka_errors.for_code(response.error_code))
+            yield kafka_id, answer or _retriable(response, f"the end of {kafka_id!r}", _write_right(kafka_id))
+
+        return self._coordinators.ask(transactions, requests, read, deadline, "end the transactions")
+
+    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
+        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+
+        Raises:
+            Unavailable: Not all ids were retired in time. Any of them may have been.
+            ConfigurationError: We may not write under an id, or the broker's ``transaction.max.timeout.ms`` is below 1 s.
+        """
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            for kafka_id in ids:
+                request = InitProducerIdRequest(
+                    transactional_id=kafka_id,
+                    transaction_timeout_ms=_RETIRED_TIMEOUT_MS,
+                    producer_id=-1,
+                    producer_epoch=-1,
+                    max_version=_NEWEST_INIT_VERSION,
+                )
+                yield request, [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
+            [kafka_id] = ids
+            kind = kafka_errors.for_code(response.error_code)
+            if kind is kafka_errors.InvalidTransactionTimeoutError:
+                raise ConfigurationError(f"the broker's {_LONGEST_TIMEOUT} is below {_RETIRED_TIMEOUT_MS} ms")
+            if kind is kafka_errors.NoError:
+                yield kafka_id, True
+            elif kind in _OVERTAKEN:  # somebody else retires it at the same time
+                yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
+            else:
+                yield kafka_id, _retriable(response, f"retiring {kafka_id!r}", _write_right(kafka_id))
+
+        self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+
+    def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
+        """All transactional ids with that prefix that any coordinator knows, sorted; only those that we may describe.
+
+        Raises:
+            Unavailable: Not all brokers answered in time, or one was still loading its part.
+        """
+
+        def ask(_: list[None]) -> dict[None, list[str]]:
+            nodes = self._brokers.nodes(deadline)
+            found = set()
+            for response in self._brokers.exchange([(node, _list_transactions()) for node in nodes], deadline):
+                if isinstance(response, NotYet):
+                    raise response
+                why = verdict(response.error_code, "the list of transactions", "Describe on the transactional ids")
+                if why is not None:
+                    raise why
+                found |= {state.transactional_id for state in response.transaction_states}
+            return {None: sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))}
+
+        return until_answered([None], ask, deadline, "list the transactional ids")[None]
+
+    def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
+        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer.
+
+        Raises:
+            Unavailable: The brokers did not answer in time.
+            ConfigurationError: We may not describe a topic.
+        """
+        found = self._find_topics(topics, deadline, fresh=True)
+        return {
+            name: topic.topic_id for name, topic in found.items() if topic is not None and topic.topic_id is not None
+        }
+
+    def open_offsets(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[Partition, int | None]]:
+        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
+
+        None where that producer has nothing open, or where the topic does not exist or has another id than the state's.
+
+        Raises:
+            Unavailable: Not all leaders answered in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        places = [
+            [Place(first.topic, first.partition, first.topic_id) for first in state.first_offsets] for state in states
+        ]
+        every = {place for of_state in places for place in of_state}
+        shown = open_offsets(self._brokers, self._topics, every, deadline, fresh=True)
+        return [
+            {place.key: shown[place].get((state.producer_id, state.epoch)) for place in of_state}
+            for state, of_state in zip(states, places, strict=True)
+        ]
+
+    def producer_open_offsets(
+        self, producer_id: int, epoch: int, partitions: Collection[Partition], deadline: Deadline
+    ) -> Mapping[Partition, int | None]:
+        """Where the open transaction of a producer began in each partition; None where it has nothing open.
+
+        Raises:
+            Unavailable: Not all leaders answered in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        places = [Place(topic, partition) for topic, partition in partitions]
+        shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
+        return {place.key: shown[place].get((producer_id, epoch)) for place in places}
+
+    def offsets_partition(self, group_id: str, deadline: Deadline) -> Partition:
+        """The partition of ``__consumer_offsets`` that holds a group's offsets, those sent to a transaction too.
+
+        Raises:
+            Unavailable: The topic does not exist yet, or the brokers did not answer in time.
+            ConfigurationError: We may not describe the topic.
+        """
+
+        def ask(_: list[str]) -> dict[str, Topic | NotYet]:
+            found = self._topics.find([OFFSETS_TOPIC], deadline, fresh=False)
+            return {OFFSETS_TOPIC: found[OFFSETS_TOPIC] or NotYet(f"{OFFSETS_TOPIC} does not exist yet")}
+
+        topic = until_answered([OFFSETS_TOPIC], ask, deadline, "tell the partitions of its offsets")[OFFSETS_TOPIC]
+        return OFFSETS_TOPIC, abs(java_hash(group_id)) % len(topic.leaders)
+
+    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
+        """What the log proves of the state's transaction; see :func:`dualwrite.kafka.log.prove`.
+
+        Raises:
+            Unavailable: The leaders did not answer in time, or there was too much to read.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return log.prove(self._brokers, self._topics, state, deadline)
+
+    def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
+        return until_answered(
+            topics,
+            lambda pending: self._topics.find(pending, deadline, fresh=fresh),
+            deadline,
+            "describe the topics",
+        )
+
+
+def java_hash(text: str) -> int:
+    """Java's ``String.hashCode``, by which a broker finds the partition of a group's offsets."""
+    value = 0
+    units = text.encode("utf-16-be", "surrogatepass")
+    for high, low in zip(units[::2], units[1::2], strict=True):
+        value = (31 * value + (high << 8 | low)) & 0xFFFFFFFF
+    signed = value - (1 << 32) if value >= 1 << 31 else value
+    return 0 if signed == -(1 << 31) else signed  # Kafka takes the absolute value, and 0 for the one that has none
+
+
+def _view(state: Message) -> TransactionView | NotYet:
+    kafka_id = state.transactional_id
+    if kafka_errors.for_code(state.error_code) is kafka_errors.TransactionalIdNotFoundError:
+        return TransactionView(TransactionStatus.NO_SUCH_ID)
+    right = f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
+    why = verdict(state.error_code, f"describing {kafka_id!r}", right)
+    if why is not None:
+        return why
+    status = _STATUS.get(state.transaction_state)
+    if status is None:
+        return NotYet(f"{kafka_id!r} is in the unknown state {state.transaction_state!r}", moved=False)
+    return TransactionView(
+        status=status,
+        producer_id=state.producer_id,
+        epoch=state.producer_epoch,
+        started_ms=state.transaction_start_time_ms if status in _OPEN else None,
+        timeout_ms=state.transaction_timeout_ms,
+        partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
+    )
+
+
+def _retriable(response: Message, subject: str, right: str) -> NotYet:
+    why = verdict(response.error_code, subject, right)
+    assert why is not None, "an answer without an error was read before"
+    return why
+
+
+def _write_right(kafka_id: str) -> str:
+    return f"Write on the transactional id {kafka_id!r}, or on a prefix of it"
+
+
+def _describe_broker(node: int) -> Message:
+    resource = DescribeConfigsRequest.DescribeConfigsResource(
+        resource_type=_BROKER_RESOURCE, resource_name=str(node), configuration_keys=[_LONGEST_TIMEOUT]
+    )
+    return DescribeConfigsRequest(resources=[resource], include_synonyms=False, include_documentation=False)
+
+
+def _list_transactions() -> Message:
+    return ListTransactionsRequest(state_filters=[], producer_id_filters=[])

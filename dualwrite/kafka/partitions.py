@@ -1,0 +1,171 @@
+"""What the leaders of partitions show: the transactions that producers have open there, and where a log ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kafka.protocol.admin.transactions import DescribeProducersRequest
+from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
+
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.routing import Leader, Partition, Topic, Topics
+
+_NO_TRANSACTION: Final = -1
+OpenOffsets = Mapping[tuple[int, int], int]
+"""By producer id and epoch, the offset at which its open transaction began."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A partition of a certain topic.
+
+    Attributes:
+        topic: The topic's name.
+        partition: The partition's number.
+        topic_id: The topic's id: another topic may have been made under the name. None where it is not known.
+    """
+
+    topic: str
+    partition: int
+    topic_id: str | None = None
+
+    @property
+    def key(self) -> Partition:
+        """Name and number alone."""
+        return self.topic, self.partition
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.partition}]"
+
+    def leader(self, topics: Mapping[str, Topic | NotYet | None]) -> Leader | NotYet | None:
+        """The partition's leader, None if the partition does not exist.
+
+        Args:
+            topics: What is known of the topics.
+        """
+        topic = topics[self.topic]
+        if not isinstance(topic, Topic):
+            return topic
+        if self.topic_id not in {None, topic.topic_id}:
+            return None
+        return topic.leaders.get(self.partition) or NotYet(f"{self} has no leader")
+
+
+def open_offsets(
+    brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
+) -> dict[Place, OpenOffsets]:
+    """The transactions that are open in each partition, in the word of its leader (``DescribeProducers``).
+
+    Followers answer that request too, and may be behind. So each broker is asked on the same connection, after it, for
+    what only the leader of that epoch answers.
+
+    Args:
+        brokers: The brokers.
+        topics: The topics.
+        places: The partitions. One that does not exist has nothing open.
+        deadline: Bounds the waiting.
+        fresh: Whether to ask for the topics' ids and leaders first, instead of taking what is known.
+
+    Raises:
+        Unavailable: Not all leaders answered in time.
+        ConfigurationError: We may not read or describe a topic.
+    """
+
+    def ask(pending: list[Place]) -> dict[Place, OpenOffsets | NotYet]:
+        found = topics.find({place.topic for place in pending}, deadline, fresh=fresh)
+        leaders = {place: place.leader(found) for place in pending}
+        led_by: dict[int, dict[Partition, Leader]] = {}
+        for place, leader in leaders.items():
+            if isinstance(leader, Leader):
+                led_by.setdefault(leader.node, {})[place.key] = leader
+        requests = [
+            (node, request)
+            for node, led in led_by.items()
+            for request in (_describe_producers(led), leader_epochs(led))
+        ]
+        responses = brokers.exchange(requests, deadline)
+        shown: dict[Partition, OpenOffsets | NotYet] = {}
+        for led, producers, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
+            shown |= _joined(led, producers, epochs)
+        unlisted = NotYet("the broker left a partition out of its answer")
+        answers = {
+            place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else {} if leader is None else leader
+            for place, leader in leaders.items()
+        }
+        topics.forget(place.topic for place, answer in answers.items() if isinstance(answer, NotYet))
+        return answers
+
+    return until_answered(places, ask, deadline, "tell which transactions are open in the partitions")
+
+
+def _joined(
+    led: Collection[Partition], producers: Message | NotYet, epochs: Message | NotYet
+) -> dict[Partition, OpenOffsets | NotYet]:
+    if isinstance(producers, NotYet):
+        return dict.fromkeys(led, producers)
+    ends = dict.fromkeys(led, epochs) if isinstance(epochs, NotYet) else end_offsets(epochs)
+    answers: dict[Partition, OpenOffsets | NotYet] = {}
+    for topic in producers.topics:
+        for partition in topic.partitions:
+            key = (topic.name, partition.partition_index)
+            subject = f"the producers of {Place(*key)}"
+            why = verdict(partition.error_code, subject, f"Read on the topic {topic.name!r}")
+            end = ends.get(key, NotYet("the broker left a partition out of its answer"))
+            if why is not None:
+                answers[key] = why
+            elif isinstance(end, NotYet):
+                answers[key] = end
+            else:
+                answers[key] = {
+                    (producer.producer_id, producer.producer_epoch): producer.current_txn_start_offset
+                    for producer in partition.active_producers
+                    if producer.current_txn_start_offset != _NO_TRANSACTION
+                }
+    return answers
+
+
+def _describe_producers(led: Collection[Partition]) -> Message:
+    by_topic: dict[str, list[int]] = {}
+    for name, partition in led:
+        by_topic.setdefault(name, []).append(partition)
+    topic = DescribeProducersRequest.TopicRequest
+    return DescribeProducersRequest(
+        topics=[topic(name=name, partition_indexes=indexes) for name, indexes in by_topic.items()]
+    )
+
+
+def leader_epochs(led: Mapping[Partition, Leader]) -> Message:
+    """The request that only the leader of the given epoch answers, with where its log ends.
+
+    Args:
+        led: Partitions with their leaders, which must be the same broker.
+    """
+    topic = OffsetForLeaderEpochRequest.OffsetForLeaderTopic
+    by_topic: dict[str, list[Message]] = {}
+    for (name, partition), leader in led.items():
+        by_topic.setdefault(name, []).append(
+            topic.OffsetForLeaderPartition(
+                partition=partition, current_leader_epoch=leader.epoch, leader_epoch=leader.epoch
+            )
+        )
+    return OffsetForLeaderEpochRequest(
+        topics=[topic(topic=name, partitions=partitions) for name, partitions in by_topic.items()]
+    )
+
+
+def end_offsets(response: Message) -> dict[Partition, int | NotYet]:
+    """Where each log ends, replicated or not, from the answer to :func:`leader_epochs`.
+
+    Raises:
+        ConfigurationError: We may not describe a topic.
+    """
+    ends: dict[Partition, int | NotYet] = {}
+    for topic in response.topics:
+        for partition in topic.partitions:
+            key = (topic.topic, partition.partition)
+            why = verdict(partition.error_code, str(Place(*key)), f"Describe on the topic {topic.topic!r}")
+            ends[key] = why or partition.end_offset
+    return ends

@@ -1,0 +1,203 @@
+"""Which broker to ask: the coordinator of a transactional id, the leader of a partition. Answers are kept until they fail."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import kafka.errors as kafka_errors
+from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
+
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+
+Answer = TypeVar("Answer")
+Partition = tuple[str, int]
+_NO_TOPIC_ID: Final = bytes(16)
+_MOST_COORDINATORS: Final = 100_000
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The leader of a partition.
+
+    Attributes:
+        node: The broker's id.
+        epoch: The leader epoch, by which a broker tells that we take it for what it no longer is.
+    """
+
+    node: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic that exists.
+
+    Attributes:
+        topic_id: Its id as Kafka prints it; None from a broker that knows no topic ids.
+        leaders: By partition, its leader, or None where it has none at the moment.
+    """
+
+    topic_id: str | None
+    leaders: Mapping[int, Leader | None]
+
+
+class Coordinators:
+    """The transaction coordinators.
+
+    Args:
+        brokers: Whom to ask.
+    """
+
+    def __init__(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+        self._known: dict[str, int] = {}
+
+    def ask(
+        self,
+        kafka_ids: Collection[str],
+        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
+        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
+        deadline: Deadline,
+        what: str,
+    ) -> dict[str, Answer]:
+        """Ask the coordinators for something about each id, until all have answered.
+
+        Args:
+            kafka_ids: The ids.
+            requests: Makes the requests for the ids of one coordinator, each with the ids that it covers.
+            read: Reads the response to a request that covered these ids.
+            deadline: Bounds the whole.
+            what: What is being done, for people.
+
+        Raises:
+            Unavailable: Not all coordinators answered in time.
+            ConfigurationError: A right is missing.
+        """
+
+        def once(pending: list[str]) -> dict[str, Answer | NotYet]:
+            answers: dict[str, Answer | NotYet] = {}
+            at: dict[int, list[str]] = {}
+            for kafka_id, node in self._find(pending, deadline).items():
+                if isinstance(node, NotYet):
+                    answers[kafka_id] = node
+                else:
+                    at.setdefault(node, []).append(kafka_id)
+            sent = [(node, request, covered) for node, ids in at.items() for request, covered in requests(ids)]
+            responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline)
+            for (_, _, covered), response in zip(sent, responses, strict=True):
+                if isinstance(response, NotYet):
+                    answers.update(dict.fromkeys(covered, response))
+                else:
+                    answers.update(read(covered, response))
+            for kafka_id, answer in answers.items():
+                if isinstance(answer, NotYet) and answer.moved:
+                    self._known.pop(kafka_id, None)
+            return answers
+
+        return until_answered(kafka_ids, once, deadline, what)
+
+    def _find(self, kafka_ids: Collection[str], deadline: Deadline) -> dict[str, int | NotYet]:
+        unknown = [kafka_id for kafka_id in kafka_ids if kafka_id not in self._known]
+        failed: dict[str, NotYet] = {}
+        if unknown:
+            if len(self._known) > _MOST_COORDINATORS:
+                self._known.clear()
+            response = self._brokers.lookup(lambda: _find_coordinators(unknown), deadline)
+            for found in response.coordinators:
+                why = verdict(found.error_code, f"the coordinator of {found.key!r}", _describe_right(found.key))
+                if why is None:
+                    self._known[found.key] = found.node_id
+                else:
+                    failed[found.key] = why
+        lost = NotYet("the coordinator was forgotten meanwhile")
+        return {key: failed[key] if key in failed else self._known.get(key, lost) for key in kafka_ids}
+
+
+class Topics:
+    """The topics and their leaders.
+
+    Args:
+        brokers: Whom to ask.
+    """
+
+    def __init__(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+        self._lock = threading.Lock()
+        self._known: Mapping[str, Topic] = {}
+
+    def find(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | NotYet | None]:
+        """Each topic, or None for one that does not exist.
+
+        Args:
+            topics: Their names.
+            deadline: Bounds the waiting.
+            fresh: Whether to ask also for those that are known: a topic may have been made anew under its name.
+
+        Raises:
+            NotYet: No broker has answered.
+            ConfigurationError: We may not describe a topic.
+        """
+        known = {} if fresh else self._known
+        unknown = [topic for topic in dict.fromkeys(topics) if topic not in known]
+        asked = self._asked(unknown, deadline) if unknown else {}
+        return {topic: known[topic] if topic in known else asked[topic] for topic in topics}
+
+    def forget(self, topics: Iterable[str]) -> None:
+        """Ask for these anew the next time."""
+        gone = set(topics)
+        with self._lock:
+            self._known = {name: topic for name, topic in self._known.items() if name not in gone}
+
+    def _asked(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | NotYet | None]:
+        answers = _read_topics(self._brokers.metadata(topics, deadline))
+        absent = {name for name, topic in answers.items() if topic is None}
+        if absent:
+            # A broker that lags behind the controller may not have heard of a topic. What does not exist is known to none.
+            for node in self._brokers.nodes(deadline):
+                elsewhere = _read_topics(self._brokers.metadata(absent, deadline, node=node))
+                answers |= {name: topic for name, topic in elsewhere.items() if topic is not None}
+        with self._lock:  # replaced, not changed: it is read without the lock
+            self._known = {
+                **self._known,
+                **{name: topic for name, topic in answers.items() if isinstance(topic, Topic)},
+            }
+        return answers
+
+
+def _find_coordinators(kafka_ids: Collection[str]) -> Message:
+    return FindCoordinatorRequest(
+        key_type=CoordinatorType.TRANSACTION.value, coordinator_keys=list(kafka_ids), min_version=4
+    )
+
+
+def _describe_right(kafka_id: str) -> str:
+    return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
+
+
+def _read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
+    answers: dict[str, Topic | NotYet | None] = {}
+    for topic in response.topics:
+        if kafka_errors.for_code(topic.error_code) is kafka_errors.UnknownTopicOrPartitionError:
+            answers[topic.name] = None
+            continue
+        right = f"Describe on the topic {topic.name!r}"
+        answers[topic.name] = verdict(topic.error_code, f"topic {topic.name!r}", right) or _read_topic(topic)
+    return answers
+
+
+def _read_topic(topic: Message) -> Topic:
+    raw = topic.topic_id.bytes if topic.topic_id is not None else _NO_TOPIC_ID
+    return Topic(
+        topic_id=None if raw == _NO_TOPIC_ID else base64.urlsafe_b64encode(raw).rstrip(b"=").decode(),
+        leaders={
+            partition.partition_index: Leader(partition.leader_id, partition.leader_epoch)
+            if partition.leader_id >= 0
+            else None
+            for partition in topic.partitions
+        },
+    )
