@@ -58,7 +58,7 @@ class Incident:
 
     Attributes:
         transactional_id: Whose transaction it was.
-        prepared: The transaction: it names the partitions and the first offsets.
+        prepared_transaction_state: The transaction's text form: it names the partitions and the first offsets.
         outcome: ``LOST`` or ``UNVERIFIABLE``.
         detail: What was seen, for people to read.
         detected_at: When it was recorded, by the database's clock.
@@ -66,7 +66,7 @@ class Incident:
     """
 
     transactional_id: str
-    prepared: PreparedTxnState
+    prepared_transaction_state: str
     outcome: Outcome
     detail: str
     detected_at: datetime

@@ -9,7 +9,6 @@ from sqlalchemy import bindparam, func, select, update
 
 from dualwrite.observations import Outcome
 from dualwrite.ports import Incident
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.rows import begins_with, digest
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.ports import StateRow
+    from dualwrite.prepared_state import PreparedTxnState
     from dualwrite.stores.dialect import Dialect
     from dualwrite.stores.tables import Tables
 
@@ -118,7 +118,7 @@ class Records:
         if not acknowledged:
             statement = statement.where(incident.c.acknowledged_at.is_(None))
         found = [
-            Incident(name, PreparedTxnState.from_string(state), Outcome(outcome), detail, detected_at, acknowledged_at)
+            Incident(name, state, Outcome(outcome), detail, detected_at, acknowledged_at)
             for name, state, outcome, detail, detected_at, acknowledged_at in connection.execute(statement)
         ]
         return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))

@@ -1,0 +1,42 @@
+"""``dualwrite acknowledge``: note that a person has looked at a loss."""
+
+from __future__ import annotations
+
+import click
+
+from dualwrite.cli.connection import database_options
+from dualwrite.cli.exit_codes import ERROR, exit_code_for_errors
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.stores.schema import check_schema
+from dualwrite.stores.state import SqlStateStore
+
+
+@click.command()
+@click.argument("transactional_id")
+@click.argument("state", required=False)
+@click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of the one of STATE.")
+@database_options
+@exit_code_for_errors
+def acknowledge(*, transactional_id: str, state: str | None, everything: bool, url: str, schema: str | None) -> None:
+    """Note that a person has looked at the loss of STATE (as `dualwrite status --json` shows it) of TRANSACTIONAL_ID.
+
+    The incident stays in the database; it is only no longer reported.
+
+    Exit code: 0 done, 1 there is no such incident, or an error.
+    """
+    if (state is None) != everything:
+        raise click.UsageError("give either STATE or --all")
+    store = SqlStateStore(url, schema=schema)
+    try:
+        check_schema(store.engine, schema)
+        if state is not None:
+            wanted = [state]
+        else:
+            found = store.incidents(transactional_id)
+            wanted = [item.prepared_transaction_state for item in found if item.transactional_id == transactional_id]
+        count = sum(store.acknowledge(transactional_id, PreparedTxnState.from_string(text)) for text in wanted)
+    finally:
+        store.close()
+    click.echo(f"{transactional_id}: {count} acknowledged")
+    if count == 0:
+        raise SystemExit(ERROR)

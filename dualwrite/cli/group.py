@@ -1,0 +1,42 @@
+"""The group of commands. Each is imported when it is called, so that one does not wait for another's libraries."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+import click
+
+COMMANDS: Final = {
+    "acknowledge": ("dualwrite.cli.acknowledge", "Note that a person has looked at a loss."),
+    "migrate": ("dualwrite.cli.migrate", "Make or upgrade the library's tables."),
+    "recover": ("dualwrite.cli.recover", "Settle what dead owners left."),
+    "status": ("dualwrite.cli.status", "Show what is unsettled."),
+}
+"""The module of each command, which holds it under the command's own name, and its line in the help."""
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help, without importing the commands."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in sorted(COMMANDS.items())])
+
+
+@click.group(name="dualwrite", cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dualwrite")
+def commands() -> None:
+    """Commit Kafka messages and database rows together or not at all."""

@@ -1,0 +1,57 @@
+"""Is the schema in the database the one that this version of the library needs?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import Engine, column, exc, select, table
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.stores.failures import Meaning, map_database_error, meaning_of, migrate_command
+from dualwrite.stores.short_transactions import dialect_of
+from dualwrite.stores.tables import VERSION_TABLE
+
+SCHEMA_REVISION: Final = "0001"
+"""The migration that made the tables as they are declared. Migrations are numbered, so that later ones compare greater."""
+
+
+def check_schema(engine: Engine, schema: str | None = None) -> None:
+    """Refuse to work on tables of another version. To be called before anything is claimed; reads one row.
+
+    Args:
+        engine: The user's database.
+        schema: The database schema of the library's tables, None for the default one.
+
+    Raises:
+        ConfigurationError: The tables are missing, older or newer, or may not be read; the message names the command.
+        Unavailable: The database does not answer.
+    """
+    dialect_of(engine)
+    command = migrate_command(engine.url, schema)
+    found = _recorded_revision(engine, schema)
+    if found == SCHEMA_REVISION:
+        return
+    where = "the database" if schema is None else f"schema {schema!r}"
+    if found is None:
+        raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=f"run: {command}")
+    if found < SCHEMA_REVISION:
+        raise ConfigurationError(
+            f"dualwrite's tables in {where} are of version {found}, this library needs {SCHEMA_REVISION}",
+            next_step=f"run: {command}",
+        )
+    raise ConfigurationError(
+        f"dualwrite's tables in {where} are of version {found}, this library knows only {SCHEMA_REVISION}",
+        next_step="install the library's newer version; or go back with the newer one: "
+        f"{command} --revision {SCHEMA_REVISION}",
+    )
+
+
+def _recorded_revision(engine: Engine, schema: str | None) -> str | None:
+    version = table(VERSION_TABLE, column("version_num"), schema=schema)
+    try:
+        with engine.connect() as connection:
+            return connection.scalar(select(version.c.version_num))
+    except exc.SQLAlchemyError as error:
+        if meaning_of(error) is Meaning.SCHEMA:
+            return None
+        raise map_database_error(error, engine, schema) from error

@@ -1,0 +1,201 @@
+"""Slots: transactional ids of a pool, leased for a time, so that many short-lived workers each have one of their own.
+
+A lease says who *should* use a slot now. It protects nothing by itself: whoever gets a slot claims its transactional id, and
+that fences whoever had it before, also a worker that was paused and does not know that its lease is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Float,
+    and_,
+    bindparam,
+    create_engine,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
+
+from dualwrite import failpoints
+from dualwrite.errors import ConfigurationError, Fenced, Unavailable
+from dualwrite.stores.clock import database_now, database_now_plus
+from dualwrite.stores.rows import begins_with, check_name
+from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
+from dualwrite.stores.tables import MAX_ID_LENGTH, declare_tables
+
+_ROOM_FOR_NUMBER: Final = 11
+_ATTEMPTS_TO_ADD: Final = 1000
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One slot, leased.
+
+    Attributes:
+        transactional_id: The slot's name and transactional id, ``pool#number``.
+        pool: The pool.
+        owner: Who has leased it.
+        until: When the lease ends, by the database's clock.
+    """
+
+    transactional_id: str
+    pool: str
+    owner: str
+    until: datetime
+
+
+class SlotPool:
+    """The slots of one pool. May be shared by threads; every call is one short transaction of its own.
+
+    Args:
+        engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
+        pool: Name of the pool, at most 244 characters; its slots are ``pool#1``, ``pool#2``, ...
+        schema: The database schema of the library's tables, where it is not the default one.
+        max_slots: The most slots that the pool may grow to.
+
+    Raises:
+        ConfigurationError: The name cannot be used, or the database is not supported.
+    """
+
+    def __init__(self, engine: Engine | str, pool: str, *, schema: str | None = None, max_slots: int = 10_000) -> None:
+        check_name(pool, "the name of a pool")
+        if len(pool) > MAX_ID_LENGTH - _ROOM_FOR_NUMBER:
+            raise ConfigurationError(
+                f"{pool!r} is too long for the name of a pool",
+                next_step=f"use at most {MAX_ID_LENGTH - _ROOM_FOR_NUMBER} characters",
+            )
+        self.pool = pool
+        self.max_slots = max_slots
+        self._owns_engine = isinstance(engine, str)
+        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._dialect = dialect_of(self._engine)
+        tables = declare_tables(schema)
+        self._own = ShortTransactions(self._engine, self._dialect, tables)
+        self._slot = slot = tables.slot
+        self._is_free = and_(
+            slot.c.pool == pool, or_(slot.c.lease_until.is_(None), slot.c.lease_until <= database_now())
+        )
+        self._take = (
+            update(slot)
+            .where(slot.c.transactional_id == bindparam("id_"))
+            .values(lease_owner=bindparam("owner_"), lease_until=database_now_plus(bindparam("ttl_", type_=Float)))
+            .returning(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
+        )
+
+    def close(self) -> None:
+        """Dispose of the engine, if the pool has made it. May be called more than once."""
+        if self._owns_engine:
+            self._engine.dispose()
+
+    def lease(self, owner: str, ttl_s: float) -> Lease:
+        """Lease a slot: the free or expired one of the lowest number, or a new one.
+
+        Nobody else is given it before ``ttl_s`` is over, unless it is released. What its former user left is not settled
+        yet: claim its transactional id next.
+
+        Args:
+            owner: Who we are. Unique to the worker and its attempt, or else it could renew what it has lost.
+            ttl_s: How long, in seconds.
+
+        Raises:
+            Unavailable: All ``max_slots`` are leased, or the database does not answer.
+            ConfigurationError: The table or a right is missing, the database is read-only.
+        """
+        for _ in range(_ATTEMPTS_TO_ADD):
+            taken = self._own.run(lambda connection: self._take_free_or_new(connection, owner, ttl_s))
+            if taken is not None:
+                failpoints.hit("slot.leased")
+                return taken
+        raise Unavailable(f"no slot of pool {self.pool!r} could be had: too many workers ask for one at once")
+
+    def _take_free_or_new(self, connection: Connection, owner: str, ttl_s: float) -> Lease | None:
+        """A lease; None where somebody else was faster to make the next slot."""
+        slot = self._slot
+        transactional_id = connection.scalar(
+            select(slot.c.transactional_id)
+            .where(self._is_free)
+            .order_by(slot.c.number)
+            .limit(1)
+            .with_for_update(skip_locked=True)
+        )
+        if transactional_id is None:
+            transactional_id = self._add(connection)
+        if transactional_id is None:
+            return None
+        row = connection.execute(self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s}).one_or_none()
+        return None if row is None else Lease(row[0], self.pool, row[1], row[2])
+
+    def _add(self, connection: Connection) -> str | None:
+        slot = self._slot
+        number = (connection.scalar(select(func.max(slot.c.number)).where(slot.c.pool == self.pool)) or 0) + 1
+        if number > self.max_slots:
+            raise Unavailable(
+                f"all {self.max_slots} slots of pool {self.pool!r} are leased",
+                next_step="wait for workers to end, or raise max_slots",
+            )
+        transactional_id = f"{self.pool}#{number}"
+        made = connection.execute(
+            self._dialect.insert_if_missing(slot),
+            {"transactional_id": transactional_id, "pool": self.pool, "number": number},
+        )
+        return transactional_id if made.rowcount == 1 else None
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease:
+        """Extend a lease to ``ttl_s`` seconds from now; also one that is over, if nobody has taken the slot since.
+
+        Raises:
+            Fenced: Somebody else has leased the slot, or it was released.
+            Unavailable, ConfigurationError: As :meth:`lease`.
+        """
+        slot = self._slot
+        statement = self._take.where(slot.c.pool == self.pool, slot.c.lease_owner == literal(lease.owner))
+        bound = {"id_": lease.transactional_id, "owner_": lease.owner, "ttl_": ttl_s}
+        row = self._own.run(lambda connection: connection.execute(statement, bound).one_or_none())
+        if row is None:
+            raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
+        return Lease(row[0], self.pool, row[1], row[2])
+
+    def release(self, lease: Lease) -> bool:
+        """Give a slot back, for others to use at once. False, and nothing changed, if its holder is another by now.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`lease`.
+        """
+        slot = self._slot
+        statement = (
+            update(slot)
+            .where(slot.c.transactional_id == lease.transactional_id, slot.c.lease_owner == lease.owner)
+            .values(lease_owner=null(), lease_until=null())
+        )
+        released = self._own.run(lambda connection: connection.execute(statement).rowcount) == 1
+        failpoints.hit("slot.released")
+        return released
+
+    def expired(self) -> Sequence[Lease]:
+        """The leases that are over and were not released: of workers that died, or were paused."""
+        return self._list(self._slot.c.lease_until <= database_now())
+
+    def held_by(self, owner_prefix: str) -> Sequence[Lease]:
+        """The leases, over or not, whose owner's name begins so: of one worker, or of all workers of one job."""
+        return self._list(begins_with(self._slot.c.lease_owner, owner_prefix))
+
+    def _list(self, condition: ColumnElement[bool]) -> Sequence[Lease]:
+        slot = self._slot
+        statement = (
+            select(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
+            .where(slot.c.pool == self.pool, slot.c.lease_owner.is_not(None), condition)
+            .order_by(slot.c.number)
+        )
+        rows = self._own.read(lambda connection: connection.execute(statement).all())
+        return [Lease(name, self.pool, owner, until) for name, owner, until in rows]
