@@ -63,6 +63,7 @@ class Lane:
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
+        self._is_fresh = False
 
     @property
     def row(self) -> StateRow:
@@ -82,9 +83,10 @@ class Lane:
         return self._unrecorded
 
     def adopt(self, row: StateRow) -> None:
-        """Take over a row that was claimed and settled together with others."""
+        """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
         self._row = row
         self._unrecorded = None
+        self._is_fresh = True
 
     def ready(self, deadline: Deadline) -> None:
         """Make the lane usable: claims, settles and makes a producer where there is none that may be used.
@@ -96,8 +98,7 @@ class Lane:
         """
         if self._producer is not None and not self._producer.doubtful:
             return
-        must_claim = self._row is None or self._producer is not None
-        report = self._renew(deadline) if must_claim else None
+        report = None if self._is_fresh else self._renew(deadline)
         self._start(deadline)
         if report is not None:
             report.raise_losses()
@@ -173,6 +174,8 @@ class Lane:
     def _start(self, deadline: Deadline) -> None:
         """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""
         while True:
+            # Once and never again: initialising an id a second time would abort what may be decided by now.
+            self._is_fresh = False
             producer = self._make_producer(self.row)
             self._producer = producer
             producer.init_transactions()

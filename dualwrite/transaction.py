@@ -261,11 +261,13 @@ class Transaction:
         except BaseException:
             self.abort()
             raise
-        self._decide(state, deadline)
+        interruption = self._decide(state, deadline)
         if self._produced:
             self._lane.complete(state, deadline)
         self._machine.apply(WriteEvent.COMPLETE)
         failpoints.hit("write.completed")
+        if interruption is not None:
+            raise interruption
 
     def _prepare(self) -> PreparedTxnState:
         if self._session is not None:
@@ -301,7 +303,8 @@ class Transaction:
                 retryable=False,
             )
 
-    def _decide(self, state: PreparedTxnState, deadline: Deadline) -> None:
+    def _decide(self, state: PreparedTxnState, deadline: Deadline) -> BaseException | None:
+        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to be raised later."""
         try:
             self._ground.store.commit(self._connection)
         except TransactionAborted:
@@ -310,9 +313,10 @@ class Transaction:
         except TransactionInDoubt as error:
             self._machine.apply(WriteEvent.LOSE_ANSWER)
             self._resolve(state, deadline, error)
-        else:
-            self._machine.apply(WriteEvent.COMMIT)
-            failpoints.hit("write.decided")
+            return None if isinstance(error.__cause__, Exception) else error.__cause__
+        self._machine.apply(WriteEvent.COMMIT)
+        failpoints.hit("write.decided")
+        return None
 
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
         if not state.has_transaction:

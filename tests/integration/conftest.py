@@ -3,6 +3,8 @@
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
+from dualwrite.migrations import upgrade
+
 METADATA = MetaData()
 ORDERS = Table("orders", METADATA, Column("id", Integer, primary_key=True), Column("note", Text))
 
@@ -15,13 +17,14 @@ def kafka(dualwrite_kafka):
 @pytest.fixture(params=["postgresql", "sqlite"])
 def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
-    from dualwrite.migrations import upgrade_url
-
     if request.param == "postgresql":
         found = request.getfixturevalue("dualwrite_database")
     else:
         found = f"sqlite:///{tmp_path / 'rows.db'}"
-    upgrade_url(found)
+    migrated = create_engine(found)
+    with migrated.connect() as connection:
+        upgrade(connection)
+    migrated.dispose()
     return found
 
 
