@@ -1,61 +1,38 @@
-"""Requests to the brokers of one cluster, over kafka-python's connections.
+"""Requests to the brokers of one cluster: sent, judged, and repeated until they are answered.
 
-kafka-python is used below its admin client, which cannot send all the requests needed here and logs its configuration,
-passwords included. Its connections live on a thread of their own, so one :class:`Brokers` serves many threads, and none
-waits longer than its deadline, whatever the network does.
-
-kafka-python reports each lost connection through the standard ``logging``, at WARNING and ERROR; nothing is done about that
-here. Only the loggers that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
+One :class:`Brokers` serves many threads, and none of them waits longer than its deadline, whatever the network does.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import ssl
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import kafka.errors as kafka_errors
 from kafka.net.manager import KafkaConnectionManager
-from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import MetadataRequest
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, keep_requests_out_of_logs
 
-Message: TypeAlias = Any  # kafka-python's requests and responses have no types
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
-_WINDOW: Final = 200  # requests under way on one call: a broker works through a connection's requests one by one
+_WINDOW: Final = 200  # requests of one call under way: others who use the connection wait behind them
+_LANES: Final = 4  # connections to a broker for many requests: on one it works through them one by one
+_SPREAD_FROM: Final = 32  # requests
 _LOOKUP_TIMEOUT_MS: Final = 5000  # who answers questions about the cluster is a matter of choice: try the next one soon
-
-
-class NotYet(Exception):
-    """A request has no answer, or one that may soon be another one.
-
-    Args:
-        why: What was answered.
-        moved: Whether another broker may be the one to ask.
-    """
-
-    def __init__(self, why: str, *, moved: bool = True) -> None:
-        super().__init__(why)
-        self.moved = moved
-
-
-class _NoRequestsAtDebug(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.INFO
-
-
-_NO_REQUESTS_AT_DEBUG: Final = _NoRequestsAtDebug()
+_UNREACHABLE: Final = (
+    "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
+)
 
 
 def until_answered(
@@ -100,7 +77,10 @@ def until_answered(
             retrying(once)
         except NotYet as last:
             left = f" ({len(pending)} of {len(pending) + len(answers)} left)" if answers else ""
-            raise Unavailable(f"Kafka could not {what} in time{left}: {last}") from last
+            raise Unavailable(
+                f"Kafka could not {what} in time{left}: {last}",
+                next_step=_UNREACHABLE if last.__cause__ is not None else None,
+            ) from last
     return answers
 
 
@@ -146,21 +126,22 @@ class Brokers:
         unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
         if unknown:  # it would ignore them without a word
             raise ConfigurationError(f"the installed kafka-python does not know {', '.join(sorted(unknown))}")
-        for name in ("kafka.protocol.parser", "kafka.net.connection"):
-            logging.getLogger(name).addFilter(_NO_REQUESTS_AT_DEBUG)
+        keep_requests_out_of_logs()
         self._lock = threading.Lock()
-        self._loop: NetworkSelector | None = None
-        self._connections: KafkaConnectionManager | None = None
+        self._network: Network | None = None
         self._pid = os.getpid()
         self._closed = False
         self._outdated = True
 
-    def exchange(self, requests: Sequence[tuple[int, Message]], deadline: Deadline) -> list[Message | NotYet]:
+    def exchange(
+        self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
+    ) -> list[Message | NotYet]:
         """Send each request to its broker, all at once, and give their responses in the same order.
 
         Args:
             requests: Broker ids with new requests: kafka-python writes into them.
             deadline: Bounds the waiting. A request that is under way stays so.
+            spread: Whether many requests may go over several connections. Otherwise a broker gets them in this order.
 
         Raises:
             NotYet: No broker could be reached, or not all have answered in time.
@@ -169,7 +150,11 @@ class Brokers:
         """
         if self._outdated and requests:
             self.metadata((), deadline)
-        return self._exchange(requests, deadline)
+        lanes = _LANES if spread and len(requests) >= _SPREAD_FROM else 1
+        answers: list[Message | NotYet] = []
+        for start in range(0, len(requests), _WINDOW):
+            answers += self._exchange(requests[start : start + _WINDOW], deadline, lanes=lanes)
+        return answers
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """The brokers, the cluster id, and what is known of these topics. Creates no topic.
@@ -192,11 +177,11 @@ class Brokers:
         answered_by, answer = self._first_answer(self._candidates() if node is None else [node], request, deadline)
         if not answer.brokers:
             raise NotYet("the broker knows no brokers yet")
-        loop, connections = self._client()
-        connections.cluster.update_metadata(answer)
+        network = self._connected()
+        network.learn(answer)
         self._outdated = False
         if isinstance(answered_by, str):  # a bootstrap connection: from now on the broker is connected to by its id
-            loop.call_soon_threadsafe(lambda: connections.close(node_id=answered_by))
+            network.disconnect(answered_by)
         return answer
 
     def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
@@ -211,14 +196,15 @@ class Brokers:
 
     def close(self) -> None:
         """Close all connections. May be called more than once; in a forked process it leaves the parent's alone."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            loop, connections = self._loop, self._connections
-            self._closed, self._loop, self._connections = True, None, None
-        if loop is not None and connections is not None and os.getpid() == self._pid:
-            _stop(loop, connections)
+            network, self._network, self._closed = self._network, None, True
+        if network is not None:
+            network.close()
 
     def _candidates(self) -> list[int | str]:
-        _, connections = self._client()
+        connections = self._connected().lanes[0]
         known = [broker.node_id for broker in connections.cluster.brokers()]
         random.shuffle(known)
         best = connections.least_loaded_node()
@@ -231,13 +217,13 @@ class Brokers:
     ) -> tuple[int | str, Message]:
         last = NotYet("no broker is known")
         for node in candidates:
-            [answer] = self._exchange([(node, request())], deadline, _LOOKUP_TIMEOUT_MS)
+            [answer] = self._exchange([(node, request())], deadline, lookup=True)
             if not isinstance(answer, NotYet):
                 return node, answer
             last = answer
         raise last
 
-    def _client(self) -> tuple[NetworkSelector, KafkaConnectionManager]:
+    def _connected(self) -> Network:
         if os.getpid() != self._pid:
             raise IllegalStateError(
                 "connections to Kafka were made before this process was forked",
@@ -246,51 +232,22 @@ class Brokers:
         with self._lock:
             if self._closed:
                 raise IllegalStateError("the connections to Kafka are closed")
-            if self._loop is None or self._connections is None:
-                self._loop = NetworkSelector(client_id=self._arguments["client_id"])
-                # Without a bound of its own: kafka-python fails what is over it instead of keeping it back.
-                self._connections = KafkaConnectionManager(
-                    self._loop, max_in_flight_requests_per_connection=2**31, **self._arguments
-                )
-                self._loop.start()
-            return self._loop, self._connections
+            if self._network is None:
+                self._network = Network(self._arguments)
+            return self._network
 
     def _exchange(
-        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, timeout_ms: int | None = None
+        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, *, lanes: int = 1, lookup: bool = False
     ) -> list[Message | NotYet]:
-        answers: list[Message | NotYet] = []
-        for start in range(0, len(requests), _WINDOW):
-            answers += self._window(requests[start : start + _WINDOW], deadline, timeout_ms)
-        return answers
-
-    def _window(
-        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, timeout_ms: int | None
-    ) -> list[Message | NotYet]:
-        loop, connections = self._client()
-        patience = timeout_ms and min(timeout_ms, connections.config["request_timeout_ms"])
-
-        async def send_all() -> list[Message | Exception]:
-            futures = [_sent(connections, node, request, patience) for node, request in requests]
-            answers = []
-            for future in futures:
-                try:
-                    answers.append(future if isinstance(future, Exception) else await future)
-                except Exception as error:  # noqa: BLE001 - kept as this request's answer, judged below
-                    answers.append(error)
-            return answers
-
-        done = threading.Event()
+        network = self._connected()
         try:
-            future = loop.call_soon_with_future(send_all)
-        except Exception as error:
-            self._discard(loop)
-            raise NotYet(f"kafka-python's network loop has ended: {error!r}") from error
-        future.add_both(lambda _: done.set())
-        if not done.wait(deadline.remaining_s()):
-            raise NotYet("no answer")
-        if future.exception is not None:
-            raise NotYet("the connections were closed meanwhile") from future.exception
-        return [self._judged(answer) for answer in future.value]
+            answers = network.exchange(requests, deadline, lanes, _LOOKUP_TIMEOUT_MS if lookup else None)
+        except NetworkLoopEnded as ended:
+            with self._lock:
+                if self._network is network:
+                    self._network, self._outdated = None, True
+            raise NotYet("kafka-python's network loop has ended") from ended
+        return [self._judged(answer) for answer in answers]
 
     def _judged(self, answer: Message | Exception) -> Message | NotYet:
         if not isinstance(answer, Exception):
@@ -300,26 +257,6 @@ class Brokers:
         failure = NotYet(str(answer) or type(answer).__name__)
         failure.__cause__ = answer
         return failure
-
-    def _discard(self, loop: NetworkSelector) -> None:
-        with self._lock:
-            if self._loop is loop:
-                self._loop = self._connections = None
-                self._outdated = True
-
-
-def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
-    try:
-        return connections.send(request, node_id=node, request_timeout_ms=timeout_ms)
-    except Exception as error:  # noqa: BLE001 - kept as this request's answer
-        return error
-
-
-def _stop(loop: NetworkSelector, connections: KafkaConnectionManager) -> None:
-    closed = threading.Event()
-    loop.call_soon_with_future(connections.close).add_both(lambda _: closed.set())
-    closed.wait(1.0)  # a loop that has crashed does not answer
-    loop.close()
 
 
 def _raise_if_misconfigured(error: Exception) -> None:

@@ -14,8 +14,9 @@ from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdReq
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import log
-from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, open_offsets
 from dualwrite.kafka.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView

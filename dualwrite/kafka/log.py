@@ -19,7 +19,8 @@ from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, end_offsets, leader_epochs
 from dualwrite.kafka.routing import Leader, Topics
 from dualwrite.observations import LogProof

@@ -10,7 +10,8 @@ from kafka.protocol.admin.transactions import DescribeProducersRequest
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.routing import Leader, Partition, Topic, Topics
 
 _NO_TRANSACTION: Final = -1

@@ -12,7 +12,8 @@ import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.brokers import Brokers, Message, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.network import Message, NotYet
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]
@@ -88,7 +89,7 @@ class Coordinators:
                 else:
                     at.setdefault(node, []).append(kafka_id)
             sent = [(node, request, covered) for node, ids in at.items() for request, covered in requests(ids)]
-            responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline)
+            responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline, spread=True)
             for (_, _, covered), response in zip(sent, responses, strict=True):
                 if isinstance(response, NotYet):
                     answers.update(dict.fromkeys(covered, response))

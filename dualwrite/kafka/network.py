@@ -1,0 +1,141 @@
+"""kafka-python's connections and the thread that they live on.
+
+kafka-python is used below its admin client, which cannot send all the requests that this library needs, and which logs its
+configuration, passwords included. What it reports of lost connections through the standard ``logging``, at WARNING and
+ERROR, stays as it is. Only the loggers that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from kafka.net.manager import KafkaConnectionManager
+from kafka.net.selector import NetworkSelector
+
+from dualwrite.deadline import Deadline
+
+Message: TypeAlias = Any  # kafka-python's requests and responses have no types
+
+
+class NotYet(Exception):
+    """A request has no answer, or one that may soon be another one.
+
+    Args:
+        why: What was answered.
+        moved: Whether another broker may be the one to ask.
+    """
+
+    def __init__(self, why: str, *, moved: bool = True) -> None:
+        super().__init__(why)
+        self.moved = moved
+
+
+class NetworkLoopEnded(Exception):
+    """kafka-python's thread has ended, by `close` or by an error of its own."""
+
+
+class _NoRequestsAtDebug(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.INFO
+
+
+_NO_REQUESTS_AT_DEBUG: Final = _NoRequestsAtDebug()
+
+
+def keep_requests_out_of_logs() -> None:
+    """Let kafka-python's loggers of whole requests be silent at DEBUG, in this process."""
+    for name in ("kafka.protocol.parser", "kafka.net.connection"):
+        logging.getLogger(name).addFilter(_NO_REQUESTS_AT_DEBUG)
+
+
+class Network:
+    """kafka-python's network loop on its thread, and its connections.
+
+    Args:
+        arguments: kafka-python's.
+    """
+
+    def __init__(self, arguments: Mapping[str, object]) -> None:
+        self._arguments = arguments
+        self._loop = NetworkSelector(client_id=arguments["client_id"])
+        self._metadata: Message | None = None
+        self.lanes = [self._lane()]
+        self._loop.start()
+
+    def _lane(self) -> KafkaConnectionManager:
+        # No bound of its own on the requests under way: kafka-python fails those over it instead of keeping them back.
+        lane = KafkaConnectionManager(self._loop, max_in_flight_requests_per_connection=2**31, **self._arguments)
+        if self._metadata is not None:
+            lane.cluster.update_metadata(self._metadata)
+        return lane
+
+    def learn(self, metadata: Message) -> None:
+        """Take over the brokers' addresses."""
+        self._metadata = metadata
+        for lane in self.lanes:
+            lane.cluster.update_metadata(metadata)
+
+    def disconnect(self, node: str) -> None:
+        """Close a connection, soon."""
+        self._loop.call_soon_threadsafe(lambda: self.lanes[0].close(node_id=node))
+
+    def exchange(
+        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, lanes: int, timeout_ms: int | None
+    ) -> list[Message | Exception]:
+        """Send all, and wait for what became of each.
+
+        Raises:
+            NotYet: The deadline came first.
+            NetworkLoopEnded: kafka-python's loop is gone.
+        """
+        patience = timeout_ms and min(timeout_ms, self.lanes[0].config["request_timeout_ms"])
+
+        async def send_all() -> list[Message | Exception]:
+            while len(self.lanes) < lanes:
+                self.lanes.append(self._lane())
+            futures = [
+                _sent(self.lanes[index % lanes], node, request, patience)
+                for index, (node, request) in enumerate(requests)
+            ]
+            answers = []
+            for future in futures:
+                try:
+                    answers.append(future if isinstance(future, Exception) else await future)
+                except Exception as error:  # noqa: BLE001 - kept as what became of this request
+                    answers.append(error)
+            return answers
+
+        done = threading.Event()
+        try:
+            future = self._loop.call_soon_with_future(send_all)
+        except Exception as error:
+            raise NetworkLoopEnded from error
+        future.add_both(lambda _: done.set())
+        if not done.wait(deadline.remaining_s()):
+            raise NotYet("no answer")
+        if future.exception is not None:
+            raise NetworkLoopEnded from future.exception
+        answers: list[Message | Exception] = future.value
+        return answers
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+
+        def close_lanes() -> None:
+            for lane in self.lanes:
+                lane.close()
+
+        closed = threading.Event()
+        self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
+        closed.wait(1.0)  # a loop that hangs in a name server's silence does not answer
+        self._loop.close()
+
+
+def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
+    try:
+        return connections.send(request, node_id=node, request_timeout_ms=timeout_ms)
+    except Exception as error:  # noqa: BLE001 - kept as what became of this request
+        return error
