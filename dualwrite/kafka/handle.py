@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, Producer
 
@@ -22,23 +22,45 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 _DESTROY_WAIT_S = 2.0
 
 
-_DEFAULTS = {
-    "topic.metadata.propagation.max.ms": 5000,  # how long an unknown topic is hoped for: librdkafka's 30 s stall a prepare
-}
-_SMALL_DEFAULTS = {"linger.ms": 0}
+_SOCKET_TIMEOUT_MS: Final = 30_000
+_MESSAGE_TIMEOUT_MS: Final = 300_000
+_PROPAGATION_MS: Final = 5_000
 
 
 def producer_settings(
     config: KafkaConfig, transactional_id: str, transaction_timeout_ms: int, *, bulk: bool
 ) -> dict[str, object]:
-    """Librdkafka's configuration for one producer: the user's settings, ours, and better defaults for transactions."""
-    defaults = _DEFAULTS if bulk else _DEFAULTS | _SMALL_DEFAULTS
+    """Configure librdkafka for one producer: the user's settings, the protocol's own, and better defaults.
+
+    ``socket.timeout.ms`` must never be left out. librdkafka then takes the transaction timeout for it, and a transaction
+    timeout above 35 minutes overflows in its 32-bit microseconds: requests time out at once, and are silently sent again,
+    ``EndTxn`` too.
+    """
+    defaults: dict[str, Setting] = {
+        "socket.timeout.ms": min(_SOCKET_TIMEOUT_MS, transaction_timeout_ms),
+        # librdkafka would take the transaction timeout: a message that cannot be delivered would stall for days.
+        "message.timeout.ms": min(_MESSAGE_TIMEOUT_MS, transaction_timeout_ms),
+        # How long an unknown topic is hoped for: librdkafka's 30 s stall a prepare.
+        "topic.metadata.propagation.max.ms": _PROPAGATION_MS,
+    }
+    if not bulk:
+        defaults["linger.ms"] = 0
     own: dict[str, Setting] = {"transactional.id": transactional_id, "transaction.timeout.ms": transaction_timeout_ms}
     return {
-        **{key: value for key, value in defaults.items() if config.get(key) is None},
+        **{
+            key: value
+            for key, value in defaults.items()
+            if all(config.get(name) is None for name in _NAMES.get(key, (key,)))
+        },
         **config.librdkafka(**own),
         "delivery.report.only.error": bulk,
     }
+
+
+_NAMES = {
+    "message.timeout.ms": ("message.timeout.ms", "delivery.timeout.ms"),
+    "linger.ms": ("linger.ms", "queue.buffering.max.ms"),
+}
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10

@@ -42,6 +42,7 @@ _SERVE_EVERY: Final = 256
 """Delivery reports are taken once in so many messages: often enough to bound memory, rarely enough to cost nothing."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _PROBE_S: Final = 2.0
+_CONNECT_LOOK_S: Final = 0.02
 
 _Message = tuple[
     str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
@@ -102,8 +103,7 @@ class ProducerInstance:
             self._raise(self._no_answer(Phase.CREATE))
         except KafkaException as error:
             raise failure_of(error, Phase.CREATE, transactional_id=self._id).error from error
-        # librdkafka looks for the coordinator once in 500 ms. If it is connected before the first look, that is not lost.
-        self._call(Phase.INIT, lambda producer, left_s: producer.cluster_id(left_s), deadline)
+        self._call(Phase.INIT, _connect, deadline)
         took_s = self._call(Phase.INIT, lambda producer, left_s: producer.init_transactions(left_s), deadline)
         try:
             ids = self._evidence.learn_ids(deadline)
@@ -334,3 +334,16 @@ class ProducerInstance:
         except NoAnswer:
             return None
         raise AssertionError("librdkafka began a transaction inside a transaction")
+
+
+def _connect(producer: Producer, left_s: float) -> None:
+    """Wait for the first connection. librdkafka looks for the coordinator once in 500 ms: the first look should find it."""
+    deadline = Deadline(left_s)
+    while not deadline.expired:
+        try:
+            # One long wait can miss its wake-up, and then lasts until the next refresh.
+            if producer.cluster_id(_CONNECT_LOOK_S):
+                return
+        except KafkaException as error:
+            if kafka_error(error).code() != KafkaError._TIMED_OUT:
+                raise
