@@ -41,13 +41,18 @@ logger = logging.getLogger(__name__)
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED})
 
 
+def session_of_block(bind: Connection) -> Session:
+    """The ORM session of a block. Its objects stay readable when the block has ended."""
+    return Session(bind=bind, expire_on_commit=False)
+
+
 @contextmanager
 def dual_write(
     lane: Lane,
     ground: Ground,
     connection: Connection,
     *,
-    session_factory: Callable[..., Session] = Session,
+    session_factory: Callable[..., Session] = session_of_block,
     margin_s: float,
     timeout_s: float,
 ) -> Generator[Transaction, None, None]:

@@ -28,7 +28,7 @@ from dualwrite.lane import Lane, lane_id
 from dualwrite.settling import settle
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.transaction import Transaction, dual_write
+from dualwrite.transaction import Transaction, dual_write, session_of_block
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +82,7 @@ class DualWriter:
         lane_timeout_s: float = 30.0,
         margin_s: float = 10.0,
         idle_after_s: float = 60.0,
-        session_factory: Callable[..., Session] = Session,
+        session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
         owner: str | None = None,
     ) -> None:

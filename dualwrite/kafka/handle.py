@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from confluent_kafka import KafkaError, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.kafka.bounded_call import BoundedCaller, NoAnswer
 from dualwrite.kafka.config import KafkaConfig, Setting
@@ -129,8 +129,11 @@ class Handle:
         """
         raw = self.raw
         del self.raw
-        raw.purge()
-        raw.poll(0)  # callbacks of the messages given up
+        try:
+            raw.purge()
+            raw.poll(0)  # callbacks of the messages given up
+        except KafkaException as error:  # after a fatal error, librdkafka tells it once more from here
+            self._log.info("given up after: %s", error.args[0])
         last = [raw]
         del raw
         try:
