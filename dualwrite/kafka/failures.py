@@ -148,7 +148,8 @@ def _error(cause: KafkaError, phase: Phase, transactional_id: str, subject: str 
             next_step=NOT_ANSWERED + _and(hint),
         )
     if _needs_settings(code) or phase is Phase.CREATE:
-        return ConfigurationError(what, transactional_id=transactional_id, next_step=hint)
+        step = hint or "correct the setting that the message names"
+        return ConfigurationError(what, transactional_id=transactional_id, next_step=step)
     if phase in _DEFINITE_PHASES:
         retryable = code not in _REFUSED
         step = hint or f"nothing was written on either side; {'run the work again' if retryable else 'correct it'}"
