@@ -111,10 +111,6 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
-    def offsets_partition(self, group_id: str, deadline: Deadline) -> tuple[str, int]:
-        """The partition of ``__consumer_offsets`` where a group's offsets are written, those of a transaction too."""
-        ...
-
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
     ) -> Mapping[str, EndAnswer]:

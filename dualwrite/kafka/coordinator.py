@@ -25,7 +25,6 @@ from dualwrite.prepared_state import PreparedTxnState
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-OFFSETS_TOPIC: Final = "__consumer_offsets"
 _BROKER_RESOURCE: Final = 4
 _LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
@@ -275,21 +274,6 @@ class KafkaCoordinator:
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
         return {place.key: shown[place].get((producer_id, epoch)) for place in places}
 
-    def offsets_partition(self, group_id: str, deadline: Deadline) -> Partition:
-        """The partition of ``__consumer_offsets`` that holds a group's offsets, those sent to a transaction too.
-
-        Raises:
-            Unavailable: The topic does not exist yet, or the brokers did not answer in time.
-            ConfigurationError: We may not describe the topic.
-        """
-
-        def ask(_: list[str]) -> dict[str, Topic | NotYet]:
-            found = self._topics.find([OFFSETS_TOPIC], deadline, fresh=False)
-            return {OFFSETS_TOPIC: found[OFFSETS_TOPIC] or NotYet(f"{OFFSETS_TOPIC} does not exist yet")}
-
-        topic = until_answered([OFFSETS_TOPIC], ask, deadline, "tell the partitions of its offsets")[OFFSETS_TOPIC]
-        return OFFSETS_TOPIC, abs(java_hash(group_id)) % len(topic.leaders)
-
     def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         """What the log proves of the state's transaction; see :func:`dualwrite.kafka.log.prove`.
 
@@ -306,16 +290,6 @@ class KafkaCoordinator:
             deadline,
             "describe the topics",
         )
-
-
-def java_hash(text: str) -> int:
-    """Java's ``String.hashCode``, by which a broker finds the partition of a group's offsets."""
-    value = 0
-    units = text.encode("utf-16-be", "surrogatepass")
-    for high, low in zip(units[::2], units[1::2], strict=True):
-        value = (31 * value + (high << 8 | low)) & 0xFFFFFFFF
-    signed = value - (1 << 32) if value >= 1 << 31 else value
-    return 0 if signed == -(1 << 31) else signed  # Kafka takes the absolute value, and 0 for the one that has none
 
 
 def _view(state: Message) -> TransactionView | NotYet:
