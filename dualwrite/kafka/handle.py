@@ -64,15 +64,10 @@ _NAMES = {
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
-    """Puts the transactional id in front of every line, librdkafka's own lines too.
+    """Puts the transactional id in front of every line, librdkafka's own lines too."""
 
-    Args:
-        transactional_id: The id.
-        target: Where the lines go; a logger of the user's own for librdkafka's lines.
-    """
-
-    def __init__(self, transactional_id: str, target: logging.Logger = logger) -> None:
-        super().__init__(target, {})
+    def __init__(self, transactional_id: str) -> None:
+        super().__init__(logger, {})
         self._prefix = transactional_id.replace("%", "%%") + ": "
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -101,12 +96,7 @@ class Handle:
         self.client_error: KafkaError | None = None
         self._log = IdLogger(transactional_id)
         self._users_error_cb = settings.get("error_cb")
-        target = settings.get("logger")
-        own = {
-            **settings,
-            "error_cb": self._note_client_error,
-            "logger": IdLogger(transactional_id, target) if isinstance(target, logging.Logger) else self._log,
-        }
+        own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
         self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 

@@ -1,8 +1,14 @@
-"""What the integration tests share: a migrated database and an engine to look with."""
+"""What the integration tests share: a migrated database and an engine to look with; producers that are closed."""
+
+import secrets
+from contextlib import ExitStack, closing
 
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
 
 METADATA = MetaData()
@@ -39,3 +45,39 @@ def engine(url):
 @pytest.fixture
 def orders():
     return ORDERS
+
+
+@pytest.fixture
+def coordinator(kafka):
+    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def kafka_id():
+    """A transactional id that nobody has used."""
+    return f"producer-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def make_producer(kafka, kafka_id, coordinator):
+    """Makes producers of ``kafka_id``, which are closed after the test."""
+    with ExitStack() as closed_later:
+
+        def make(settings=None, **options):
+            options.setdefault("coordinator", coordinator)
+            return closed_later.enter_context(TransactionalProducer({**kafka, **(settings or {})}, kafka_id, **options))
+
+        yield make
+
+
+@pytest.fixture
+def ready(make_producer):
+    """Makes producers of ``kafka_id`` that are initialised."""
+
+    def make(settings=None, **options):
+        producer = make_producer(settings, **options)
+        producer.init_transactions()
+        return producer
+
+    return make
