@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.doubt import DatabaseVerdict
@@ -79,7 +79,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def insert_if_missing(self, table: Table) -> Executable:
+    def insert_if_missing(self, table: Table) -> Insert:
         """An INSERT of one row that does nothing where a row of that key exists."""
         ...
 

@@ -61,10 +61,11 @@ _BY_SQLSTATE: Final = {
     "42": Meaning.REJECTED,
 }
 
-# By the beginning of SQLite's own message: Python 3.10 does not tell the code.
+# By what SQLite's own message holds: Python 3.10 does not tell the code.
 _BY_SQLITE_MESSAGE: Final = {
     "no such table": Meaning.SCHEMA,
     "no such column": Meaning.SCHEMA,
+    "has no column": Meaning.SCHEMA,
     "unknown database": Meaning.SCHEMA,
     "attempt to write a readonly database": Meaning.READ_ONLY,
     "unable to open database file": Meaning.LOGIN,
@@ -73,6 +74,10 @@ _BY_SQLITE_MESSAGE: Final = {
     "database schema is locked": Meaning.BUSY,
     "database or disk is full": Meaning.FULL,
 }
+
+
+# libpq tells no SQLSTATE of a connection that was refused.
+_LOGIN_WORDS: Final = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
 
 
 def sqlstate_of(error: BaseException | None) -> str | None:
@@ -91,8 +96,9 @@ def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
         return _sqlite_meaning(error.orig)
     state = sqlstate_of(error.orig)
     if state is None:
-        lost = error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError))
-        return Meaning.GONE if lost else Meaning.REJECTED
+        if error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError)):
+            return Meaning.LOGIN if any(words in str(error.orig) for words in _LOGIN_WORDS) else Meaning.GONE
+        return Meaning.REJECTED
     for length in (5, 2):
         if state[:length] in _BY_SQLSTATE:
             return _BY_SQLSTATE[state[:length]]
@@ -101,8 +107,8 @@ def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
 
 def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
     text = str(error)
-    for beginning, meaning in _BY_SQLITE_MESSAGE.items():
-        if text.startswith(beginning):
+    for words, meaning in _BY_SQLITE_MESSAGE.items():
+        if words in text:
             return meaning
     return Meaning.REJECTED if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) else Meaning.OTHER
 

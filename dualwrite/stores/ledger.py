@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, Engine, bindparam, exc, exists, select
+from sqlalchemy import Connection, Engine, bindparam, exc, exists, func, select
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
@@ -15,6 +16,21 @@ from dualwrite.stores.tables import declare_tables
 
 WHOLE_BATCH: Final = -1
 """The partition id of a batch that is written as one whole."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How much of a batch is written and committed.
+
+    Attributes:
+        partitions: Number of partitions.
+        rows: Number of rows in them.
+        messages: Number of messages in them.
+    """
+
+    partitions: int
+    rows: int
+    messages: int
 
 
 class Ledger:
@@ -30,6 +46,11 @@ class Ledger:
         of_batch = (ledger.c.sink == bindparam("sink_"), ledger.c.batch_id == bindparam("batch_"))
         self._seen = select(exists().where(*of_batch, ledger.c.partition_id == bindparam("partition_")))
         self._started = select(ledger.c.partition_count).where(*of_batch).limit(1)
+        self._written = select(
+            func.count(),
+            func.coalesce(func.sum(ledger.c.row_count), 0),
+            func.coalesce(func.sum(ledger.c.message_count), 0),
+        ).where(*of_batch, ledger.c.partition_id >= 0)
 
     def seen(
         self,
@@ -81,6 +102,24 @@ class Ledger:
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, engine, self._schema) from error
 
+    def written(self, database: Connection | Engine, sink: str, batch_id: str) -> Written:
+        """How much of the batch's partitions is committed.
+
+        Raises:
+            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
+        """
+        bound = {"sink_": sink, "batch_": batch_id}
+        engine = database if isinstance(database, Engine) else database.engine
+        try:
+            if isinstance(database, Connection):
+                row = database.execute(self._written, bound).one()
+            else:
+                with database.connect() as connection:
+                    row = connection.execute(self._written, bound).one()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, engine, self._schema) from error
+        return Written(*map(int, row))
+
     def insert(
         self,
         connection: Connection,
@@ -115,9 +154,9 @@ class Ledger:
             "message_count": message_count,
             "partition_count": partition_count,
         }
-        statement = dialect_of(connection.engine).insert_if_missing(self._ledger)
+        statement = dialect_of(connection.engine).insert_if_missing(self._ledger).returning(self._ledger.c.partition_id)
         try:
-            inserted = connection.execute(statement, row).rowcount == 1
+            inserted = connection.execute(statement, row).one_or_none() is not None
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, connection.engine, self._schema) from error
         if inserted:

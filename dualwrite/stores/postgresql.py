@@ -19,7 +19,7 @@ from dualwrite.stores.dialect import Standing
 from dualwrite.stores.failures import sqlstate_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.tables import Tables
@@ -110,6 +110,7 @@ class PostgreSQL:
         if driver.pgconn.transaction_status in {1, 2, 3}:
             raise IllegalStateError("the driver's connection is already in a transaction")
         connection.begin()
+        connection.info[_STARTED] = None
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
@@ -165,7 +166,9 @@ class PostgreSQL:
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         started, name, _ = values
-        if started != connection.info.get(_STARTED):
+        if connection.info[_STARTED] is None:
+            connection.info[_STARTED] = started
+        elif started != connection.info[_STARTED]:
             raise IllegalStateError(
                 "the database transaction of the dual write was ended inside it: by a COMMIT or ROLLBACK sent as text, or "
                 "by a pooler that shares connections by statement",
@@ -173,7 +176,7 @@ class PostgreSQL:
             )
         return cast("str", name)
 
-    def insert_if_missing(self, table: Table) -> Executable:
+    def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return postgresql.insert(table).on_conflict_do_nothing()
 

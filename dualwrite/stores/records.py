@@ -119,7 +119,7 @@ class Records:
             statement = statement.where(incident.c.acknowledged_at.is_(None))
         found = [
             Incident(name, state, Outcome(outcome), detail, detected_at, acknowledged_at)
-            for name, state, outcome, detail, detected_at, acknowledged_at in connection.execute(statement)
+            for name, state, outcome, detail, detected_at, acknowledged_at in connection.execute(statement).all()
         ]
         return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))
 

@@ -132,8 +132,10 @@ def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
         yield rest[start : start + _CHUNK]
 
 
-def parse_rows(table: str, rows: Iterable[NamedValues]) -> Sequence[StateRow]:
+def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
     """The rows of a SELECT of the whole table, in order of id.
+
+    All of them are to be fetched before: a cursor that a bad row leaves half read would keep SQLite's lock.
 
     Raises:
         ConfigurationError: As :func:`parse_state_row`.
@@ -153,7 +155,8 @@ def read_rows(tables: Tables, ids: Sequence[str], connection: Connection) -> Seq
         row
         for chunk in in_chunks(ids)
         for row in parse_rows(
-            state.fullname, connection.execute(select(state).where(state.c.transactional_id.in_(chunk))).mappings()
+            state.fullname,
+            connection.execute(select(state).where(state.c.transactional_id.in_(chunk))).mappings().all(),
         )
     ]
 

@@ -145,11 +145,11 @@ class SlotPool:
                 next_step="wait for workers to end, or raise max_slots",
             )
         transactional_id = f"{self.pool}#{number}"
-        made = connection.execute(
-            self._dialect.insert_if_missing(slot),
+        made = connection.scalar(
+            self._dialect.insert_if_missing(slot).returning(slot.c.transactional_id),
             {"transactional_id": transactional_id, "pool": self.pool, "number": number},
         )
-        return transactional_id if made.rowcount == 1 else None
+        return None if made is None else transactional_id
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
         """Extend a lease to ``ttl_s`` seconds from now; also one that is over, if nobody has taken the slot since.

@@ -19,7 +19,7 @@ from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores.dialect import Standing
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.tables import Tables
@@ -101,7 +101,7 @@ class SQLite:
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
         return None
 
-    def insert_if_missing(self, table: Table) -> Executable:
+    def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return sqlite.insert(table).on_conflict_do_nothing()
 

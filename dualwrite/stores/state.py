@@ -189,7 +189,7 @@ class SqlStateStore:
         state = self._tables.state
         statement = select(state).where(state.c.transactional_id == transactional_id).with_for_update()
         rows = self._own.run(
-            lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings()),
+            lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all()),
             lock_timeout_s=deadline.remaining_s(),
         )
         if not rows:
@@ -202,7 +202,9 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.StateStore.find`."""
         state = self._tables.state
         statement = select(state).where(begins_with(state.c.transactional_id, prefix))
-        return self._own.read(lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings()))
+        return self._own.read(
+            lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all())
+        )
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
         """See :meth:`dualwrite.ports.StateStore.record_outcomes`."""

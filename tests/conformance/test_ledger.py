@@ -1,0 +1,121 @@
+"""The ledger, on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Database, Thread, wait_until_blocked
+from sqlalchemy import Connection, text
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.stores.ledger import WHOLE_BATCH, Ledger
+
+COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
+
+
+@pytest.fixture
+def ledger(database: Database) -> Ledger:
+    return Ledger(database.schema)
+
+
+@pytest.fixture
+def connection(database: Database) -> Iterator[Connection]:
+    with database.engine().connect() as made:
+        yield made
+
+
+def test_what_is_committed_is_seen(database: Database, ledger: Ledger, connection: Connection) -> None:
+    assert not ledger.seen(connection, "sink", "batch", 0)
+    assert ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.commit()
+    with database.engine().connect() as other:
+        assert ledger.seen(other, "sink", "batch", 0)
+        for key in [("sink", "batch", 1), ("sink", "other", 0), ("other", "batch", 0), ("sink", "batch", WHOLE_BATCH)]:
+            assert not ledger.seen(other, *key)
+    row = connection.execute(database.tables.ledger.select()).mappings().one()
+    assert {name: row[name] for name in COUNTS} == COUNTS
+    assert row["written_at"].tzinfo is not None
+
+
+def test_what_is_rolled_back_is_not_seen(ledger: Ledger, connection: Connection) -> None:
+    ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.rollback()
+    assert not ledger.seen(connection, "sink", "batch", 0)
+    assert ledger.started(connection, "sink", "batch") is None
+
+
+def test_a_second_attempt_is_told_apart(ledger: Ledger, connection: Connection) -> None:
+    assert ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.commit()
+    assert not ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.execute(text("SELECT 1"))  # the transaction goes on
+    assert ledger.insert(connection, "sink", "batch", 1, **COUNTS)
+    connection.commit()
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("first_commits", [True, False])
+def test_of_two_attempts_at_once_one_counts(postgres: Database, level: str, first_commits: bool) -> None:
+    ledger = Ledger()
+    engine = postgres.engine(isolation_level=level)
+    with engine.connect() as one, engine.connect() as two:
+        assert ledger.insert(one, "sink", "batch", 0, **COUNTS)
+        second = Thread(lambda: ledger.insert(two, "sink", "batch", 0, **COUNTS))
+        wait_until_blocked(postgres)
+        (one.commit if first_commits else one.rollback)()
+        if not first_commits:
+            assert second.result()
+        elif level == "READ COMMITTED":
+            assert not second.result()
+        else:
+            with pytest.raises(TransactionAborted) as caught:
+                second.result()
+            assert caught.value.retryable
+            two.rollback()
+            assert ledger.seen(two, "sink", "batch", 0)
+
+
+def test_a_changed_number_of_partitions_is_refused(database: Database, ledger: Ledger, connection: Connection) -> None:
+    ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.commit()
+    assert ledger.started(connection, "sink", "batch") == 4
+    assert ledger.started(connection.engine, "sink", "batch") == 4
+    assert ledger.seen(connection, "sink", "batch", 0, partition_count=4)
+    calls: list[Any] = [
+        lambda: ledger.seen(connection, "sink", "batch", 1, partition_count=5),
+        lambda: ledger.insert(connection, "sink", "batch", 1, row_count=0, message_count=0, partition_count=5),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="4 partitions and now has 5") as caught:
+            call()
+        assert "repartition(4" in str(caught.value)
+    assert not ledger.seen(connection, "sink", "another", 1, partition_count=5)
+
+
+@pytest.mark.parametrize(("sink", "batch"), [("", "b"), ("s", ""), ("x" * 256, "b"), ("s", "x" * 256), ("s", "a\x00")])
+def test_names_that_cannot_be_keys_are_refused(ledger: Ledger, connection: Connection, sink: str, batch: str) -> None:
+    with pytest.raises(ConfigurationError, match="the name of a"):
+        ledger.insert(connection, sink, batch, 0, **COUNTS)
+
+
+def test_counts_that_cannot_be_are_refused(ledger: Ledger, connection: Connection) -> None:
+    with pytest.raises(ConfigurationError):
+        ledger.insert(connection, "sink", "batch", 0, row_count=-1, message_count=0, partition_count=1)
+
+
+def test_a_missing_table_names_the_command(database: Database, ledger: Ledger, connection: Connection) -> None:
+    with database.engines[0].begin() as other:
+        database.tables.ledger.drop(other)
+    calls: list[Any] = [
+        lambda: ledger.seen(connection, "sink", "batch", 0),
+        lambda: ledger.started(connection, "sink", "batch"),
+        lambda: ledger.started(connection.engine, "sink", "batch"),
+        lambda: ledger.insert(connection, "sink", "batch", 0, **COUNTS),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="dualwrite migrate"):
+            call()
+        connection.rollback()

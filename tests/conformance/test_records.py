@@ -1,0 +1,121 @@
+"""What is recorded after a decision, on every database."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from conftest import Database, prepared
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.observations import Outcome
+from dualwrite.ports import StateRow
+from dualwrite.stores.state import SqlStateStore
+
+
+def decided(database: Database, store: SqlStateStore, name: str = "orders", number: int = 1) -> StateRow:
+    row = database.claim(store, name)
+    state = prepared(row.incarnation, number)
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        store.decide(connection, name, row.incarnation, state)
+        store.commit(connection)
+    return replace(row, prepared=state)
+
+
+def completed(store: SqlStateStore, name: str = "orders") -> Outcome | None:
+    return store.read([name])[0].completed
+
+
+def test_an_outcome_is_recorded_in_the_row(database: Database, store: SqlStateStore) -> None:
+    rows = [decided(database, store, name) for name in ("b", "a")]
+    for _ in range(2):
+        store.record_outcomes([(row, Outcome.COMMITTED, "seen") for row in rows])
+        assert [completed(store, name) for name in ("a", "b")] == [Outcome.COMMITTED] * 2
+    assert store.incidents() == []
+    store.record_outcomes([])
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.UNVERIFIABLE])
+def test_a_loss_outlives_the_next_decision(database: Database, store: SqlStateStore, outcome: Outcome) -> None:
+    row = decided(database, store)
+    for _ in range(2):
+        store.record_outcomes([(row, outcome, "the broker\x00 timed it out")])
+        assert completed(store) is outcome
+    decided(database, store, number=2)
+    assert completed(store) is None
+    assert store.incident("orders", row.prepared) is outcome
+    assert store.incident("orders", replace(row.prepared, started_ms=123)) is outcome
+    assert store.incident("orders", prepared(2, 2)) is None
+    assert store.incident("others", row.prepared) is None
+    (incident,) = store.incidents()
+    assert (incident.transactional_id, incident.outcome) == ("orders", outcome)
+    assert incident.prepared_transaction_state == str(row.prepared)
+    assert incident.detail == "the broker? timed it out"
+    assert (incident.detected_at.tzinfo is not None, incident.acknowledged_at) == (True, None)
+
+
+def test_an_outcome_is_recorded_once(database: Database, store: SqlStateStore) -> None:
+    row = decided(database, store)
+    store.record_outcomes([(row, Outcome.COMMITTED, "")])
+    store.record_outcomes([(row, Outcome.UNVERIFIABLE, "its records are gone by now")])
+    assert (completed(store), store.incidents()) == (Outcome.COMMITTED, [])
+
+
+def test_an_abort_marker_is_never_passed_over(database: Database, store: SqlStateStore) -> None:
+    row = decided(database, store)
+    store.record_outcomes([(row, Outcome.COMMITTED, "")])
+    store.record_outcomes([(row, Outcome.LOST, "an abort marker")])
+    assert completed(store) is Outcome.COMMITTED
+    assert [incident.outcome for incident in store.incidents()] == [Outcome.LOST]
+
+
+def test_the_outcome_of_an_older_decision_does_not_touch_the_newer_one(
+    database: Database, store: SqlStateStore
+) -> None:
+    old = decided(database, store, number=1)
+    decided(database, store, number=2)
+    store.record_outcomes([(old, Outcome.COMMITTED, "late")])
+    assert (completed(store), store.incidents()) == (None, [])
+    store.record_outcomes([(old, Outcome.LOST, "late")])
+    assert (completed(store), store.incident("orders", old.prepared)) == (None, Outcome.LOST)
+
+
+def test_losses_are_listed_by_prefix_until_a_person_has_looked(database: Database, store: SqlStateStore) -> None:
+    rows = [decided(database, store, name) for name in ("orders", "orders#1", "payments")]
+    for row in rows:
+        store.record_outcomes([(row, Outcome.LOST, row.transactional_id)])
+    assert [incident.detail for incident in store.incidents()] == ["orders", "orders#1", "payments"]
+    assert [incident.detail for incident in store.incidents("orders")] == ["orders", "orders#1"]
+    assert store.acknowledge("orders", rows[0].prepared)
+    assert not store.acknowledge("orders", rows[0].prepared)
+    assert not store.acknowledge("nobody", rows[0].prepared)
+    assert [incident.detail for incident in store.incidents("orders")] == ["orders#1"]
+    seen = {incident.detail: incident.acknowledged_at for incident in store.incidents(acknowledged=True)}
+    assert {name for name, when in seen.items() if when is None} == {"orders#1", "payments"}
+    assert store.incident("orders", rows[0].prepared) is Outcome.LOST
+
+
+def test_the_settled_mark_only_rises(database: Database, store: SqlStateStore) -> None:
+    for _ in range(3):
+        store.claim(["a", "b"], owner="me", cluster_id="cluster-one")
+    store.mark_settled({"b": 2, "a": 1, "nobody": 7})
+    store.mark_settled({"a": 2, "b": 1})
+    assert [row.settled_incarnation for row in store.read(["a", "b"])] == [2, 2]
+    store.mark_settled({})
+
+
+def test_an_incarnation_that_was_not_reached_is_not_settled(database: Database, store: SqlStateStore) -> None:
+    database.claim(store, "a")
+    with pytest.raises(ConfigurationError):
+        store.mark_settled({"a": 2})
+
+
+def test_a_state_of_any_size_can_become_an_incident(database: Database, store: SqlStateStore) -> None:
+    row = database.claim(store, "orders")
+    state = replace(
+        prepared(1), first_offsets=tuple(replace(prepared(1).first_offsets[0], partition=n) for n in range(50_000))
+    )
+    database.set_state("orders", str(state))
+    store.record_outcomes([(replace(row, prepared=state), Outcome.LOST, "long")])
+    assert store.incident("orders", state) is Outcome.LOST

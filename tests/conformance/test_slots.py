@@ -1,0 +1,132 @@
+"""Leases of slots, on every database."""
+
+from __future__ import annotations
+
+import threading
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from conftest import Database, Thread
+
+from dualwrite.errors import ConfigurationError, Fenced, Unavailable
+from dualwrite.stores.slots import Lease, SlotPool
+
+
+@pytest.fixture
+def pool(database: Database) -> SlotPool:
+    return SlotPool(database.engine(), "job", schema=database.schema)
+
+
+def names(leases: list[Lease] | object) -> list[str]:
+    assert isinstance(leases, (list, tuple)) or hasattr(leases, "__iter__")
+    return [lease.transactional_id for lease in leases]
+
+
+def test_slots_are_numbered_from_one_and_grow_as_needed(pool: SlotPool) -> None:
+    leases = [pool.lease(f"worker {number}", 60) for number in range(3)]
+    assert names(leases) == ["job#1", "job#2", "job#3"]
+    assert {lease.pool for lease in leases} == {"job"}
+    assert leases[0].owner == "worker 0"
+    assert timedelta(seconds=50) < leases[0].until - datetime.now(timezone.utc) < timedelta(seconds=70)
+
+
+def test_a_released_slot_is_the_next_one_leased(pool: SlotPool) -> None:
+    leases = [pool.lease("worker", 60) for _ in range(3)]
+    assert pool.release(leases[1])
+    assert not pool.release(leases[1])
+    assert pool.lease("another", 60).transactional_id == "job#2"
+    assert pool.lease("another", 60).transactional_id == "job#4"
+
+
+def test_a_lease_that_is_over_is_free(pool: SlotPool) -> None:
+    first = pool.lease("dead", -1)
+    assert names(pool.expired()) == ["job#1"]
+    second = pool.lease("alive", 60)
+    assert second.transactional_id == first.transactional_id
+    assert pool.expired() == []
+    with pytest.raises(Fenced, match="dead") as caught:
+        pool.renew(first, 60)
+    assert caught.value.transactional_id == "job#1"
+    assert not pool.release(first)
+    assert pool.held_by("alive") == [second]
+
+
+def test_a_lease_is_renewed_also_late_if_nobody_took_the_slot(pool: SlotPool) -> None:
+    lease = pool.lease("worker", -1)
+    renewed = pool.renew(lease, 60)
+    assert renewed.until > lease.until + timedelta(seconds=50)
+    assert pool.expired() == []
+    assert pool.held_by("worker") == [renewed]
+    pool.release(renewed)
+    with pytest.raises(Fenced):
+        pool.renew(renewed, 60)
+
+
+def test_leases_are_listed_by_the_beginning_of_the_owners_name(pool: SlotPool) -> None:
+    for owner in ("job-1/task-1", "job-1/task-2", "job-10/task-1", "JOB-1/task-1"):
+        pool.lease(owner, 60)
+    assert names(pool.held_by("job-1/")) == ["job#1", "job#2"]
+    assert names(pool.held_by("job-1/task-2")) == ["job#2"]
+    assert names(pool.held_by("")) == ["job#1", "job#2", "job#3", "job#4"]
+
+
+def test_pools_do_not_see_each_other(database: Database, pool: SlotPool) -> None:
+    other = SlotPool(database.engine(), "job2", schema=database.schema)
+    pool.lease("worker", -1)
+    assert other.lease("worker", 60).transactional_id == "job2#1"
+    assert names(other.held_by("worker")) == ["job2#1"]
+    assert other.expired() == []
+
+
+def test_a_pool_grows_to_its_limit_only(database: Database) -> None:
+    pool = SlotPool(database.engine(), "job", schema=database.schema, max_slots=2)
+    leases = [pool.lease("worker", 60) for _ in range(2)]
+    with pytest.raises(Unavailable, match="all 2 slots"):
+        pool.lease("worker", 60)
+    pool.release(leases[0])
+    assert pool.lease("worker", 60).transactional_id == "job#1"
+
+
+def test_concurrent_workers_never_share_a_slot(database: Database, pool: SlotPool) -> None:
+    for _ in range(3):
+        pool.lease("dead", -1)
+    together = threading.Barrier(6)
+
+    def lease(number: int) -> list[Lease]:
+        own = SlotPool(database.url, "job", schema=database.schema)
+        together.wait()
+        held = [own.lease(f"worker {number}", 60) for _ in range(4)]
+        own.close()
+        return held
+
+    threads = [Thread(lambda number=number: lease(number)) for number in range(6)]
+    leases = [lease for thread in threads for lease in thread.result()]
+    assert sorted(names(leases)) == sorted(f"job#{number}" for number in range(1, 25))
+
+
+@pytest.mark.postgresql
+def test_a_slot_that_is_being_leased_is_passed_over(postgres: Database) -> None:
+    pool = SlotPool(postgres.engine(), "job")
+    for _ in range(2):
+        pool.lease("dead", -1)
+    with postgres.engine().connect() as observer:
+        observer.exec_driver_sql("SELECT * FROM dualwrite_slot WHERE number = 1 FOR UPDATE")
+        assert pool.lease("alive", 60).transactional_id == "job#2"
+
+
+def test_a_missing_table_names_the_command(database: Database, pool: SlotPool) -> None:
+    with database.engines[0].begin() as connection:
+        database.tables.slot.drop(connection)
+    with pytest.raises(ConfigurationError, match="dualwrite migrate"):
+        pool.lease("worker", 60)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 245, "a\nb"])
+def test_a_name_that_leaves_no_room_is_refused(database: Database, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="name of a pool"):
+        SlotPool(database.engine(), name)
+
+
+def test_the_longest_name_has_room_for_numbers(database: Database) -> None:
+    pool = SlotPool(database.engine(), "x" * 244, schema=database.schema)
+    assert pool.lease("worker", 60).transactional_id.endswith("x#1")

@@ -1,0 +1,371 @@
+"""The database's part of a dual write, on every database."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import Database, prepared
+from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import IntegrityError
+
+from dualwrite.errors import (
+    ConfigurationError,
+    DualWriteError,
+    IllegalStateError,
+    TransactionAborted,
+    TransactionInDoubt,
+)
+from dualwrite.observations import Outcome
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.stores.state import SqlStateStore
+
+INSERT = text("INSERT INTO orders (id, customer) VALUES (:id, :customer)")
+
+
+def insert(connection: Connection, number: int, customer: int | None = None) -> None:
+    connection.execute(INSERT, {"id": number, "customer": customer})
+
+
+def orders(database: Database) -> list[int]:
+    return [row[0] for row in database.query("SELECT id FROM orders ORDER BY id")]
+
+
+def test_a_decision_and_its_rows_become_visible_together(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    row = database.claim(store, "orders")
+    state = prepared(1, started_ms=1767225600000)
+    store.begin(connection)
+    assert store.read_incarnation(connection, "orders") == 1
+    insert(connection, 1)
+    assert store.decide(connection, "orders", 1, state)[0]
+    assert (store.read(["orders"])[0].prepared, orders(database)) == (row.prepared, [])
+    store.commit(connection)
+    found = store.read(["orders"])[0]
+    assert (str(found.prepared), orders(database)) == (str(state), [1])
+    assert found.updated_at > row.updated_at
+    assert not connection.in_transaction()
+
+
+def test_the_connection_serves_one_dual_write_after_another(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    for number in range(8):  # psycopg prepares a statement on the server from its sixth run
+        store.begin(connection)
+        store.read_incarnation(connection, "orders")
+        insert(connection, number)
+        assert store.decide(connection, "orders", 1, prepared(1, number))[0]
+        (store.rollback if number == 3 else store.commit)(connection)
+    assert orders(database) == [0, 1, 2, 4, 5, 6, 7]
+    assert store.read(["orders"])[0].prepared == prepared(1, 7)
+
+
+def test_a_rollback_leaves_nothing(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    row = database.claim(store, "orders")
+    store.begin(connection)
+    store.read_incarnation(connection, "orders")
+    insert(connection, 1)
+    store.decide(connection, "orders", 1, prepared(1))
+    store.rollback(connection)
+    assert (store.read(["orders"]), orders(database)) == ([row], [])
+    store.rollback(connection)
+    assert not connection.in_transaction()
+
+
+def test_an_id_without_a_row_has_no_incarnation(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    store.begin(connection)
+    assert store.read_incarnation(connection, "orders") is None
+
+
+def test_the_first_statement_sees_a_claim(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    database.claim(store, "orders")
+    database.claim(store, "orders")
+    store.begin(connection)
+    assert store.read_incarnation(connection, "orders") == 2
+
+
+def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    database.claim(store, "orders")
+    database.claim(store, "orders")
+    store.begin(connection)
+    assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
+    assert not store.hold(connection, "orders", 1)
+    assert store.hold(connection, "orders", 2)
+    assert store.decide(connection, "nobody", 1, prepared(1)) == (False, None)
+    store.commit(connection)
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_several_ids_are_decided_at_once(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    store.claim(["a", "b", "c"], owner="me", cluster_id="cluster-one")
+    store.begin(connection)
+    for number, name in enumerate("abc"):
+        assert store.decide(connection, name, 1, prepared(1, number))[0]
+    store.commit(connection)
+    assert [row.prepared for row in store.find("")] == [prepared(1, number) for number in range(3)]
+
+
+def test_a_decision_forgets_what_became_of_the_one_before(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    row = replace(database.claim(store, "orders"), prepared=prepared(1, 1))
+    database.set_state("orders", str(row.prepared))
+    store.record_outcomes([(row, Outcome.COMMITTED, "")])
+    assert store.read(["orders"])[0].completed is Outcome.COMMITTED
+    store.begin(connection)
+    store.decide(connection, "orders", 1, prepared(1, 2))
+    store.commit(connection)
+    assert store.read(["orders"])[0].completed is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        PreparedTxnState(),
+        PreparedTxnState(42, 0),
+        PreparedTxnState(42, 0, 1),
+        PreparedTxnState(42, 0, None, (FirstOffset("orders", 0, 1),)),
+        prepared(2),
+    ],
+)
+def test_a_state_that_could_not_be_settled_is_not_decided(
+    database: Database, store: SqlStateStore, connection: Connection, state: PreparedTxnState
+) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    with pytest.raises(IllegalStateError, match="cannot be recorded"):
+        store.decide(connection, "orders", 1, state)
+
+
+def test_a_state_that_could_not_be_read_back_is_not_decided(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    long = tuple(FirstOffset("t" * 249, partition, 2**62) for partition in range(40_000))
+    store.begin(connection)
+    for firsts in [long, (FirstOffset("a;b", 0, 0),)]:
+        with pytest.raises(ConfigurationError, match="not a prepared transaction state"):
+            store.decide(connection, "orders", 1, PreparedTxnState(42, 0, 1, firsts))
+
+
+def test_a_connection_inside_a_transaction_is_refused_and_left_alone(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    insert(connection, 1)
+    with pytest.raises(IllegalStateError, match="already in a transaction"):
+        store.begin(connection)
+    connection.commit()
+    assert orders(database) == [1]
+
+
+def test_a_driver_inside_a_transaction_is_refused_and_left_alone(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    driver: Any = connection.connection.dbapi_connection
+    driver.execute("INSERT INTO orders VALUES (1, NULL)")
+    with pytest.raises(IllegalStateError, match="already in a transaction"):
+        store.begin(connection)
+    driver.commit()
+    assert orders(database) == [1]
+
+
+def test_a_closed_connection_is_refused(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    connection.close()
+    with pytest.raises(IllegalStateError, match="closed"):
+        store.begin(connection)
+    store.rollback(connection)
+
+
+def test_a_connection_in_autocommit_is_refused(database: Database, store: SqlStateStore) -> None:
+    with (
+        database.engine(isolation_level="AUTOCOMMIT").connect() as connection,
+        pytest.raises(ConfigurationError, match="autocommit"),
+    ):
+        store.begin(connection)
+
+
+def test_a_connection_set_to_autocommit_is_refused(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    connection.execution_options(isolation_level="AUTOCOMMIT")
+    with pytest.raises(ConfigurationError, match="autocommit"):
+        store.begin(connection)
+    assert not connection.in_transaction()
+
+
+def test_a_violated_deferred_constraint_at_commit_is_a_definite_abort(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    row = database.claim(store, "orders")
+    store.begin(connection)
+    insert(connection, 1, customer=404)
+    store.decide(connection, "orders", 1, prepared(1))
+    with pytest.raises(TransactionAborted, match="COMMIT failed") as caught:
+        store.commit(connection)
+    assert not caught.value.retryable
+    assert isinstance(caught.value.__cause__, IntegrityError)
+    assert (store.read(["orders"]), orders(database)) == ([row], [])
+    insert(connection, 1)  # the connection is free for the next transaction
+    connection.commit()
+    assert orders(database) == [1]
+
+
+def test_a_listener_that_stops_the_commit_is_a_definite_abort(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    row = database.claim(store, "orders")
+    store.begin(connection)
+    insert(connection, 1)
+    store.decide(connection, "orders", 1, prepared(1))
+
+    def stop(_: Connection) -> None:
+        raise KeyboardInterrupt
+
+    event.listen(connection, "commit", stop)
+    with pytest.raises(TransactionAborted) as caught:
+        store.commit(connection)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert (store.read(["orders"]), orders(database)) == ([row], [])
+
+
+def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
+    database: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    store.decide(connection, "orders", 1, prepared(1))
+    send = connection.dialect.do_commit
+
+    def interrupted(driver: Any) -> None:
+        send(driver)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connection.dialect, "do_commit", interrupted)
+        with pytest.raises(TransactionInDoubt) as caught:
+            store.commit(connection)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert store.read(["orders"])[0].prepared == prepared(1)
+    insert(connection, 1)  # on a new driver's connection
+    connection.commit()
+
+
+@pytest.mark.parametrize("words", ["COMMIT", "ROLLBACK"])
+def test_a_transaction_ended_inside_is_noticed_before_the_decision(
+    database: Database, store: SqlStateStore, connection: Connection, words: str
+) -> None:
+    row = database.claim(store, "orders")
+    for last in [
+        lambda: store.decide(connection, "orders", 1, prepared(1)),
+        lambda: store.hold(connection, "orders", 1),
+    ]:
+        store.begin(connection)
+        store.read_incarnation(connection, "orders")
+        connection.exec_driver_sql(words)
+        insert(connection, 1)
+        with pytest.raises(IllegalStateError, match="ended inside"):
+            last()
+        store.rollback(connection)
+        assert (store.read(["orders"]), orders(database)) == ([row], [])
+
+
+def test_a_transaction_ended_after_the_decision_is_in_doubt(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    store.decide(connection, "orders", 1, prepared(1))
+    connection.exec_driver_sql("COMMIT")
+    with pytest.raises(TransactionInDoubt):
+        store.commit(connection)
+
+
+def test_savepoints_are_the_users(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    store.read_incarnation(connection, "orders")
+    insert(connection, 1)
+    with pytest.raises(IntegrityError), connection.begin_nested():
+        insert(connection, 1)
+    with connection.begin_nested():
+        insert(connection, 2)
+    connection.begin_nested()
+    insert(connection, 3)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    store.commit(connection)
+    assert orders(database) == [1, 2, 3]
+
+
+def test_a_missing_table_names_the_command(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    database.execute(f"DROP TABLE {database.state_table}")
+    with pytest.raises(ConfigurationError, match="dualwrite migrate --url") as caught:
+        database.claim(store, "orders")
+    assert ("--schema" in str(caught.value)) == (database.schema is not None)
+    for call in [lambda: store.read(["orders"]), lambda: store.find("")]:
+        with pytest.raises(ConfigurationError, match="dualwrite migrate --url"):
+            call()
+    store.begin(connection)
+    with pytest.raises(ConfigurationError, match="dualwrite migrate --url"):
+        store.read_incarnation(connection, "orders")
+
+
+def test_a_missing_column_names_the_command(database: Database, store: SqlStateStore) -> None:
+    database.execute(f"ALTER TABLE {database.state_table} DROP COLUMN owner")
+    with pytest.raises(ConfigurationError, match="dualwrite migrate --url"):
+        database.claim(store, "orders")
+
+
+def test_no_error_shows_a_password(database: Database) -> None:
+    database.execute(f"DROP TABLE {database.state_table}")
+    store = database.store()
+    secret = store.engine.url.password
+    with pytest.raises(ConfigurationError) as caught:
+        database.claim(store, "orders")
+    assert secret is None or secret not in str(caught.value) + repr(caught.value) + str(pickle.dumps(caught.value))
+
+
+def test_no_database_error_escapes_unmapped(database: Database) -> None:
+    store = database.store()
+    for table in (database.tables.state, database.tables.incident):
+        with store.engine.begin() as connection:
+            table.drop(connection)
+    row = database_row()
+    calls = [
+        lambda: store.claim(["a"], owner="me", cluster_id="c"),
+        lambda: store.read(["a"]),
+        lambda: store.find("a"),
+        lambda: store.record_outcomes([(row, Outcome.LOST, "gone")]),
+        lambda: store.mark_settled({"a": 1}),
+        lambda: store.incident("a", prepared(1)),
+        store.incidents,
+        lambda: store.acknowledge("a", prepared(1)),
+    ]
+    for call in calls:
+        with pytest.raises(DualWriteError):
+            call()
+
+
+def database_row() -> Any:
+    from datetime import datetime, timezone
+
+    from dualwrite.ports import StateRow
+
+    return StateRow("a", prepared(1), "n", 1, 0, None, "c", "me", datetime.now(timezone.utc))
+
+
+def test_the_store_knows_nothing_of_an_unnamed_transaction(database: Database, store: SqlStateStore) -> None:
+    assert store.transaction_verdict(None) is DatabaseVerdict.UNKNOWN
+
+
+def test_a_store_made_from_a_url_owns_its_engine(database: Database) -> None:
+    store = SqlStateStore(database.url, schema=database.schema)
+    assert database.claim(store, "orders").incarnation == 1
+    store.close()
+    store.close()

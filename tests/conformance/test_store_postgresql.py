@@ -1,0 +1,460 @@
+"""What only PostgreSQL does: isolation levels, waiting for rows, dying sessions, rights, standbys."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import CLUSTER, Database, Thread, prepare, prepared, wait_until, wait_until_blocked
+from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.stores.short_transactions import ShortTransactions
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedPostgres
+
+pytestmark = pytest.mark.postgresql
+
+
+@pytest.fixture
+def store(postgres: Database) -> SqlStateStore:
+    return postgres.store()
+
+
+@pytest.fixture
+def connection(store: SqlStateStore) -> Iterator[Connection]:
+    with store.engine.connect() as made:
+        yield made
+
+
+def backend(connection: Connection) -> int:
+    driver: Any = connection.connection.dbapi_connection
+    return driver.info.backend_pid
+
+
+def terminate(database: Database, pid: int) -> None:
+    database.query("SELECT pg_terminate_backend(:pid)", pid=pid)
+    while database.query("SELECT 1 FROM pg_stat_activity WHERE pid = :pid", pid=pid):
+        pass
+
+
+def begin(store: SqlStateStore, connection: Connection, incarnation: int = 1) -> None:
+    store.begin(connection)
+    assert store.read_incarnation(connection, "orders") == incarnation
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+class TestIsolationLevels:
+    def test_a_dual_write_is_decided(self, postgres: Database, store: SqlStateStore, level: str) -> None:
+        with postgres.engine(isolation_level=level).connect() as connection:
+            for number in range(3):
+                incarnation = postgres.claim(store, "orders").incarnation
+                begin(store, connection, incarnation)
+                assert store.decide(connection, "orders", incarnation, prepared(incarnation, number))[0]
+                store.commit(connection)
+        assert store.read(["orders"])[0].prepared == prepared(3, 2)
+
+    def test_who_is_claimed_away_in_the_middle_cannot_decide(
+        self, postgres: Database, store: SqlStateStore, level: str
+    ) -> None:
+        postgres.claim(store, "orders")
+        with postgres.engine(isolation_level=level).connect() as connection:
+            for last in [
+                lambda incarnation: store.decide(connection, "orders", incarnation, prepared(incarnation))[0],
+                lambda incarnation: store.hold(connection, "orders", incarnation),
+            ]:
+                incarnation = store.read(["orders"])[0].incarnation
+                begin(store, connection, incarnation)
+                connection.execute(text("INSERT INTO orders VALUES (1)"))
+                postgres.claim(store, "orders")
+                if level == "READ COMMITTED":
+                    assert not last(incarnation)
+                else:
+                    with pytest.raises(TransactionAborted) as caught:
+                        last(incarnation)
+                    assert caught.value.retryable
+                store.rollback(connection)
+        assert not store.read(["orders"])[0].prepared.has_transaction
+        assert not postgres.query("SELECT 1 FROM orders")
+
+    def test_a_claim_waits_for_a_decision_and_returns_it(
+        self, postgres: Database, store: SqlStateStore, level: str
+    ) -> None:
+        postgres.claim(store, "orders")
+        with postgres.engine(isolation_level=level).connect() as connection:
+            begin(store, connection)
+            store.decide(connection, "orders", 1, prepared(1))
+            claim = Thread(lambda: postgres.claim(store, "orders"))
+            wait_until_blocked(postgres)
+            assert not claim.done
+            store.commit(connection)
+        row = claim.result()
+        assert (row.incarnation, row.prepared) == (2, prepared(1))
+
+    def test_a_claim_waits_for_whoever_holds_the_row(
+        self, postgres: Database, store: SqlStateStore, level: str
+    ) -> None:
+        postgres.claim(store, "orders")
+        with postgres.engine(isolation_level=level).connect() as connection:
+            begin(store, connection)
+            assert store.hold(connection, "orders", 1)
+            claim = Thread(lambda: postgres.claim(store, "orders"))
+            wait_until_blocked(postgres)
+            store.commit(connection)
+        assert claim.result().incarnation == 2
+
+
+def test_the_stores_own_transactions_do_not_depend_on_the_engines_level(postgres: Database) -> None:
+    for level in ("AUTOCOMMIT", "SERIALIZABLE"):
+        store = postgres.store(postgres.engine(isolation_level=level))
+        row = postgres.claim(store, "orders")
+        with pytest.raises(ZeroDivisionError):
+            postgres.claim(store, "orders", verify=lambda _: 1 / 0)
+        assert store.read(["orders"]) == [row]
+
+
+def test_a_serialization_failure_at_commit_may_be_tried_again(postgres: Database, store: SqlStateStore) -> None:
+    store.claim(["a", "b"], owner="me", cluster_id=CLUSTER)
+    engine = postgres.engine(isolation_level="SERIALIZABLE")
+    with engine.connect() as one, engine.connect() as two:
+        for connection, name in ((one, "a"), (two, "b")):
+            store.begin(connection)
+            store.read_incarnation(connection, name)
+            connection.execute(text("SELECT count(*) FROM orders")).all()
+        one.execute(text("INSERT INTO orders VALUES (1)"))
+        two.execute(text("INSERT INTO orders VALUES (2)"))
+        assert store.decide(one, "a", 1, prepared(1, 1))[0]
+        assert store.decide(two, "b", 1, prepared(1, 2))[0]
+        store.commit(one)
+        with pytest.raises(TransactionAborted, match="COMMIT failed") as caught:
+            store.commit(two)
+    assert caught.value.retryable
+    assert [row.prepared.has_transaction for row in store.find("")] == [True, False]
+    assert [row[0] for row in postgres.query("SELECT id FROM orders")] == [1]
+
+
+def test_a_failed_transaction_is_not_committed_silently(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    store.decide(connection, "orders", 1, prepared(1))
+    with pytest.raises(DBAPIError):
+        connection.execute(text("SELECT 1 / 0"))
+    with pytest.raises(TransactionAborted, match="ROLLBACK") as caught:
+        store.commit(connection)
+    assert not caught.value.retryable
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_nothing_is_decided_in_a_failed_transaction(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    with pytest.raises(DBAPIError):
+        connection.execute(text("SELECT 1 / 0"))
+    with pytest.raises(TransactionAborted, match="earlier statement"):
+        store.decide(connection, "orders", 1, prepared(1))
+
+
+def test_a_session_killed_before_commit_is_in_doubt(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    row = postgres.claim(store, "orders")
+    begin(store, connection)
+    _, name = store.decide(connection, "orders", 1, prepared(1))
+    terminate(postgres, backend(connection))
+    with pytest.raises(TransactionInDoubt) as caught:
+        store.commit(connection)
+    assert isinstance(caught.value.__cause__, OperationalError)
+    assert store.read_locked("orders", Deadline(5)) == row
+    assert store.transaction_verdict(name) is DatabaseVerdict.ABORTED
+    store.rollback(connection)
+    begin(store, connection)  # on a new session
+
+
+def test_a_session_lost_before_commit_was_sent_is_a_definite_abort(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    store.decide(connection, "orders", 1, prepared(1))
+    terminate(postgres, backend(connection))
+    with pytest.raises(DBAPIError):
+        connection.execute(text("SELECT 1"))
+    with pytest.raises(TransactionAborted, match="before COMMIT was sent") as caught:
+        store.commit(connection)
+    assert caught.value.retryable
+
+
+def test_a_commit_whose_answer_is_lost_is_in_doubt_and_found_out() -> None:
+    # With no standby a COMMIT is done and then waits for ever to answer.
+    with EmbeddedPostgres({"synchronous_standby_names": "nobody", "synchronous_commit": "local"}) as server:
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        database.claim(store, "orders")
+        with store.engine.connect() as connection:
+            begin(store, connection)
+            connection.execute(text("SET LOCAL synchronous_commit = on"))
+            _, name = store.decide(connection, "orders", 1, prepared(1))
+            assert store.transaction_verdict(name) is DatabaseVerdict.UNKNOWN
+            commit = Thread(lambda: store.commit(connection))
+            wait_until(database, "wait_event = 'SyncRep'")
+            terminate(database, backend(connection))
+            with pytest.raises(TransactionInDoubt):
+                commit.result()
+        assert store.read_locked("orders", Deadline(5)).prepared == prepared(1)
+        assert store.transaction_verdict(name) is DatabaseVerdict.COMMITTED
+        server.restart()
+        assert store.transaction_verdict(name) is DatabaseVerdict.UNKNOWN
+        database.dispose()
+
+
+def test_rolling_back_a_dead_connection_raises_nothing(
+    postgres: Database, store: SqlStateStore, connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    terminate(postgres, backend(connection))
+    store.rollback(connection)
+    assert not connection.in_transaction()
+    begin(store, connection)
+
+
+def test_sessions_of_the_pool_that_died_are_replaced(postgres: Database, store: SqlStateStore) -> None:
+    with store.engine.connect() as one, store.engine.connect() as two:
+        pids = [backend(one), backend(two)]
+    for pid in pids:
+        terminate(postgres, pid)
+    assert postgres.claim(store, "orders").incarnation == 1
+
+
+def test_a_paused_owner_loses_its_session(postgres: Database) -> None:
+    store = postgres.store(paused_owner_timeout_s=0.05)
+    postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        begin(store, connection)
+        store.decide(connection, "orders", 1, prepared(1))
+        assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
+        with pytest.raises(TransactionAborted) as caught:
+            store.commit(connection)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "present", "expected"),
+    [
+        (60, "0", "1min"),
+        (60, "2min", "1min"),
+        (60, "5s", "5s"),
+        (None, "0", "0"),
+        (None, "2h", "2h"),
+        (0.25, "0", "250ms"),
+    ],
+)
+def test_the_limit_for_a_paused_owner_is_only_lowered_and_only_for_the_transaction(
+    postgres: Database, timeout_s: float | None, present: str, expected: str
+) -> None:
+    store = postgres.store(paused_owner_timeout_s=timeout_s)
+    show = text("SHOW idle_in_transaction_session_timeout")
+    with store.engine.connect() as connection:
+        connection.execute(text(f"SET idle_in_transaction_session_timeout = '{present}'"))
+        connection.commit()
+        store.begin(connection)
+        store.read_incarnation(connection, "orders")
+        assert connection.scalar(show) == expected
+        store.rollback(connection)
+        assert connection.scalar(
+            text("SELECT current_setting('idle_in_transaction_session_timeout')::interval = CAST(:p AS interval)"),
+            {"p": present},
+        )
+
+
+@pytest.mark.parametrize(("present", "expected"), [("off", "on"), ("local", "local"), ("on", "on")])
+def test_the_commit_of_a_decision_is_durable(
+    postgres: Database, store: SqlStateStore, connection: Connection, present: str, expected: str
+) -> None:
+    postgres.claim(store, "orders")
+    show = text("SHOW synchronous_commit")
+    connection.execute(text(f"SET synchronous_commit = {present}"))
+    connection.commit()
+    for last in [
+        lambda: store.decide(connection, "orders", 1, prepared(1)),
+        lambda: store.hold(connection, "orders", 1),
+    ]:
+        begin(store, connection)
+        last()
+        assert connection.scalar(show) == expected
+        store.commit(connection)
+        assert connection.scalar(show) == present
+        connection.rollback()
+
+
+def test_the_stores_own_transactions_are_durable(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"options": "-c synchronous_commit=off"}))
+    seen = []
+    own = store._own
+    assert isinstance(own, ShortTransactions)
+    own.run(lambda connection: seen.append(connection.scalar(text("SHOW synchronous_commit"))))
+    assert seen == ["on"]
+
+
+def test_a_read_only_session_is_refused(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"options": "-c default_transaction_read_only=on"}))
+    with pytest.raises(ConfigurationError, match="read-only"):
+        postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        with pytest.raises(ConfigurationError, match="read-only"):
+            store.read_incarnation(connection, "orders")
+
+
+def test_a_connection_set_to_read_only_is_refused(store: SqlStateStore, connection: Connection) -> None:
+    connection.execution_options(postgresql_readonly=True)
+    with pytest.raises(ConfigurationError, match="read-only"):
+        store.begin(connection)
+
+
+def test_a_standby_is_refused(tmp_path: Any) -> None:
+    with EmbeddedPostgres({"primary_conninfo": ""}) as server:
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        row = database.claim(store, "orders")
+        server.stop()
+        (server._process.directory / "data" / "standby.signal").touch()
+        server.start()
+        for call in [lambda: database.claim(store, "orders"), lambda: store.read(["orders"]), store.incidents]:
+            with pytest.raises(ConfigurationError, match="standby"):
+                call()
+        with store.engine.connect() as connection:
+            store.begin(connection)
+            with pytest.raises(ConfigurationError, match="read-only"):
+                store.read_incarnation(connection, "orders")
+        database.dispose()
+    assert row.incarnation == 1
+
+
+def test_a_server_that_does_not_force_its_log_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedPostgres({"fsync": "off"}) as server, caplog.at_level(logging.WARNING):
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        for _ in range(3):
+            database.claim(store, "orders")
+        database.dispose()
+    assert [record.message for record in caplog.records if "fsync" in record.message].__len__() == 1
+
+
+def test_missing_rights_are_granted_by_what_the_error_says(postgres: Database) -> None:
+    role = postgres.query("SELECT 'app_' || current_database()")[0][0]
+    postgres.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        store = postgres.store(postgres.engine(connect_args={"options": f"-c role={role}"}))
+        with pytest.raises(ConfigurationError, match="GRANT") as caught:
+            postgres.claim(store, "orders")
+        assert caught.value.next_step is not None
+        statements = caught.value.next_step.partition(": ")[2].replace('"postgres"', f'"{role}"')
+        for statement in statements.split("; "):
+            postgres.execute(statement)
+        row = postgres.claim(store, "orders")
+        store.mark_settled({"orders": 1})
+        assert store.incidents() == []
+        assert row.incarnation == 1
+    finally:
+        postgres.execute(f"DROP OWNED BY {role}")
+        postgres.execute(f"DROP ROLE {role}")
+
+
+def test_nobody_listening_is_unavailable(postgres: Database) -> None:
+    engine = postgres.engine()
+    store = postgres.store(postgres.engine(connect_args={"port": 1}))
+    with pytest.raises(Unavailable, match="refused") as caught:
+        postgres.claim(store, "orders")
+    assert engine.url.password
+    assert engine.url.password not in str(caught.value)
+
+
+def test_a_wrong_login_is_a_configuration_error(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"dbname": "nowhere"}))
+    with pytest.raises(ConfigurationError, match="address, user and password"):
+        postgres.claim(store, "orders")
+
+
+def test_an_exhausted_pool_is_unavailable(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(pool_size=1, max_overflow=0, pool_timeout=0.01))
+    with store.engine.connect(), pytest.raises(Unavailable):
+        postgres.claim(store, "orders")
+
+
+def test_waiting_for_a_lock_has_an_end(postgres: Database, connection: Connection, store: SqlStateStore) -> None:
+    row = postgres.claim(store, "orders")
+    hasty = postgres.store(lock_timeout_s=0.05)
+    begin(store, connection)
+    store.decide(connection, "orders", 1, prepared(1))
+    with pytest.raises(Unavailable, match="lock"):
+        postgres.claim(hasty, "orders")
+    with pytest.raises(Unavailable, match="lock"):
+        store.read_locked("orders", Deadline(0))
+    store.rollback(connection)
+    assert store.read_locked("orders", Deadline(0)) == row
+
+
+def test_a_decision_waits_for_a_claim_under_way(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    decisions: list[Thread] = []
+
+    def decide_meanwhile(_: object) -> None:
+        decisions.append(Thread(lambda: store.decide(connection, "orders", 1, prepared(1))))
+        wait_until_blocked(postgres)
+
+    postgres.claim(store, "orders", verify=decide_meanwhile)
+    assert decisions[0].result() == (False, None)
+
+
+def test_claims_that_wait_for_each_other_are_run_again(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"options": "-c deadlock_timeout=20ms"}))
+    store.claim(["a", "b"], owner="me", cluster_id=CLUSTER)
+    guarded = threading.Barrier(2)
+    waited = threading.local()
+    deadlocks: list[object] = []
+
+    def each_holds_its_guard(*arguments: Any) -> None:
+        if "FOR UPDATE" in arguments[2] and not hasattr(waited, "once"):
+            waited.once = guarded.wait(10)
+
+    event.listen(store.engine, "before_cursor_execute", each_holds_its_guard)
+    event.listen(store.engine, "handle_error", lambda context: deadlocks.append(context.original_exception))
+    claims = [
+        Thread(lambda wanted=wanted, guard=guard: postgres.claim(store, wanted, guard=(guard, 1)))
+        for wanted, guard in (("a", "b"), ("b", "a"))
+    ]
+    outcomes = []
+    for claim in claims:
+        try:
+            outcomes.append(claim.result().incarnation)
+        except Fenced as error:
+            outcomes.append(type(error))
+    assert [type(error).__name__ for error in deadlocks] == ["DeadlockDetected"]
+    assert sorted(outcomes, key=str) == [2, Fenced]
+
+
+def test_the_verdict_on_another_servers_transaction_is_unknown(postgres: Database, store: SqlStateStore) -> None:
+    number = postgres.query("SELECT pg_current_xact_id()::text")[0][0]
+    assert store.transaction_verdict(f"{number}@1.5") is DatabaseVerdict.UNKNOWN
+
+
+def test_a_driver_that_is_not_supported_is_refused(postgres: Database) -> None:
+    from sqlalchemy import create_mock_engine
+
+    engine: Any = create_mock_engine("postgresql+pg8000://", lambda *_: None)
+    with pytest.raises(ConfigurationError, match="psycopg"):
+        SqlStateStore(engine)
