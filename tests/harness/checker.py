@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.worker import METADATA, OPERATIONS
 from sqlalchemy import create_engine, inspect, select
 
 from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.testing.reading import read_committed
+from harness.worker import OPERATIONS
 
 TESTS = Path(__file__).parents[1]
 
@@ -50,14 +51,15 @@ class Case:
         }
         path = self.directory / f"{name}.json"
         path.write_text(json.dumps(document))
-        return subprocess.Popen(
-            [sys.executable, "-m", "harness.worker", str(path)],
-            cwd=TESTS,
-            env={**_environment(), ENVIRONMENT: failpoint},
-            stdout=subprocess.PIPE,
-            stderr=(self.directory / f"{name}.log").open("w"),
-            text=True,
-        )
+        with (self.directory / f"{name}.log").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "harness.worker", str(path)],
+                cwd=TESTS,
+                env={**os.environ, ENVIRONMENT: failpoint},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def run(self, *, killed: bool = False, timeout_s: float = 90, **job) -> None:
         """Run one worker to its end, and hold how it ended against what was expected."""
@@ -106,15 +108,3 @@ class Case:
 def _position(operation: str) -> tuple[int, int]:
     worker, position = operation.removeprefix("w").split("-")
     return int(worker), int(position)
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {key: value for key, value in os.environ.items() if key != ENVIRONMENT}
-
-
-def create_operations(url: str) -> None:
-    engine = create_engine(url)
-    METADATA.create_all(engine)
-    engine.dispose()

@@ -38,7 +38,7 @@ def main() -> None:
     with DualWriter(
         job["transactional_id"], kafka=job["kafka"], engine=engine, max_lanes=job.get("max_lanes", 1)
     ) as writer:
-        print("open", flush=True)
+        print("open", flush=True)  # noqa: T201 - the parent waits for it
         for position in range(job["operations"]):
             operation = f"{job['name']}-{position}"
             journal(job["journal"], "begin", operation)

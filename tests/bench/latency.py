@@ -1,0 +1,191 @@
+"""One caller, one message and one row: how long a dual write takes, and when a ``read_committed`` consumer sees it.
+
+The ways are interleaved, one operation of each in turn, so that the machine's noise falls on all alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
+
+from dualwrite import DualWriter
+
+from .servers import Ground, p50, p95
+
+METADATA = MetaData()
+ROWS = Table("latency_rows", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text))
+OUTBOX = Table("outbox", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text))
+POLL_S = 0.010
+
+Write = Callable[[str], None]
+
+
+@contextmanager
+def ours(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
+    """This library."""
+    with DualWriter("latency", kafka=ground.kafka, engine=engine) as writer:
+
+        def write(note: str) -> None:
+            with writer.transaction() as tx:
+                tx.produce(topic, value=note)
+                tx.connection.execute(insert(ROWS).values(note=note))
+
+        yield write
+
+
+@contextmanager
+def one_after_the_other(ground: Ground, engine: Engine, topic: str, name: str, producers: int) -> Iterator[Write]:
+    """The same Kafka transaction and the same database transaction without a protocol: torn by a crash between them."""
+    made = [Producer({**ground.kafka, "transactional.id": f"{name}-{number}"}) for number in range(producers)]
+    for producer in made:
+        producer.init_transactions(30)
+    turn = 0
+
+    def write(note: str) -> None:
+        nonlocal turn
+        producer = made[turn % producers]
+        turn += 1
+        producer.begin_transaction()
+        producer.produce(topic, value=note)
+        with engine.begin() as connection:
+            connection.execute(insert(ROWS).values(note=note))
+        producer.commit_transaction(30)
+
+    yield write
+
+
+@contextmanager
+def unsafe(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
+    """Database commit, then produce and flush: a crash in between loses the message."""
+    producer = Producer({**ground.kafka, "acks": "all", "enable.idempotence": True, "linger.ms": 0})
+
+    def write(note: str) -> None:
+        with engine.begin() as connection:
+            connection.execute(insert(ROWS).values(note=note))
+        producer.produce(topic, value=note)
+        producer.flush(30)
+
+    yield write
+
+
+@contextmanager
+def outbox(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
+    """Row and outbox row in one transaction; a relay polls every 10 ms and publishes."""
+    producer = Producer({**ground.kafka, "acks": "all", "enable.idempotence": True, "linger.ms": 0})
+    stop = threading.Event()
+
+    def relay() -> None:
+        while not stop.wait(POLL_S):
+            with engine.begin() as connection:
+                due = connection.execute(select(OUTBOX).order_by(OUTBOX.c.id).with_for_update()).all()
+                for row in due:
+                    producer.produce(topic, value=row.note)
+                if due:
+                    producer.flush(30)
+                    connection.execute(delete(OUTBOX).where(OUTBOX.c.id.in_([row.id for row in due])))
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+
+    def write(note: str) -> None:
+        with engine.begin() as connection:
+            connection.execute(insert(ROWS).values(note=note))
+            connection.execute(insert(OUTBOX).values(note=note))
+
+    try:
+        yield write
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Watcher:
+    """A ``read_committed`` consumer that notes when each message arrives."""
+
+    def __init__(self, ground: Ground, topic: str) -> None:
+        self._consumer = Consumer({
+            **ground.kafka,
+            "group.id": "watcher",
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 500,
+            "enable.auto.commit": False,
+        })
+        self._consumer.assign([TopicPartition(topic, 0, 0)])
+        self._seen: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            message = self._consumer.poll(0.2)
+            if message is not None and message.error() is None:
+                with self._changed:
+                    self._seen[message.value().decode()] = time.perf_counter()
+                    self._changed.notify_all()
+
+    def when(self, note: str) -> float:
+        """When the message arrived; waits for it."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: note in self._seen, 30):
+                raise TimeoutError(note)
+            return self._seen[note]
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join()
+        self._consumer.close()
+
+
+def run(ground: Ground, *, operations: int = 1500, visible: int = 200, warm_up: int = 100) -> dict[str, dict[str, float]]:
+    """Measure; milliseconds by way and figure."""
+    engine = create_engine(ground.url)
+    METADATA.create_all(engine)
+    with ExitStack() as stack:
+        topic = ground.topic(1)
+        ways: dict[str, Write] = {
+            "dual write": stack.enter_context(ours(ground, engine, topic)),
+            "one after the other, two producers in turn": stack.enter_context(
+                one_after_the_other(ground, engine, topic, "two", 2)
+            ),
+            "one after the other, one producer": stack.enter_context(one_after_the_other(ground, engine, topic, "one", 1)),
+            "unsafe: commit, then produce and flush": stack.enter_context(unsafe(ground, engine, topic)),
+            "outbox, 10 ms poll": stack.enter_context(outbox(ground, engine, topic)),
+        }
+        samples: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(warm_up + operations):
+            for name, write in ways.items():
+                started = time.perf_counter()
+                write(f"{name} {number}")
+                if number >= warm_up:
+                    samples[name].append((time.perf_counter() - started) * 1000)
+        watched: dict[str, list[float]] = {name: [] for name in ways}
+        for name, write in ways.items():
+            write(f"{name} last")
+        watcher = Watcher(ground, topic)
+        stack.callback(watcher.close)
+        for name in ways:
+            watcher.when(f"{name} last")
+        for number in range(visible):
+            for name, write in ways.items():
+                note = f"{name} seen {number}"
+                started = time.perf_counter()
+                write(note)
+                watched[name].append((watcher.when(note) - started) * 1000)
+    engine.dispose()
+    return {
+        name: {
+            "call p50": p50(samples[name]),
+            "call p95": p95(samples[name]),
+            "visible p50": p50(watched[name]),
+            "visible p95": p95(watched[name]),
+        }
+        for name in samples
+    }

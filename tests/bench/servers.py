@@ -1,0 +1,57 @@
+"""What the benchmarks stand on: embedded servers, a fresh topic and database, and how samples are reported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import create_engine
+
+from dualwrite.migrations import upgrade
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The servers of one benchmark."""
+
+    kafka_server: EmbeddedKafka
+    postgres: EmbeddedPostgres
+    kafka: dict[str, str]
+    url: str
+
+    def topic(self, partitions: int = 2) -> str:
+        """A fresh topic."""
+        return self.kafka_server.create_topic(f"bench-{secrets.token_hex(4)}", partitions)
+
+
+@contextmanager
+def servers() -> Iterator[Ground]:
+    """Start the servers and make a migrated database."""
+    with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
+        url = postgres.create_database("bench")
+        engine = create_engine(url)
+        with engine.connect() as connection:
+            upgrade(connection)
+        engine.dispose()
+        yield Ground(kafka, postgres, dict(kafka.client_config()), url)
+
+
+def machine() -> str:
+    """What this was measured on, in one line."""
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+def p50(samples: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(samples)
+
+
+def p95(samples: Sequence[float]) -> float:
+    """The 95th percentile."""
+    return statistics.quantiles(samples, n=20)[18]

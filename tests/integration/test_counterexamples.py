@@ -1,0 +1,343 @@
+"""The interleavings that break simpler recipes, brought about on real servers. Each names the rule that it is the reason for."""
+
+import threading
+
+import pytest
+from confluent_kafka import Producer
+from sqlalchemy import create_engine, insert, select, text, update
+
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    failpoints,
+    recover,
+)
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.recovery import status
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.tables import declare_tables
+from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy_postgresql import PostgresProxy
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+STATE = declare_tables(None).state
+
+
+@pytest.fixture
+def both(engine, orders, kafka, dualwrite_topic):
+    """What both sides show: the ids of the rows, and the messages, sorted."""
+
+    def read():
+        with engine.connect() as connection:
+            rows = sorted(connection.execute(select(orders.c.id)).scalars())
+        return rows, sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+
+    return read
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), partition=0)
+        tx.produce(topic, value=str(number), partition=1)
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+def crash_after_decision(kafka, engine, topic, orders, number, name="orders"):
+    """A writer whose owner is gone after the database commit, before Kafka's."""
+    writer = DualWriter(name, kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    failpoints.arm("write.decided:1:raise")
+    with pytest.raises(FailpointError):
+        write(writer, topic, orders, number)
+    failpoints.arm("")
+    return writer
+
+
+def test_late_first_copy_of_a_retried_end_txn_cannot_end_the_next_transaction(
+    dualwrite_kafka, engine, orders, dualwrite_topic, both
+):
+    """KAFKA-17754: an incarnation ends after any call that may have been sent twice, even if it answered success."""
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        kafka = {**proxy.client_config(), "retry.backoff.ms": "100", "retry.backoff.max.ms": "100"}
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            held = proxy.on(Api.END_TXN).hold_request()
+            cutter = threading.Thread(target=lambda: (held.wait(), held.cut()))
+            cutter.start()
+            write(writer, dualwrite_topic, orders, 1)
+            cutter.join()
+            assert len([r for r in proxy.requests if r.api_key == Api.END_TXN]) >= 2, "librdkafka did not retry"
+            with pytest.raises(ValueError, match="half"), writer.transaction() as tx:
+                tx.produce(dualwrite_topic, value="2", partition=0)
+                tx.connection.execute(insert(orders).values(id=2))
+                tx._lane.producer.poll(0.5)
+                held.release()
+                held.wait_answered()
+                tx.produce(dualwrite_topic, value="2", partition=1)
+                raise ValueError("half")
+            write(writer, dualwrite_topic, orders, 3)
+        assert both() == ([1, 3], [1, 1, 3, 3])
+
+
+def test_without_that_rule_the_late_copy_commits_half_a_transaction(dualwrite_kafka, kafka, engine, orders, dualwrite_topic, both):
+    """The negative control: the same moment with a producer that is kept."""
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        config = {**proxy.client_config(), "retry.backoff.ms": 100, "retry.backoff.max.ms": 100}
+        producer = Producer({**config, "transactional.id": "kept", "linger.ms": 0})
+        producer.init_transactions(30)
+        held = proxy.on(Api.END_TXN).hold_request()
+        cutter = threading.Thread(target=lambda: (held.wait(), held.cut()))
+        cutter.start()
+        producer.begin_transaction()
+        producer.produce(dualwrite_topic, "1", partition=0)
+        producer.commit_transaction(30)
+        cutter.join()
+        producer.begin_transaction()
+        producer.produce(dualwrite_topic, "2", partition=0)
+        producer.flush(10)
+        held.release()
+        held.wait_answered()
+        assert both() == ([], [1, 2]), "half of a transaction that nobody has committed is visible"
+
+
+def test_a_newer_transaction_of_the_same_epoch_is_never_committed_by_an_older_row(kafka, engine, orders, dualwrite_topic, both):
+    """All transactions of one librdkafka producer share id and epoch: the state holds the first offsets too."""
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    write(writer, dualwrite_topic, orders, 1)
+    with writer.transaction() as tx:
+        tx.produce(dualwrite_topic, value="2", partition=0)
+        tx._lane.producer.poll(0.5)
+        ongoing = [item for item in status(kafka=kafka, engine=engine) if item.open_for_s is not None]
+        assert (ongoing[0].row.prepared.producer_id, ongoing[0].row.prepared.epoch) == (
+            tx._lane.producer.producer_id,
+            tx._lane.producer.epoch,
+        ), "the row names the producer of the open transaction, and yet not that transaction"
+        report = recover(kafka=kafka, engine=engine)
+        assert report.settled == ["orders"]
+        assert report.rolled_forward == []
+        assert not report.losses
+        with pytest.raises((Fenced, TransactionAborted)):
+            tx.produce(dualwrite_topic, value="2", partition=1)
+            tx._lane.producer.prepare_transaction()
+            raise Fenced("the broker took a message of a retired id")
+        tx.abort()
+        tx._machine._state = type(tx.state).ABORTED
+        tx._produced = tx._executed = False
+    assert both() == ([1], [1, 1])
+
+
+def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualwrite_topic, both):
+    """The claim returns the state in the same statement that raises the incarnation."""
+    store = SqlStateStore(engine)
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    (stale,) = store.read(["orders"])
+    failpoints.arm("write.decided:1:raise")
+    with pytest.raises(FailpointError):
+        write(writer, dualwrite_topic, orders, 1)
+    failpoints.arm("")
+    (claimed,) = store.claim(["orders"], owner="test", cluster_id=stale.cluster_id)
+    assert not stale.prepared.has_transaction
+    assert claimed.prepared.has_transaction
+    report = recover(kafka=kafka, engine=engine)
+    assert report.rolled_forward == ["orders"]
+    assert both() == ([1], [1, 1])
+
+
+def test_claiming_waits_for_a_decision_under_way(kafka, engine, orders, dualwrite_topic, both):
+    """The deciding UPDATE holds the row: a claim that comes between it and COMMIT sees what the COMMIT left."""
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    claimed = threading.Event()
+
+    def claim():
+        recover("orders", kafka=kafka, engine=engine)
+        claimed.set()
+
+    with writer.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1", partition=0)
+        tx.produce(dualwrite_topic, value="1", partition=1)
+        tx.connection.execute(insert(orders).values(id=1))
+        tx._lane.producer.flush = None
+        state = tx._prepare()
+        tx._record(state)
+        thread = threading.Thread(target=claim)
+        thread.start()
+        with engine.connect() as observer:
+            waiting = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+            while not observer.execute(waiting).scalar():
+                observer.rollback()
+        assert not claimed.is_set()
+        tx._stop_refusing_commit()
+        tx._decide(state, None)
+        tx._machine._state = type(tx.state).COMPLETED
+        tx.commit = lambda: None
+    thread.join()
+    assert both() == ([1], [1, 1])
+
+
+def test_nothing_is_retired_before_its_outcome_is_proved_and_recorded(kafka, engine, orders, dualwrite_topic, both):
+    """The broker aborts a decided transaction (an operator's InitProducerId): it is told, recorded, and counted."""
+    writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+    with pytest.raises(DecidedTransactionLost) as caught:
+        DualWriter("orders", kafka=kafka, engine=engine).open()
+    assert dualwrite_topic in str(caught.value)
+    assert caught.value.state == str(row.prepared)
+    (incident,) = SqlStateStore(engine).incidents("orders")
+    assert incident.outcome.value == "lost"
+    with DualWriter("orders", kafka=kafka, engine=engine) as second:
+        write(second, dualwrite_topic, orders, 2)
+    assert len(SqlStateStore(engine).incidents("orders")) == 1, "a later decision has erased the loss"
+    assert both() == ([1, 2], [2, 2])
+    writer.close()
+
+
+def test_a_database_that_went_back_in_time_is_found_until_a_person_has_looked(kafka, engine, orders, dualwrite_topic, both):
+    """The coordinator already knows the Kafka id that the restored row is about to make."""
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+    (backup,) = SqlStateStore(engine).read(["orders"])
+    for number in (2, 3):
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            write(writer, dualwrite_topic, orders, number)
+    with engine.begin() as connection:
+        connection.execute(
+            update(STATE).values(
+                incarnation=backup.incarnation,
+                settled_incarnation=backup.settled_incarnation,
+                prepared_transaction_state=str(backup.prepared),
+            )
+        )
+    for _ in range(4):
+        with pytest.raises(ConfigurationError, match="back in time"):
+            DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    with pytest.raises(ConfigurationError, match="back in time"):
+        recover("orders", kafka=kafka, engine=engine, force=True)
+    assert recover("orders", kafka=kafka, engine=engine, after_restore=True).settled == ["orders"]
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 4)
+    assert both()[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fault", ["drop_answer", "reset_answer", "reset_request"])
+def test_connection_lost_during_commit_is_resolved_by_the_row(
+    dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both, fault
+):
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url), connect_args={"tcp_user_timeout": 1000})
+        with DualWriter("orders", kafka=kafka, engine=through, max_lanes=1) as writer:
+            rule = getattr(proxy.on("COMMIT"), fault)()
+            if fault == "drop_answer":
+                cutter = threading.Thread(target=lambda: (rule.wait_answered(), rule.cut()))
+                cutter.start()
+            if fault == "reset_request":
+                with pytest.raises(TransactionAborted):
+                    write(writer, dualwrite_topic, orders, 1)
+                assert both() == ([], [])
+            else:
+                write(writer, dualwrite_topic, orders, 1)
+                assert both() == ([1], [1, 1])
+            write(writer, dualwrite_topic, orders, 2)
+        through.dispose()
+    assert both()[0][-1] == 2
+
+
+def test_lost_commit_with_the_database_out_of_reach_is_in_doubt_and_never_guessed(
+    dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both
+):
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        writer = DualWriter("orders", kafka=kafka, engine=through, max_lanes=1, timeout_s=3)
+        writer.open()
+        proxy.on("COMMIT").reset_answer()
+        proxy.on("SELECT", nth=None).reset_request()
+        proxy.on("BEGIN", nth=None).reset_request()
+        with pytest.raises(TransactionInDoubt):
+            write(writer, dualwrite_topic, orders, 1)
+    through.dispose()
+    report = recover(kafka=kafka, engine=engine)
+    assert report.rolled_forward == ["orders"]
+    assert both() == ([1], [1, 1])
+
+
+@pytest.mark.parametrize("verdict_known", [True, False])
+@pytest.mark.parametrize("committed", [True, False])
+def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log(
+    dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both, committed, verdict_known, monkeypatch
+):
+    """Only the database's status of the transaction, the recorded incidents and the log are left to tell."""
+    if not verdict_known:
+        from dualwrite.protocol.doubt import DatabaseVerdict
+
+        monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        writer = DualWriter("orders", kafka=kafka, engine=through, max_lanes=1)
+        writer.open()
+        rule = proxy.on("COMMIT").hold_answer() if committed else proxy.on("COMMIT").drop_request()
+        outcome = []
+
+        def first():
+            try:
+                write(writer, dualwrite_topic, orders, 1)
+                outcome.append("committed")
+            except TransactionAborted:
+                outcome.append("aborted")
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        rule.wait()
+        if not committed:
+            end = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'")
+            with engine.begin() as observer:
+                observer.execute(end)
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:
+            write(second, dualwrite_topic, orders, 2)
+        rule.cut()
+        thread.join()
+        through.dispose()
+    assert outcome == ["committed" if committed else "aborted"]
+    assert both() == (([1, 2], [1, 1, 2, 2]) if committed else ([2], [2, 2]))
+
+
+def test_wrong_epoch_in_init_producer_id_is_no_compare_and_set(kafka, engine, orders, dualwrite_topic):
+    """Why every incarnation has a Kafka id of its own: nobody may call it on an id whose decision might be pending."""
+    writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:
+        (now,) = SqlStateStore(engine).read(["orders"])
+        assert now.kafka_id(now.incarnation) != row.kafka_id(row.incarnation)
+        write(second, dualwrite_topic, orders, 2)
+    writer.close()
+
+
+def test_coordinator_is_the_same_from_outside(kafka, engine, orders, dualwrite_topic):
+    """Another process can commit the transaction of a crashed producer, and repeating it is harmless."""
+    from dualwrite.deadline import Deadline
+    from dualwrite.observations import EndAnswer, TransactionStatus
+
+    crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    kafka_id = row.kafka_id(row.incarnation)
+    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+    deadline = Deadline(30)
+    assert coordinator.end({kafka_id: row.prepared}, committed=True, deadline=deadline)[kafka_id] is EndAnswer.ENDED
+    while coordinator.describe([kafka_id], deadline)[kafka_id].status is not TransactionStatus.COMPLETE_COMMIT:
+        assert not deadline.expired
+    assert coordinator.end({kafka_id: row.prepared}, committed=True, deadline=deadline)[kafka_id] is EndAnswer.ENDED
+    coordinator.close()
