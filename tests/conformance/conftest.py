@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, Row, create_engine, event, text
+from sqlalchemy import Connection, Engine, Row, create_engine, event, make_url, text
+from sqlalchemy.schema import CreateSchema, DropSchema
 
 import dualwrite.migrations
 from dualwrite.deadline import Deadline
@@ -18,6 +19,7 @@ from dualwrite.ports import StateRow
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import Tables, declare_tables
+from dualwrite.testing import EmbeddedPostgres
 
 CLUSTER = "cluster-one"
 ODD_SCHEMA = 'My "own" schema'
@@ -98,6 +100,27 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path / 'test.db'}"
 
 
+@pytest.fixture(scope="module")
+def postgres_url(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
+    url = dualwrite_postgres.create_database()
+    yield url
+    dualwrite_postgres.drop_database(make_url(url).database or "")
+
+
+def emptied(url: str) -> str:
+    """The database without anything in it, and without the sessions of former tests: quicker than a new one."""
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        connection.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"))
+        for schema in ("public", ODD_SCHEMA):
+            connection.execute(DropSchema(schema, cascade=True, if_exists=True))
+        connection.execute(CreateSchema("public"))
+        connection.execute(text("GRANT USAGE ON SCHEMA public TO PUBLIC"))
+    engine.dispose()
+    return url
+
+
 @pytest.fixture(
     params=[
         pytest.param("postgresql", marks=pytest.mark.postgresql),
@@ -110,14 +133,14 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
         made = prepare("sqlite", sqlite_url(tmp_path))
     else:
         schema = ODD_SCHEMA if "schema" in request.param else None
-        made = prepare("postgresql", request.getfixturevalue("dualwrite_database"), schema)
+        made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")), schema)
     yield made
     made.dispose()
 
 
 @pytest.fixture
-def postgres(dualwrite_database: str) -> Iterator[Database]:
-    made = prepare("postgresql", dualwrite_database)
+def postgres(postgres_url: str) -> Iterator[Database]:
+    made = prepare("postgresql", emptied(postgres_url))
     yield made
     made.dispose()
 
