@@ -10,12 +10,12 @@ import random
 import ssl
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import kafka.errors as kafka_errors
 from kafka.net.manager import KafkaConnectionManager
 from kafka.protocol.metadata import MetadataRequest
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
@@ -52,36 +52,57 @@ def until_answered(
     Raises:
         Unavailable: Not all were answered in time.
     """
-    answers: dict[Key, Value] = {}
-    pending = list(dict.fromkeys(keys))
+    asking = _Asking(keys, ask, deadline)
+    growing = wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
+    retrying = Retrying(
+        retry=retry_if_exception_type(NotYet),
+        wait=lambda state: min(growing(state), deadline.remaining_s()),
+        stop=lambda _: deadline.expired,
+        reraise=True,
+    )
+    try:
+        retrying(asking.go_on)
+    except NotYet as last:
+        total = len(asking.pending) + len(asking.answers)
+        left = f" ({len(asking.pending)} of {total} left)" if asking.answers else ""
+        raise Unavailable(
+            f"Kafka could not {what} in time{left}: {last}", next_step=_UNREACHABLE if last.unreachable else None
+        ) from last
+    return asking.answers
 
-    def once() -> None:
-        missing: NotYet | None = None
-        for key, answer in ask(pending).items():
+
+class _Asking(Generic[Key, Value]):
+    """What has been answered, and what has not."""
+
+    def __init__(
+        self, keys: Iterable[Key], ask: Callable[[list[Key]], Mapping[Key, Value | NotYet]], deadline: Deadline
+    ) -> None:
+        self.pending = list(dict.fromkeys(keys))
+        self.answers: dict[Key, Value] = {}
+        self._ask = ask
+        self._deadline = deadline
+        self._last: NotYet | None = None
+
+    def go_on(self) -> None:
+        """Ask for all that is pending."""
+        if self._last is not None and self._deadline.expired:  # without time it would only be told that there is none
+            raise self._last
+        try:
+            self._ask_once()
+        except NotYet as reason:
+            self._last = reason
+            raise
+
+    def _ask_once(self) -> None:
+        missing = NotYet("the broker left it out of its answer")
+        for key, answer in (self._ask(self.pending) if self.pending else {}).items():
             if isinstance(answer, NotYet):
                 missing = answer
             else:
-                answers[key] = answer
-        pending[:] = [key for key in pending if key not in answers]
-        if pending:
-            raise missing or NotYet("the broker left it out of its answer")
-
-    growing = wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
-
-    def wait(state: RetryCallState) -> float:
-        return min(growing(state), deadline.remaining_s())
-
-    retrying = Retrying(retry=retry_if_exception_type(NotYet), wait=wait, stop=lambda _: deadline.expired, reraise=True)
-    if pending:
-        try:
-            retrying(once)
-        except NotYet as last:
-            left = f" ({len(pending)} of {len(pending) + len(answers)} left)" if answers else ""
-            raise Unavailable(
-                f"Kafka could not {what} in time{left}: {last}",
-                next_step=_UNREACHABLE if last.__cause__ is not None else None,
-            ) from last
-    return answers
+                self.answers[key] = answer
+        self.pending = [key for key in self.pending if key not in self.answers]
+        if self.pending:
+            raise missing
 
 
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
@@ -215,13 +236,16 @@ class Brokers:
     def _first_answer(
         self, candidates: Sequence[int | str], request: Callable[[], Message], deadline: Deadline
     ) -> tuple[int | str, Message]:
-        last = NotYet("no broker is known")
+        last: NotYet | None = None
         for node in candidates:
-            [answer] = self._exchange([(node, request())], deadline, lookup=True)
+            try:
+                [answer] = self._exchange([(node, request())], deadline, lookup=True)
+            except NotYet as no_time:  # what the one before has answered tells more
+                raise last or no_time from no_time
             if not isinstance(answer, NotYet):
                 return node, answer
             last = answer
-        raise last
+        raise last or NotYet("no broker is known")
 
     def _connected(self) -> Network:
         if os.getpid() != self._pid:
@@ -254,7 +278,7 @@ class Brokers:
             return answer
         _raise_if_misconfigured(answer)
         self._outdated = True
-        failure = NotYet(str(answer) or type(answer).__name__)
+        failure = NotYet(str(answer), unreachable=True)
         failure.__cause__ = answer
         return failure
 

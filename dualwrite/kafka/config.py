@@ -4,8 +4,7 @@ The producer is librdkafka's, coordinator access is kafka-python's. What concern
 mean the same to both, or start-up is refused: a key that only one of them understands would make the other one connect
 differently, and perhaps less safely. Everything else is for the producer and goes to librdkafka as it is.
 
-Two things are librdkafka's alone, because kafka-python has no word for them: ``broker.address.family``, and how the
-Kerberos ticket is fetched (both clients then use the process's ticket cache).
+One thing is librdkafka's alone: how the Kerberos ticket is fetched. Both clients then use the process's ticket cache.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Final, cast
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import tls
 from dualwrite.kafka.oauth import CallbackTokens, TokenAnswer
+from dualwrite.kafka.sockets import FAMILIES, address_of
 
 Setting = str | int | float | Callable[..., object]
 """A value as confluent-kafka takes it. True and False are given to librdkafka as ``true`` and ``false``."""
@@ -222,6 +222,7 @@ class KafkaConfig:
             "reconnect_backoff_max_ms": self._number("reconnect.backoff.max.ms") or 500,
             "receive_message_max_bytes": _MAX_INT,  # the greatest batch of a log must fit: the broker bounds it
             "socket_options": self._socket_options(),
+            "proxy_url": address_of(self._text("broker.address.family", "any")),
         }
         if "ssl" in _protocol(dict(self._settings)):
             arguments["ssl_context"] = tls.context({k: str(v) for k, v in self._settings if k in tls.KEYS})
@@ -313,6 +314,8 @@ def _check_servers(settings: Mapping[str, Setting]) -> None:
         raise ConfigurationError("Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port")
     if settings.get("client.dns.lookup") not in {None, "use_all_dns_ips", "resolve_canonical_bootstrap_servers_only"}:
         raise ConfigurationError("Kafka setting 'client.dns.lookup' has a value that the two clients do not both know")
+    if settings.get("broker.address.family", "any") not in FAMILIES:
+        raise ConfigurationError(f"Kafka setting 'broker.address.family' is not one of {', '.join(FAMILIES)}")
 
 
 def _check_protocol(settings: Mapping[str, Setting]) -> None:

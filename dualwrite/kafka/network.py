@@ -26,11 +26,13 @@ class NotYet(Exception):
     Args:
         why: What was answered.
         moved: Whether another broker may be the one to ask.
+        unreachable: Whether no broker has said anything.
     """
 
-    def __init__(self, why: str, *, moved: bool = True) -> None:
+    def __init__(self, why: str, *, moved: bool = True, unreachable: bool = False) -> None:
         super().__init__(why)
         self.moved = moved
+        self.unreachable = unreachable
 
 
 class NetworkLoopEnded(Exception):
@@ -115,7 +117,7 @@ class Network:
             raise NetworkLoopEnded from error
         future.add_both(lambda _: done.set())
         if not done.wait(deadline.remaining_s()):
-            raise NotYet("no answer")
+            raise NotYet("no answer", unreachable=True)
         if future.exception is not None:
             raise NetworkLoopEnded from future.exception
         answers: list[Message | Exception] = future.value
@@ -136,6 +138,8 @@ class Network:
 
 def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
     try:
-        return connections.send(request, node_id=node, request_timeout_ms=timeout_ms)
+        # Its own refreshing of metadata stays off: it would bootstrap without end, and for nobody.
+        connection = connections.get_connection(node, refresh_metadata_on_err=False)
+        return connection.send_request(request, request_timeout_ms=timeout_ms)
     except Exception as error:  # noqa: BLE001 - kept as what became of this request
         return error

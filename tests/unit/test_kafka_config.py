@@ -6,6 +6,7 @@ import pickle
 import socket
 
 import pytest
+from kafka.net.inet import KafkaNetSocket
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
@@ -342,3 +343,17 @@ def test_an_unreadable_certificate_is_named():
     config = parse({"security.protocol": "SSL", "ssl.ca.location": "/does/not/exist.pem"})
     with pytest.raises(ConfigurationError, match=r"'ssl\.ca\.location'"):
         config.kafka_python()
+
+
+@pytest.mark.parametrize(("family", "addresses"), [("any", 2), ("v4", 1), ("v6", 1)])
+def test_the_address_family_is_kept_to_by_both_clients(monkeypatch, family, addresses):
+    found = [(socket.AF_INET6, 1, 6, "", ("::1", 1, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    config = parse({"broker.address.family": family})
+    assert config.librdkafka()["broker.address.family"] == family
+    maker = KafkaNetSocket(config.kafka_python()["proxy_url"])
+    assert len(maker.dns_lookup("localhost", 1)) == addresses
+
+
+def test_an_unknown_address_family_is_refused():
+    assert "'broker.address.family'" in refusal({**SERVERS, "broker.address.family": "v5"})
