@@ -1,0 +1,116 @@
+"""The three ways in: a batch, a function for ``foreachPartition``, a function for ``foreachBatch``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.job import BatchJob, BatchReport
+from dualwrite.sinks.spark.projection import project
+from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.task import PartitionReport
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row
+    from typing_extensions import Unpack
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SCHEMA: Final = "partition int, rows bigint, written boolean"
+_QUERY_ID: Final = "sql.streaming.queryId"
+
+
+def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings]) -> BatchReport:
+    """Write a DataFrame into a PostgreSQL table and a Kafka topic: each partition on both sides or on neither.
+
+    May be called again with the same batch id, after any failure, until it returns: what is written is skipped. For that the
+    batch must have the same partitions each time: the same rows in the partition of the same number. Their number is checked.
+
+    Args:
+        df: What to write. Its lineage runs again when a partition is retried.
+        batch_id: Names the batch within the sink.
+        settings: The sink's settings, as :class:`SinkOptions` has them: ``sink``, ``kafka``, ``url``, ``topic``, ``table``,
+            ``key``, ...
+
+    Returns:
+        What was written. On return all of the batch is committed in the database and complete in Kafka.
+
+    Raises:
+        ConfigurationError: A setting, a column, the table, the topic or a right does not fit, or the batch was begun with
+            another number of partitions. No row was written by this call.
+        DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or nobody can
+            tell. It is recorded.
+        Unavailable: A server does not answer. Run it again.
+        pyspark.errors.PySparkException: Tasks failed. What they had written stays; run it again.
+    """
+    _require_classic(df)
+    options = SinkOptions(**settings)
+    with BatchJob(options, batch_id) as job:
+        task = job.plan(df.schema)
+        reports = project(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
+        # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's
+        # shuffles run now, and the very same plan then runs to its end.
+        partition_count = reports.getNumPartitions()
+        job.begin(partition_count)
+        with job.progress(partition_count):
+            rows = reports.collect()
+        return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in rows])
+
+
+def foreach_partition(
+    df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings]
+) -> Callable[[Iterator[Row]], None]:
+    """A function for ``df.foreachPartition``: writes each partition on both sides or on neither.
+
+    To be called on the driver for each run; it checks everything, settles what earlier runs have left, and records the number
+    of partitions. Slower than :func:`write_batch`, because rows travel to Python one by one; and nothing settles at the end:
+    what the last tasks leave waits for the next run, or for ``dualwrite recover``.
+
+    Args:
+        df: The DataFrame that the function will be used on.
+        batch_id: Names the batch within the sink.
+        settings: As for :func:`write_batch`.
+
+    Returns:
+        The function. It holds the settings, pickles, and may be used once or again with the same DataFrame.
+
+    Raises:
+        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :func:`write_batch`.
+    """
+    _require_classic(df)
+    options = SinkOptions(**settings)
+    with BatchJob(options, batch_id) as job:
+        task = job.plan(df.schema)
+        job.begin(df.rdd.getNumPartitions())
+    return task.run_rows
+
+
+def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int], None]:
+    """A function for ``writeStream.foreachBatch``: each micro-batch once on both sides, however often it is replayed.
+
+    The batch is named by the query's id, which the checkpoint keeps, and the number of the micro-batch. A query with a new
+    checkpoint is a new query, and writes what it reads.
+
+    Args:
+        settings: As for :func:`write_batch`.
+
+    Raises:
+        ConfigurationError: A setting is missing or wrong.
+    """
+    SinkOptions(**settings)
+
+    def write(df: DataFrame, number: int) -> None:
+        query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+        write_batch(df, batch_id=f"{query_id}/{number}" if query_id else str(number), **settings)
+
+    return write
+
+
+def _require_classic(df: DataFrame) -> None:
+    if type(df).__module__.startswith("pyspark.sql.connect"):
+        raise ConfigurationError(
+            "Spark Connect does not tell how many partitions a DataFrame has",
+            next_step="run the job in a driver of its own (spark-submit, or a session with a master)",
+        )

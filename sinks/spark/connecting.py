@@ -1,0 +1,26 @@
+"""Connections to the database, made alike on the driver and in the tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from dualwrite.sinks.spark.settings import SinkOptions
+
+
+def connect_engine(options: SinkOptions) -> Engine:
+    """An engine for the sink's database; connects at first use. To be disposed of by the caller.
+
+    Raises:
+        ConfigurationError: The URL refers to an environment variable that is not set.
+    """
+    return create_engine(
+        options.database_url(),
+        # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
+        connect_args={"client_encoding": "utf8", "prepare_threshold": None},
+        hide_parameters=True,
+    )

@@ -1,0 +1,112 @@
+"""Arrow batches into PostgreSQL by binary COPY, inside the dual write's own database transaction, with bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import psycopg
+import pyarrow as pa
+from pgpq import ArrowToPostgresBinaryEncoder
+from pgpq.encoders import StringEncoderBuilder
+from pgpq.schema import Jsonb
+from psycopg import sql
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.stores.failures import driver_words
+
+if TYPE_CHECKING:
+    from psycopg import Copy, Cursor
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.layout import Layout
+
+_UUID: Final = pa.binary(16)
+_DATA_CLASSES: Final = frozenset({"22", "23", "42"})
+"""SQLSTATE classes that come again with the same rows: bad values, violated constraints, missing rights."""
+
+
+class _Driver(Protocol):
+    """What is used of a ``psycopg.Connection``."""
+
+    def cursor(self) -> Cursor[tuple[object, ...]]:
+        """A new cursor."""
+        ...
+
+
+class TableCopy:
+    """One COPY under way. Batches may be written until the block ends."""
+
+    def __init__(self, copy: Copy, layout: Layout) -> None:
+        self._copy = copy
+        self._columns = layout.table_columns
+        schema = pa.schema([(f"c{number}", _wire_type(layout, number)) for number in range(len(layout.table_columns))])
+        self._schema = schema
+        self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
+            schema,
+            {
+                field.name: StringEncoderBuilder.new_with_output(field, Jsonb())
+                if encoding == "jsonb"
+                else ArrowToPostgresBinaryEncoder.infer_encoder(field)
+                for field, (_, _, encoding) in zip(schema, layout.table_columns, strict=True)
+            },
+        )
+        copy.write(self._encoder.write_header())
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send the rows of one projected batch. They are in the table once the transaction commits.
+
+        Raises:
+            ConfigurationError: A text in a ``uuid`` column is no UUID.
+            psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
+        """
+        arrays = [
+            _uuids(name, batch.column(number)) if encoding == "uuid" else batch.column(number)
+            for name, number, encoding in self._columns
+        ]
+        self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
+
+    def finish(self) -> None:
+        """Send the end of the data."""
+        self._copy.write(self._encoder.finish())
+
+
+@contextmanager
+def copying(connection: Connection, layout: Layout) -> Generator[TableCopy, None, None]:
+    """COPY into the layout's table; leaving the block by an exception cancels it.
+
+    Raises:
+        TransactionAborted: The database refused a row, or is gone: leave the dual write, both sides abort.
+    """
+    driver = cast("_Driver", connection.connection.dbapi_connection)
+    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
+        sql.Identifier(*layout.table),
+        sql.SQL(", ").join(sql.Identifier(name) for name, _, _ in layout.table_columns),
+    )
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            table_copy = TableCopy(copy, layout)
+            yield table_copy
+            table_copy.finish()
+    except psycopg.Error as error:
+        # The context says line and column; in binary COPY it holds no values.
+        where = (error.diag.context or "").partition("\n")[0]
+        raise TransactionAborted(
+            f"COPY into {layout.table[1]!r} failed: {driver_words(error)}{where and f' ({where})'}",
+            retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES,
+        ) from error
+
+
+def _wire_type(layout: Layout, number: int) -> pa.DataType:
+    _, projected, encoding = layout.table_columns[number]
+    return _UUID if encoding == "uuid" else layout.projected[projected].arrow
+
+
+def _uuids(name: str, texts: pa.Array) -> pa.Array:
+    try:
+        return pa.array(
+            [None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist()], _UUID
+        )
+    except (ValueError, pa.ArrowInvalid) as error:
+        raise ConfigurationError(f"a value for column {name!r} of type uuid is not a UUID") from error

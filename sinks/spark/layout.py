@@ -1,0 +1,239 @@
+"""Which column of the DataFrame goes where: planned on the driver from names and types alone, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.sinks.spark.table import Table
+
+WHOLE_ROW: Final = -1
+"""The source of the JSON value: all columns that go into the table."""
+HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+_TEXTUAL: Final = (spark.StringType, spark.CharType, spark.VarcharType)
+_WHOLE_NUMBERS: Final = (spark.ByteType, spark.ShortType, spark.IntegerType, spark.LongType)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One column as it reaches a task.
+
+    Attributes:
+        source: Number of the DataFrame's column, or ``WHOLE_ROW``.
+        form: What is done to it.
+        arrow: Its Arrow type then.
+    """
+
+    source: int
+    form: Form
+    arrow: pa.DataType
+
+
+@dataclass(frozen=True)
+class MessageColumns:
+    """Where a message's parts stand among the projected columns; None for a part that has no column."""
+
+    value: int
+    key: int | None
+    topic: int | None
+    headers: int | None
+    partition: int | None
+    timestamp: int | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan. Small, and pickles.
+
+    Attributes:
+        projected: The columns that reach a task.
+        json_columns: Number and name of the DataFrame's columns in the JSON value.
+        message: Where the parts of a message stand.
+        table: Schema and name of the table.
+        table_columns: For each of the table's columns that are written: its name, where its value stands among the projected
+            columns, and its encoding.
+    """
+
+    projected: tuple[Projected, ...]
+    json_columns: tuple[tuple[int, str], ...]
+    message: MessageColumns
+    table: tuple[str, str]
+    table_columns: tuple[tuple[str, int, str], ...]
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """The projected columns as an Arrow schema."""
+        return pa.schema([(f"c{number}", column.arrow) for number, column in enumerate(self.projected)])
+
+
+def plan_layout(schema: spark.StructType, options: SinkOptions, table: Table) -> Layout:
+    """Match the DataFrame's columns with the message's parts and the table's columns.
+
+    Raises:
+        ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. It names
+            the column and the type.
+    """
+    return _Planning(schema, options, table).run()
+
+
+class _Planning:
+    def __init__(self, schema: spark.StructType, options: SinkOptions, table: Table) -> None:
+        self._fields = schema.fields
+        self._numbers = {field.name: number for number, field in enumerate(schema.fields)}
+        self._options = options
+        self._table = table
+        self._projected: dict[Projected, int] = {}
+
+    def run(self) -> Layout:
+        names = [field.name for field in self._fields]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigurationError(f"the DataFrame has two columns of the name {twice[0]!r}", next_step="rename one")
+        wanted = self._wanted_columns()
+        json_columns = tuple((self._number("columns", name), name) for name in wanted)
+        table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
+        self._check_all_given(set(wanted.values()))
+        message = MessageColumns(
+            value=self._value(json_columns),
+            key=self._key(),
+            topic=self._textual("topic_column", self._options.topic_column),
+            headers=self._headers(),
+            partition=self._partition(),
+            timestamp=self._timestamp(),
+        )
+        return Layout(
+            tuple(self._projected), json_columns, message, (self._table.schema, self._table.name), table_columns
+        )
+
+    def _wanted_columns(self) -> dict[str, str]:
+        options = self._options
+        columns = options.columns
+        if isinstance(columns, str):
+            raise ConfigurationError("columns is a text; give a list of names, or a mapping")
+        if isinstance(columns, Mapping):
+            return dict(columns)
+        if columns is not None:
+            return {name: name for name in columns}
+        only_kafka = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
+        return {field.name: field.name for field in self._fields if field.name not in only_kafka}
+
+    def _table_column(self, name: str, target_name: str) -> tuple[str, int, str]:
+        number = self._number("columns", name)
+        target = self._table.columns.get(target_name)
+        if target is None:
+            raise ConfigurationError(
+                f"table {self._table.name!r} has no column {target_name!r} for the DataFrame's column {name!r}",
+                next_step="add it to the table, rename it, or say with `columns` which columns go into the table",
+            )
+        if target.generated:
+            raise ConfigurationError(
+                f"column {target_name!r} of table {self._table.name!r} is computed by the database",
+                next_step="leave it out of `columns`",
+            )
+        wire = wire_for(name, self._fields[number].dataType, target)
+        return target_name, self._project(number, wire.form, wire.arrow), wire.encoding
+
+    def _check_all_given(self, given: set[str]) -> None:
+        if not given:
+            raise ConfigurationError("no column goes into the table", next_step="name some in `columns`")
+        missing = [name for name, column in self._table.columns.items() if column.must_be_given and name not in given]
+        if missing:
+            raise ConfigurationError(
+                f"column {missing[0]!r} of table {self._table.name!r} is NOT NULL without a default, and no column of the "
+                "DataFrame goes into it",
+                next_step="add it to the DataFrame, or give it a default",
+            )
+
+    def _value(self, json_columns: tuple[tuple[int, str], ...]) -> int:
+        chosen = self._textual("value", self._options.value, binary=True)
+        if chosen is not None:
+            return chosen
+        for number, name in json_columns:
+            check_json(name, self._fields[number].dataType)
+        return self._project(WHOLE_ROW, Form.JSON, pa.string())
+
+    def _key(self) -> int | None:
+        name = self._options.key
+        if name is not None:
+            number = self._number("key", name)
+            if isinstance(self._fields[number].dataType, _WHOLE_NUMBERS):
+                return self._project(number, Form.TEXT, pa.string())
+        return self._textual("key", name, binary=True)
+
+    def _textual(self, setting: str, name: str | None, *, binary: bool = False) -> int | None:
+        if name is None:
+            return None
+        number = self._number(setting, name)
+        data_type = self._fields[number].dataType
+        if isinstance(data_type, _TEXTUAL):
+            return self._project(number, Form.PLAIN, pa.string())
+        if binary and isinstance(data_type, spark.BinaryType):
+            return self._project(number, Form.PLAIN, pa.binary())
+        raise self._refused(setting, name, data_type, "string or binary" if binary else "string")
+
+    def _headers(self) -> int | None:
+        name = self._options.headers
+        if name is None:
+            return None
+        number = self._number("headers", name)
+        data_type = self._fields[number].dataType
+        key: spark.DataType | None = None
+        value: spark.DataType | None = None
+        if isinstance(data_type, spark.MapType):
+            key, value = data_type.keyType, data_type.valueType
+        elif isinstance(data_type, spark.ArrayType) and isinstance(data_type.elementType, spark.StructType):
+            parts = data_type.elementType
+            if parts.names == ["key", "value"]:
+                key, value = parts.fields[0].dataType, parts.fields[1].dataType
+        if not isinstance(key, _TEXTUAL) or not isinstance(value, (*_TEXTUAL, spark.BinaryType)):
+            wanted = "map<string,string|binary> or array<struct<key:string,value:string|binary>>"
+            raise self._refused("headers", name, data_type, wanted)
+        return self._project(number, Form.HEADERS, HEADERS)
+
+    def _partition(self) -> int | None:
+        name = self._options.partition
+        if name is None:
+            return None
+        number = self._number("partition", name)
+        data_type = self._fields[number].dataType
+        if not isinstance(data_type, _WHOLE_NUMBERS):
+            raise self._refused("partition", name, data_type, "int")
+        return self._project(number, Form.PLAIN, pa.int32())
+
+    def _timestamp(self) -> int | None:
+        name = self._options.timestamp
+        if name is None:
+            return None
+        number = self._number("timestamp", name)
+        data_type = self._fields[number].dataType
+        if not isinstance(data_type, spark.TimestampType):
+            raise self._refused("timestamp", name, data_type, "timestamp")
+        return self._project(number, Form.MILLIS, pa.int64())
+
+    def _number(self, setting: str, name: str) -> int:
+        if name not in self._numbers:
+            raise ConfigurationError(
+                f"{setting} names the column {name!r}, which the DataFrame does not have",
+                next_step=f"its columns are {', '.join(self._numbers)}",
+            )
+        return self._numbers[name]
+
+    def _project(self, source: int, form: Form, arrow: pa.DataType) -> int:
+        return self._projected.setdefault(Projected(source, form, arrow), len(self._projected))
+
+    @staticmethod
+    def _refused(setting: str, name: str, data_type: spark.DataType, wanted: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{setting} names the column {name!r} of type {data_type.simpleString()}; it must be {wanted}",
+            next_step="cast it",
+        )

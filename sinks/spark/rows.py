@@ -1,0 +1,164 @@
+"""The projection in Python, for ``foreachPartition``: Spark's rows become the same Arrow batches as the JVM would make."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from itertools import islice
+from typing import Final, TypeAlias, cast
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from pyspark.sql import Row
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.column_types import Form
+from dualwrite.sinks.spark.layout import WHOLE_ROW, Layout
+
+Value: TypeAlias = object
+Convert: TypeAlias = Callable[[Value], Value]
+
+ROWS_AT_ONCE: Final = 2000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MS: Final = timedelta(milliseconds=1)
+
+
+def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -> Iterator[pa.RecordBatch]:
+    """Rows as projected batches, a few thousand rows at a time.
+
+    Raises:
+        ConfigurationError: A value does not fit its column.
+    """
+    makers = [_maker(schema, layout, column.source, column.form) for column in layout.projected]
+    source = iter(rows)
+    while chunk := list(islice(source, ROWS_AT_ONCE)):
+        arrays = []
+        for make, column in zip(makers, layout.projected, strict=True):
+            try:
+                arrays.append(pa.array([make(row) for row in chunk], column.arrow))
+            except (pa.ArrowInvalid, OverflowError) as error:
+                name = schema.fields[column.source].name
+                raise ConfigurationError(f"a value of column {name!r} does not fit {column.arrow}: {error}") from error
+        yield pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
+
+
+def _maker(schema: spark.StructType, layout: Layout, source: int, form: Form) -> Callable[[Row], Value]:
+    """What makes one projected value from a row."""
+    if source == WHOLE_ROW:
+        parts = [(number, name, _json(schema.fields[number].dataType)) for number, name in layout.json_columns]
+        return lambda row: orjson.dumps({name: make(row[number]) for number, name, make in parts}).decode()
+    convert = _converter(schema.fields[source].dataType, form)
+    return lambda row: convert(row[source])
+
+
+def _converter(data_type: spark.DataType, form: Form) -> Convert:
+    if form is Form.JSON:
+        make = _json(data_type)
+        return _unless_null(lambda value: orjson.dumps(make(value)).decode())
+    if form is Form.TEXT:
+        return _unless_null(str)
+    if form is Form.MILLIS:
+        return _unless_null(lambda value: (_utc(value) - _EPOCH) // _MS)
+    if form is Form.HEADERS:
+        return _unless_null(_headers)
+    if isinstance(data_type, spark.TimestampType):
+        return _unless_null(_utc)
+    return _same
+
+
+def _same(value: Value) -> Value:
+    return value
+
+
+def _unless_null(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def _utc(value: Value) -> datetime:
+    # Spark gives a ``timestamp`` to Python as local time without a zone.
+    assert isinstance(value, datetime)
+    return value.astimezone(timezone.utc)
+
+
+def _headers(value: Value) -> list[dict[str, Value]]:
+    entries = value.items() if isinstance(value, dict) else cast("Sequence[tuple[str, Value]]", value)
+    return [{"key": key, "value": item.encode() if isinstance(item, str) else item} for key, item in entries]
+
+
+def _json(data_type: spark.DataType) -> Convert:
+    """What turns a value into one that orjson writes as Spark's ``to_json`` does."""
+    if isinstance(data_type, spark.ArrayType):
+        element = _json(data_type.elementType)
+        return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
+    if isinstance(data_type, spark.MapType):
+        inner = _json(data_type.valueType)
+        return _unless_null(lambda value: {key: inner(item) for key, item in cast("dict[str, Value]", value).items()})
+    if isinstance(data_type, spark.StructType):
+        parts = [(field.name, _json(field.dataType)) for field in data_type.fields]
+        return _unless_null(
+            lambda value: {
+                name: make(item) for (name, make), item in zip(parts, cast("Sequence[Value]", value), strict=True)
+            }
+        )
+    scalar = _SCALARS.get(type(data_type).__name__)
+    return _same if scalar is None else _unless_null(scalar)
+
+
+def _decimal(value: Value) -> Value:
+    assert isinstance(value, Decimal)
+    return orjson.Fragment(str(value))
+
+
+def _double(value: Value) -> Value:
+    assert isinstance(value, float)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _float(value: Value) -> Value:
+    # The shortest digits that name the 32-bit number, not the 64-bit one that Python holds it in.
+    return _double(float(str(np.float32(cast("float", value)))))
+
+
+def _timestamp(value: Value) -> Value:
+    return _utc(value).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+
+
+def _timestamp_ntz(value: Value) -> Value:
+    assert isinstance(value, datetime)
+    return value.isoformat(timespec="microseconds")
+
+
+def _time(value: Value) -> Value:
+    assert isinstance(value, time)
+    text = value.isoformat(timespec="microseconds")
+    return text.rstrip("0").removesuffix(".") if value.microsecond else text[:8]
+
+
+def _date(value: Value) -> Value:
+    assert isinstance(value, date)
+    return value.isoformat()
+
+
+def _variant(value: Value) -> Value:
+    assert isinstance(value, spark.VariantVal)
+    return orjson.Fragment(value.toJson())
+
+
+_SCALARS: Final[dict[str, Convert]] = {
+    "FloatType": _float,
+    "DoubleType": _double,
+    "DecimalType": _decimal,
+    "BinaryType": lambda value: base64.b64encode(cast("bytes", value)).decode(),
+    "DateType": _date,
+    "TimestampType": _timestamp,
+    "TimestampNTZType": _timestamp_ntz,
+    "TimeType": _time,
+    "VariantType": _variant,
+}

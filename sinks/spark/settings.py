@@ -1,0 +1,227 @@
+"""What a sink is told: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
+
+from sqlalchemy import exc, make_url
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.stores.failures import shown_url
+from dualwrite.stores.rows import check_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+_LONGEST_SINK_NAME: Final = 200
+_REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_QUEUE_SIZE: Final = "queue.buffering.max.kbytes"
+_QUEUE_KBYTES: Final = 64 * 1024  # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks
+_DRIVER: Final = ("postgresql", "psycopg")
+
+
+class _Needed(TypedDict):
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+
+
+class SinkSettings(_Needed, total=False):
+    """The keyword arguments of every sink. `SinkOptions` says what each of them means."""
+
+    topic: str | None
+    topic_column: str | None
+    key: str | None
+    value: str | None
+    headers: str | None
+    partition: str | None
+    timestamp: str | None
+    columns: Mapping[str, str] | Sequence[str] | None
+    schema: str | None
+    max_slots: int
+    lease_s: float
+    timeout_s: float
+    margin_s: float
+    progress_s: float
+
+
+@dataclass(frozen=True, repr=False)
+class SinkOptions:
+    """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
+
+    It pickles, because the tasks have to connect. The pickle masks what may be secret, so that it cannot be read off a dump;
+    that is no encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of ``kafka``:
+    driver and executors then each take it from their own environment, when they connect.
+
+    Args:
+        sink: Name of the sink: stable over restarts, unique among the jobs that write at the same time. With the batch id
+            and the partition it decides what is already written. Kafka's transactional ids begin with it, for ACLs.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Keys that run code are refused.
+        url: SQLAlchemy URL of the PostgreSQL database, ``postgresql+psycopg://...``.
+        table: The table to write into, written as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
+        topic: The topic of all messages; it must exist. Either this or ``topic_column``.
+        topic_column: Column with each message's topic.
+        key: Column with the message's key: text, binary, or whole numbers (their decimal text).
+        value: Column with the message's value, text or binary. By default the value is the JSON object of the columns that
+            go into the table, by their DataFrame names.
+        headers: Column with headers: ``map<string,string|binary>`` or ``array<struct<key:string,value:string|binary>>``.
+        partition: Column with the partition number.
+        timestamp: Column of type ``timestamp`` with the message's time, in ms in Kafka.
+        columns: Which columns go into the table: a list of names, or a mapping from DataFrame column to table column. By
+            default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
+            into columns of the same name.
+        schema: The database schema of the library's own tables, where it is not the default one.
+        max_slots: The most tasks of this sink that write at the same time.
+        lease_s: How long a dead task's slot stays taken, in seconds.
+        timeout_s: Bounds settling, claiming, and the ending of each dual write, in seconds.
+        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        progress_s: Time between two progress lines in the driver's log, in seconds.
+
+    Raises:
+        ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
+    """
+
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+    topic: str | None = None
+    topic_column: str | None = None
+    key: str | None = None
+    value: str | None = None
+    headers: str | None = None
+    partition: str | None = None
+    timestamp: str | None = None
+    columns: Mapping[str, str] | Sequence[str] | None = None
+    schema: str | None = None
+    max_slots: int = 1000
+    lease_s: float = 60.0
+    timeout_s: float = 120.0
+    margin_s: float = 10.0
+    progress_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_name(self.sink, "the name of a sink")
+        if len(self.sink) > _LONGEST_SINK_NAME or "#" in self.sink:
+            raise ConfigurationError(
+                f"{self.sink!r} cannot be the name of a sink",
+                next_step=f"use at most {_LONGEST_SINK_NAME} characters without '#'",
+            )
+        if (self.topic is None) == (self.topic_column is None):
+            raise ConfigurationError("give either topic or topic_column")
+        for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be greater than 0")
+        _parse_url(self.url)
+
+    @property
+    def pool(self) -> str:
+        """The pool of slots: no `DualWriter` has lanes of that name by accident."""
+        return f"{self.sink}.spark"
+
+    def kafka_config(self) -> KafkaConfig:
+        """The checked configuration, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A key is refused, or a variable is not set.
+        """
+        resolved = {key: _resolve(value, key) if isinstance(value, str) else value for key, value in self.kafka.items()}
+        return KafkaConfig.parse({_QUEUE_SIZE: _QUEUE_KBYTES, **resolved}, trusted=False)
+
+    def database_url(self) -> URL:
+        """The URL, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set.
+        """
+        url = _parse_url(self.url)
+        return url.set(
+            username=_resolved(url.username),
+            password=_resolved(url.password),
+            host=_resolved(url.host),
+            database=_resolved(url.database),
+        )
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["url"] = shown_url(self.url)
+        shown["kafka"] = f"<{len(self.kafka)} settings>"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        masked = {key: Masked.of(value) for key, value in self.kafka.items()}
+        return _unmask, ({**plain, "kafka": masked, "url": Masked.of(self.url)},)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A text that cannot be read off a pickle: its bytes, each changed by a random byte that stands beside it."""
+
+    pad: bytes
+    body: bytes
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """The text masked; what is no text as it is."""
+        if not isinstance(value, str):
+            return value
+        plain = value.encode()
+        pad = secrets.token_bytes(len(plain))
+        return cls(pad, bytes(left ^ right for left, right in zip(plain, pad, strict=True)))
+
+    def text(self) -> str:
+        """The text."""
+        return bytes(left ^ right for left, right in zip(self.pad, self.body, strict=True)).decode()
+
+
+def _unmask(settings: dict[str, object]) -> SinkOptions:
+    kafka = settings["kafka"]
+    assert isinstance(kafka, dict)
+    plain = {key: value.text() if isinstance(value, Masked) else value for key, value in kafka.items()}
+    url = settings["url"]
+    assert isinstance(url, Masked)
+    return SinkOptions(**{**settings, "kafka": plain, "url": url.text()})  # type: ignore[arg-type]
+
+
+def _resolve(text: str, setting: str) -> str:
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if value is None:
+            raise ConfigurationError(
+                f"{setting} refers to the environment variable {match[1]}, which is not set here",
+                next_step="set it for the driver, and for the executors with spark.executorEnv",
+            )
+        return value
+
+    return _REFERENCE.sub(value_of, text)
+
+
+def _resolved(part: str | None) -> str | None:
+    return None if part is None else _resolve(part, "url")
+
+
+def _parse_url(text: str) -> URL:
+    try:
+        url = make_url(text)
+        dialect = url.get_dialect()
+    except exc.SQLAlchemyError:
+        _refuse_url()
+    if (dialect.name, dialect.driver) != _DRIVER:
+        _refuse_url()
+    return url
+
+
+def _refuse_url() -> NoReturn:
+    # Without its cause: SQLAlchemy's message repeats the URL, password included.
+    raise ConfigurationError(
+        "url is not the URL of a PostgreSQL database through psycopg 3",
+        next_step="write postgresql+psycopg://user:password@host:port/database",
+    ) from None
