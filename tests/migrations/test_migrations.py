@@ -1,0 +1,329 @@
+"""All migrations together make the declared tables, go back, and leave an application's own Alembic alone."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+
+import dualwrite.migrations
+from dualwrite import migrations
+from dualwrite.errors import ConfigurationError
+from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
+
+SCHEMAS = [None, "side"]
+
+
+def attach(driver: Any, _: object) -> None:
+    path = driver.execute("PRAGMA database_list").fetchone()[2]
+    driver.execute(f"ATTACH '{path}.side' AS side")
+
+
+@pytest.fixture(params=[pytest.param("postgresql", marks=pytest.mark.postgresql), "sqlite"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    if request.param == "postgresql":
+        made = create_engine(request.getfixturevalue("dualwrite_database"))
+    else:
+        made = create_engine(f"sqlite:///{tmp_path / 'test.db'}")
+        event.listen(made, "connect", attach)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def connection(engine: Engine) -> Iterator[Connection]:
+    with engine.connect() as made:
+        yield made
+
+
+def tables_of(connection: Connection, schema: str | None) -> set[str]:
+    found = inspect(connection)
+    return set(found.get_table_names(schema=schema)) if schema in {None, *found.get_schema_names()} else set()
+
+
+def reflected(connection: Connection, schema: str | None) -> dict[str, Any]:
+    """What the database itself says of our tables."""
+    found = inspect(connection)
+    return {
+        name: {
+            "columns": [
+                {key: str(column[key]) for key in ("name", "type", "nullable", "default")}
+                for column in found.get_columns(name, schema=schema)
+            ],
+            "primary key": found.get_pk_constraint(name, schema=schema),
+            "unique": found.get_unique_constraints(name, schema=schema),
+            "checks": sorted(found.get_check_constraints(name, schema=schema), key=str),
+            "indexes": found.get_indexes(name, schema=schema),
+            "foreign keys": found.get_foreign_keys(name, schema=schema),
+        }
+        for name in sorted(OWN_TABLES - {VERSION_TABLE})
+    }
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+class TestEverySchema:
+    def test_alembic_sees_no_difference_from_what_is_declared(self, connection: Connection, schema: str | None) -> None:
+        migrations.upgrade(connection, schema=schema)
+        context = MigrationContext.configure(
+            connection,
+            opts={
+                "compare_server_default": True,
+                "include_schemas": schema is not None,
+                "include_name": migrations.include_own_name,
+            },
+        )
+        assert compare_metadata(context, declare_tables(schema).metadata) == []
+
+    def test_reflection_sees_no_difference_from_what_is_declared(
+        self, engine: Engine, connection: Connection, schema: str | None
+    ) -> None:
+        migrations.upgrade(connection, schema=schema)
+        migrated = reflected(connection, schema)
+        connection.rollback()
+        migrations.downgrade(connection, "base", schema=schema)
+        with engine.begin() as other:
+            declare_tables(schema).metadata.create_all(other)
+        assert reflected(connection, schema) == migrated
+        assert migrated["kafka_transaction_state"]["checks"]
+
+    def test_it_is_done_once(self, connection: Connection, schema: str | None) -> None:
+        for _ in range(2):
+            migrations.upgrade(connection, schema=schema)
+            assert migrations.current_revision(connection, schema=schema) == SCHEMA_REVISION
+            assert tables_of(connection, schema) == OWN_TABLES
+            connection.rollback()
+
+    def test_going_back_leaves_nothing(self, connection: Connection, schema: str | None) -> None:
+        for _ in range(2):
+            migrations.upgrade(connection, schema=schema)
+            migrations.downgrade(connection, "base", schema=schema)
+            assert tables_of(connection, schema) == {VERSION_TABLE}
+            assert migrations.current_revision(connection, schema=schema) is None
+            connection.rollback()
+
+    def test_the_callers_transaction_decides(self, connection: Connection, schema: str | None) -> None:
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN")
+        connection.execute(text("CREATE TABLE own (id INTEGER)"))
+        migrations.upgrade(connection, schema=schema)
+        assert tables_of(connection, schema) >= OWN_TABLES
+        connection.rollback()
+        assert not tables_of(connection, schema) & {*OWN_TABLES, "own"}
+
+    def test_what_fails_leaves_nothing(self, connection: Connection, engine: Engine, schema: str | None) -> None:
+        if schema is not None and engine.dialect.name == "postgresql":
+            connection.execute(text("CREATE SCHEMA side"))
+        prefix = "" if schema is None else "side."
+        connection.execute(text(f"CREATE TABLE {prefix}dualwrite_ledger (id INTEGER)"))
+        connection.commit()
+        with pytest.raises(Exception, match="already exists"):
+            migrations.upgrade(connection, schema=schema)
+        assert tables_of(connection, schema) == {"dualwrite_ledger"}
+
+    def test_the_script_does_the_same(self, engine: Engine, connection: Connection, schema: str | None) -> None:
+        up = migrations.sql_script(engine.url, schema=schema)
+        down = migrations.sql_script(engine.url, "base", start=SCHEMA_REVISION, schema=schema, direction="downgrade")
+        migrations.upgrade(connection, schema=schema)
+        migrated = reflected(connection, schema)
+        connection.rollback()
+        migrations.downgrade(connection, "base", schema=schema)
+        with engine.begin() as other:
+            prefix = "" if schema is None else "side."
+            other.execute(text(f"DROP TABLE {prefix}{VERSION_TABLE}"))
+        run_script(engine, up)
+        assert reflected(connection, schema) == migrated
+        assert migrations.current_revision(connection, schema=schema) == SCHEMA_REVISION
+        connection.rollback()
+        check_schema(engine, schema)
+        run_script(engine, down)
+        assert tables_of(connection, schema) == {VERSION_TABLE}
+
+
+def run_script(engine: Engine, script: str) -> None:
+    """As the database's own shell would."""
+    if engine.dialect.name == "postgresql":
+        url = make_url(engine.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(url, autocommit=True) as driver:
+            driver.execute(script.encode())
+        return
+    with sqlite3.connect(engine.url.database or "") as driver:
+        attach(driver, None)
+        driver.executescript(script)
+    driver.close()
+
+
+def test_the_newest_migration_is_what_the_library_asks_for() -> None:
+    directory = Path(dualwrite.migrations.__file__).parent
+    assert ScriptDirectory(directory).get_current_head() == SCHEMA_REVISION
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+class TestCheckSchema:
+    def test_missing_tables(self, engine: Engine, schema: str | None) -> None:
+        with pytest.raises(ConfigurationError, match="are not in") as caught:
+            check_schema(engine, schema)
+        assert_names_command(caught.value, engine, schema)
+
+    def test_tables_taken_away(self, engine: Engine, connection: Connection, schema: str | None) -> None:
+        migrations.upgrade(connection, schema=schema)
+        migrations.downgrade(connection, "base", schema=schema)
+        with pytest.raises(ConfigurationError, match="are not in"):
+            check_schema(engine, schema)
+
+    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0001"), ("9999", "knows only 0001")])
+    def test_another_version(
+        self, engine: Engine, connection: Connection, schema: str | None, revision: str, words: str
+    ) -> None:
+        migrations.upgrade(connection, schema=schema)
+        prefix = "" if schema is None else "side."
+        with engine.begin() as other:
+            other.execute(text(f"UPDATE {prefix}{VERSION_TABLE} SET version_num = '{revision}'"))
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            check_schema(engine, schema)
+        assert revision in str(caught.value)
+        assert_names_command(caught.value, engine, schema)
+        if revision == "9999":
+            with pytest.raises(ConfigurationError, match="newer"):
+                migrations.upgrade(connection, schema=schema)
+
+    def test_the_right_version(self, engine: Engine, connection: Connection, schema: str | None) -> None:
+        migrations.upgrade(connection, schema=schema)
+        check_schema(engine, schema)
+
+
+def assert_names_command(error: ConfigurationError, engine: Engine, schema: str | None) -> None:
+    assert "dualwrite migrate --url" in str(error)
+    assert ("--schema side" in str(error)) == (schema is not None)
+    assert engine.url.password is None or engine.url.password not in str(error)
+
+
+def test_an_unknown_revision_is_refused(connection: Connection) -> None:
+    with pytest.raises(ConfigurationError, match="'0815'"):
+        migrations.upgrade(connection, "0815")
+
+
+def test_a_missing_right_is_a_configuration_error(dualwrite_database: str) -> None:
+    owner = create_engine(dualwrite_database)
+    role = f"poor_{owner.url.database}"
+    with owner.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role}"))
+    engine = create_engine(dualwrite_database, connect_args={"options": f"-c role={role}"})
+    try:
+        with engine.connect() as connection, pytest.raises(ConfigurationError, match="may create tables"):
+            migrations.upgrade(connection)
+        with engine.connect() as connection, pytest.raises(ConfigurationError, match="may create tables"):
+            migrations.upgrade(connection, schema="side")
+    finally:
+        engine.dispose()
+        with owner.begin() as connection:
+            connection.execute(text(f"DROP ROLE {role}"))
+        owner.dispose()
+
+
+@pytest.mark.postgresql
+def test_two_at_once_wait_for_each_other(dualwrite_database: str) -> None:
+    script = (
+        "import sys, sqlalchemy, dualwrite.migrations as m\n"
+        "engine = sqlalchemy.create_engine(sys.argv[1])\n"
+        "with engine.connect() as connection:\n"
+        "    print('ready', flush=True); sys.stdin.readline()\n"
+        "    m.upgrade(connection, schema='side')\n"
+    )
+    import sys
+
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, dualwrite_database], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.communicate("go\n", timeout=60)
+    assert [process.returncode for process in processes] == [0, 0, 0]
+
+
+ENV = """
+from alembic import context
+from sqlalchemy import MetaData, create_engine
+import dualwrite.migrations
+
+engine = create_engine(context.config.get_main_option("sqlalchemy.url"))
+with engine.connect() as connection:
+    context.configure(
+        connection=connection, target_metadata=MetaData(), include_name=dualwrite.migrations.include_name,
+        transaction_per_migration=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+engine.dispose()
+"""
+
+REVISION = """
+import sqlalchemy as sa
+from alembic import op
+import dualwrite.migrations
+
+revision = "abc"
+down_revision = None
+
+def upgrade():
+    op.create_table("own", sa.Column("id", sa.Integer))
+    dualwrite.migrations.upgrade(op.get_bind(), schema=None)
+    op.create_table("own2", sa.Column("id", sa.Integer))
+
+def downgrade():
+    op.drop_table("own2")
+    dualwrite.migrations.downgrade(op.get_bind(), "base", schema=None)
+    op.drop_table("own")
+"""
+
+
+@pytest.fixture
+def own_alembic(engine: Engine, tmp_path: Path) -> Config:
+    """An application with an Alembic of its own, whose revision makes our tables too."""
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "env.py").write_text(ENV)
+    (tmp_path / "script.py.mako").write_text(
+        "revision = ${repr(up_revision)}\ndown_revision = ${repr(down_revision)}\n\ndef upgrade():\n    ${upgrades}\n"
+    )
+    (tmp_path / "versions" / "abc_both.py").write_text(REVISION)
+    config = Config()
+    config.set_main_option("script_location", str(tmp_path))
+    config.set_main_option("sqlalchemy.url", engine.url.render_as_string(hide_password=False).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def test_it_works_inside_a_revision_of_an_applications_own_alembic(engine: Engine, own_alembic: Config) -> None:
+    command.upgrade(own_alembic, "head")
+    check_schema(engine)
+    with engine.connect() as connection:
+        assert tables_of(connection, None) == {*OWN_TABLES, "own", "own2", "alembic_version"}
+    command.downgrade(own_alembic, "base")
+    with engine.connect() as connection:
+        assert tables_of(connection, None) == {VERSION_TABLE, "alembic_version"}
+
+
+def test_an_applications_autogeneration_leaves_our_tables_alone(engine: Engine, own_alembic: Config) -> None:
+    command.upgrade(own_alembic, "head")
+    script = command.revision(own_alembic, "next", autogenerate=True)
+    assert not isinstance(script, list)
+    assert script is not None
+    generated = Path(script.path).read_text()
+    assert "drop_table('own')" in generated
+    assert not [name for name in OWN_TABLES if name in generated]
