@@ -110,6 +110,23 @@ def kafka_error(exception: KafkaException) -> KafkaError:
     return error if isinstance(error, KafkaError) else KafkaError(KafkaError._FAIL, str(exception))
 
 
+def kafka_exception_behind(error: KafkaException | SystemError) -> KafkaException:
+    """The exception of librdkafka that one of Python's stands for.
+
+    A fatal error is raised from inside ``poll`` and ``flush``. Where a delivery callback runs after it, Python complains with
+    a ``SystemError`` that the callback returned with an exception set.
+
+    Raises:
+        SystemError: It is another one.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, SystemError):
+        cause = cause.__cause__
+    if not isinstance(cause, KafkaException):
+        raise error
+    return cause
+
+
 def failure_of(
     cause: KafkaError | KafkaException, phase: Phase, *, transactional_id: str, subject: str | None = None
 ) -> Failure:

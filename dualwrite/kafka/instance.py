@@ -24,7 +24,7 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.bounded_call import NoAnswer
 from dualwrite.kafka.deliveries import Deliveries, DeliveryCallback
-from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error
+from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.handle import Handle, IdLogger
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.machine import Machine
@@ -178,9 +178,16 @@ class ProducerInstance:
         """Take delivery reports and log lines; 0 where there is no instance yet."""
         if self._handle is None:
             return 0
-        served = self._raw.poll(timeout_s)
+        served = self._served(self._raw.poll, timeout_s)
         self.transaction.deliveries.raise_callback_error()
         return served
+
+    def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
+        """Poll or flush. A fatal error of librdkafka comes out of these, whatever they were called for."""
+        try:
+            return wait(timeout_s)
+        except (KafkaException, SystemError) as error:
+            self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
 
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
@@ -200,7 +207,7 @@ class ProducerInstance:
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
-        undelivered = self._raw.flush(deadline.remaining_s())
+        undelivered = self._served(self._raw.flush, deadline.remaining_s())
         transaction.deliveries.raise_callback_error()
         self._require_all_delivered(undelivered)
         state = PreparedTxnState()
@@ -251,7 +258,9 @@ class ProducerInstance:
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort. Messages get a moment to arrive first: an abort with some in flight is what breaks librdkafka (4849)."""
         transaction = self.transaction
-        in_flight = self._raw.flush(min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s())) if len(self._raw) else 0
+        in_flight = 0
+        if len(self._raw):
+            in_flight = self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors
         self.machine.apply(event)
@@ -284,10 +293,10 @@ class ProducerInstance:
             return self._handle.timed(function, deadline)
         except NoAnswer:
             self._raise(self._no_answer(phase))
-        except KafkaException as error:
-            self._raise(failure_of(error, phase, transactional_id=self._id))
-        except BaseException:  # interrupted while waiting: the answer is missing as well
-            self.doubt(f"{phase.value} was interrupted")
+        except (KafkaException, SystemError) as error:
+            self._raise(failure_of(kafka_exception_behind(error), phase, transactional_id=self._id))
+        except BaseException:
+            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing as well
             raise
 
     def _raise(self, failure: Failure) -> NoReturn:

@@ -13,7 +13,7 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.failures import Phase, failure_of, kafka_error
+from dualwrite.kafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})
@@ -138,3 +138,19 @@ def test_an_id_with_braces_is_shown_as_it_is():
 def test_an_exception_without_a_kafka_error_inside_is_an_error_all_the_same():
     assert kafka_error(KafkaException("text")).code() == KafkaError._FAIL
     assert kafka_error(KafkaException()).code() == KafkaError._FAIL
+
+
+def test_the_error_behind_a_callback_that_returned_with_an_exception_set_is_found():
+    fatal = KafkaException(KafkaError(KafkaError._FENCED, fatal=True))
+    inner, outer = SystemError("returned a result with an exception set"), SystemError("and again")
+    inner.__cause__, outer.__cause__ = fatal, inner
+    assert kafka_exception_behind(fatal) is fatal
+    assert kafka_exception_behind(outer) is fatal
+
+
+def test_another_system_error_stays_what_it_is():
+    other = SystemError("something else")
+    other.__context__ = KafkaException(KafkaError(KafkaError._FENCED))
+    with pytest.raises(SystemError) as raised:
+        kafka_exception_behind(other)
+    assert raised.value is other

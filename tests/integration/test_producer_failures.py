@@ -1,0 +1,412 @@
+"""TransactionalProducer when something goes wrong: failed messages, missing answers, late answers, other owners, missing rights."""
+
+import secrets
+import threading
+from contextlib import closing
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    Unavailable,
+)
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.kept import Completion
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.testing import EmbeddedKafka
+from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.reading import read_committed
+
+# ruff: noqa: PT012 - a message may fail when it is produced or when its transaction is prepared
+
+QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}
+# What may have been sent twice is known after 0.8 x this.
+IMPATIENT = {"retry.backoff.ms": 500, "retry.backoff.max.ms": 500}
+SLOW_S = 0.6
+SHORT_S = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(dualwrite_kafka):
+    """A broker that has just been started answers its first InitProducerId late."""
+    with TransactionalProducer(dualwrite_kafka.client_config(), "warm") as producer:
+        producer.init_transactions()
+
+
+@pytest.fixture
+def values(kafka, dualwrite_topic):
+    return lambda: [record.value for record in read_committed(kafka, dualwrite_topic)]
+
+
+@pytest.fixture
+def narrow_topic(dualwrite_kafka):
+    """A topic that takes only small messages, while librdkafka would send larger ones."""
+    topic = dualwrite_kafka.create_topic(f"narrow-{secrets.token_hex(6)}", 2, {"max.message.bytes": "1000"})
+    yield topic
+    dualwrite_kafka.delete_topic(topic)
+
+
+@pytest.fixture
+def proxy(dualwrite_kafka):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        yield proxy
+
+
+def works_again(producer, topic, values):
+    """Whether the producer runs a transaction, and its message alone is visible."""
+    producer.begin_transaction()
+    producer.produce(topic, b"again")
+    producer.commit_transaction()
+    return values() == [b"again"]
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_flush_says_that_nothing_is_left(
+    ready, dualwrite_topic, narrow_topic, values, bulk
+):
+    producer = ready(bulk=bulk)
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"fits")
+    producer.produce(narrow_topic, b"x" * 5000)
+    assert producer._instance._raw.flush(30) == 0
+    with pytest.raises(TransactionAborted, match=r"max\.message\.bytes") as failed:
+        producer.prepare_transaction()
+    assert not failed.value.retryable
+    assert producer.state is ProducerState.FAILED
+    with pytest.raises(IllegalStateError, match="abort the transaction"):
+        producer.commit_transaction()
+    producer.abort_transaction()
+    assert works_again(producer, dualwrite_topic, values)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_one_bad_message_among_many_is_found(ready, dualwrite_topic, narrow_topic, values, bulk):
+    producer = ready(bulk=bulk)
+    producer.begin_transaction()
+    with pytest.raises(TransactionAborted, match=r"max\.message\.bytes"):
+        for number in range(20_000):
+            producer.produce(dualwrite_topic, b"fits")
+            if number == 700:
+                producer.produce(narrow_topic, b"x" * 5000, partition=1)
+        producer.prepare_transaction()
+    assert producer.state is ProducerState.FAILED
+    producer.abort_transaction()
+    assert producer.state is ProducerState.READY
+    assert works_again(producer, dualwrite_topic, values)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_an_unknown_topic_comes_out_of_prepare(ready, dualwrite_topic, values, bulk):
+    producer = ready(QUICK, bulk=bulk)
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"fits")
+    producer.produce("no-such-topic", b"x")
+    with pytest.raises(TransactionAborted, match="create the topic") as failed:
+        producer.prepare_transaction()
+    assert not failed.value.retryable
+    producer.abort_transaction()
+    assert works_again(producer, dualwrite_topic, values)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_topic_deleted_in_the_middle_comes_out_of_prepare(ready, dualwrite_kafka, dualwrite_topic, bulk):
+    topic = dualwrite_kafka.create_topic(f"gone-{secrets.token_hex(6)}")
+    producer = ready(QUICK, bulk=bulk)
+    producer.begin_transaction()
+    producer.produce(topic, b"there")
+    assert producer._instance._raw.flush(30) == 0
+    dualwrite_kafka.delete_topic(topic)
+    with pytest.raises(TransactionAborted, match=r"create the topic|partition that the topic has"):
+        producer.produce(topic, b"gone")
+        producer.prepare_transaction()
+    assert producer.state is ProducerState.FAILED
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_partition_that_the_topic_has_not_comes_out_of_produce_or_prepare(ready, dualwrite_topic, values, bulk):
+    producer = ready(QUICK, bulk=bulk)
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"fits")
+    with pytest.raises(TransactionAborted, match="partition that the topic has"):
+        producer.produce(dualwrite_topic, b"x", partition=99)
+        producer.prepare_transaction()
+    producer.abort_transaction()
+    assert works_again(producer, dualwrite_topic, values)
+
+
+def test_a_message_too_large_for_librdkafka_comes_out_of_produce_and_spoils_the_transaction(
+    ready, dualwrite_topic, values
+):
+    producer = ready()
+    producer.begin_transaction()
+    with pytest.raises(TransactionAborted, match=r"message\.max\.bytes") as failed:
+        producer.produce(dualwrite_topic, b"x" * 2_000_000)
+    assert not failed.value.retryable
+    assert producer.state is ProducerState.FAILED
+    producer.abort_transaction()
+    assert works_again(producer, dualwrite_topic, values)
+
+
+def test_after_a_failure_produce_says_what_failed(ready, dualwrite_topic, narrow_topic):
+    producer = ready()
+    producer.begin_transaction()
+    producer.produce(narrow_topic, b"x" * 5000)
+    assert producer._instance._raw.flush(30) == 0
+    with pytest.raises(TransactionAborted, match=r"MSG_SIZE_TOO_LARGE"):
+        producer.produce(dualwrite_topic, b"next")
+    assert producer.state is ProducerState.FAILED
+
+
+def test_messages_that_cannot_be_delivered_by_the_deadline_make_the_producer_doubtful(
+    make_producer, proxy, dualwrite_topic
+):
+    producer = make_producer(proxy.client_config(), call_timeout_s=SHORT_S)
+    producer.init_transactions()
+    producer.begin_transaction()
+    proxy.on(Api.PRODUCE, nth=None).drop_request()
+    producer.produce(dualwrite_topic, b"x")
+    with pytest.raises(Unavailable, match="1 of 1 messages"):
+        producer.prepare_transaction()
+    assert producer.doubtful
+    with pytest.raises(IllegalStateError, match="make a new one"):
+        producer.abort_transaction()
+
+
+def test_a_queue_that_stays_full_is_unavailable(make_producer, proxy, dualwrite_topic):
+    producer = make_producer({**proxy.client_config(), "queue.buffering.max.messages": 5}, call_timeout_s=SHORT_S)
+    producer.init_transactions()
+    producer.begin_transaction()
+    proxy.on(Api.PRODUCE, nth=None).drop_request()
+    with pytest.raises(Unavailable, match="queue stayed full"):
+        for _ in range(10):
+            producer.produce(dualwrite_topic, b"x", partition=0)
+    assert producer.state is ProducerState.FAILED
+
+
+def test_an_abort_with_messages_on_their_way_costs_the_producer(make_producer, proxy, dualwrite_topic, values):
+    producer = make_producer(proxy.client_config())
+    producer.init_transactions()
+    producer.begin_transaction()
+    held = proxy.on(Api.PRODUCE).hold_request()
+    producer.produce(dualwrite_topic, b"x", partition=0)
+    held.wait()
+    late = threading.Timer(1.5, held.release)
+    late.start()
+    producer.abort_transaction()
+    late.join()
+    assert producer.doubtful
+    assert values() == []
+
+
+def test_a_commit_that_took_long_enough_to_be_sent_twice_succeeds_and_costs_the_producer(
+    make_producer, proxy, dualwrite_topic, values
+):
+    producer = make_producer({**proxy.client_config(), **IMPATIENT})
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"x")
+    producer.prepare_transaction()
+    held = proxy.on(Api.END_TXN).hold_answer()
+    late = threading.Timer(SLOW_S, held.release)
+    late.start()
+    producer.commit_transaction()
+    late.join()
+    assert producer.doubtful
+    with pytest.raises(IllegalStateError, match="make a new one"):
+        producer.begin_transaction()
+    assert values() == [b"x"]
+
+
+def test_offsets_that_may_have_been_sent_twice_cost_the_producer_after_its_transaction(
+    make_producer, proxy, kafka, dualwrite_topic
+):
+    producer = make_producer({**proxy.client_config(), **IMPATIENT})
+    producer.init_transactions()
+    with closing(Consumer({**kafka, "group.id": producer.transactional_id})) as consumer:
+        consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=30)
+        producer.begin_transaction()
+        producer.produce(dualwrite_topic, b"x")
+        held = proxy.on(Api.TXN_OFFSET_COMMIT).hold_answer()
+        late = threading.Timer(SLOW_S, held.release)
+        late.start()
+        producer.send_offsets_to_transaction(
+            [TopicPartition(dualwrite_topic, 0, 1)], consumer.consumer_group_metadata()
+        )
+        late.join()
+    assert producer.state is ProducerState.BEGUN
+    producer.commit_transaction()
+    assert producer.doubtful
+
+
+LOST = {"drop_request": Completion.COMMITTED, "drop_answer": Completion.NOTHING_ONGOING}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_commit_without_an_answer_is_completed_by_its_state_with_a_new_producer(
+    make_producer, proxy, dualwrite_topic, values, lost
+):
+    producer = make_producer(proxy.client_config(), call_timeout_s=SHORT_S)
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"x")
+    state = producer.prepare_transaction()
+    rule = getattr(proxy.on(Api.END_TXN), lost)()
+    with pytest.raises(CompletionPending, match="do not run the work again"):
+        producer.commit_transaction()
+    rule.wait()
+    assert producer.doubtful
+    assert producer.prepared_state == state
+    producer.close()
+    successor = make_producer()
+    successor.init_transactions(keep_prepared_txn=True)
+    assert successor.complete_transaction(state) is LOST[lost]
+    assert successor.state is ProducerState.READY
+    assert values() == [b"x"]
+
+
+def test_an_abort_without_an_answer_costs_the_producer(make_producer, proxy, dualwrite_topic, values):
+    producer = make_producer(proxy.client_config(), call_timeout_s=SHORT_S)
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"x")
+    producer.prepare_transaction()
+    proxy.on(Api.END_TXN).drop_answer()
+    with pytest.raises(Unavailable):
+        producer.abort_transaction()
+    assert producer.doubtful
+    assert values() == []
+
+
+def test_an_init_without_an_answer_costs_the_producer(make_producer, proxy):
+    producer = make_producer(proxy.client_config(), call_timeout_s=SHORT_S)
+    proxy.on(Api.INIT_PRODUCER_ID, nth=None).drop_request()
+    with pytest.raises(Unavailable):
+        producer.init_transactions()
+    assert producer.doubtful
+
+
+def test_a_missing_answer_does_not_make_closing_slow(make_producer, proxy, dualwrite_topic):
+    producer = make_producer(proxy.client_config(), call_timeout_s=SHORT_S)
+    producer.init_transactions()
+    producer.begin_transaction()
+    proxy.on(Api.PRODUCE, nth=None).drop_request()
+    producer.produce(dualwrite_topic, b"x")
+    seen = []
+    producer.produce(dualwrite_topic, b"y", on_delivery=lambda error, _: seen.append(error))
+    deadline = Deadline(10)
+    producer.close()
+    assert not deadline.expired
+    assert producer.state is ProducerState.CLOSED
+
+
+def test_a_producer_whose_id_was_taken_over_is_fenced_when_it_writes(ready, dualwrite_topic, values):
+    old = ready()
+    old.begin_transaction()
+    old.produce(dualwrite_topic, b"old")
+    assert old._instance._raw.flush(30) == 0
+    ready()
+    with pytest.raises(Fenced) as fenced:
+        old.produce(dualwrite_topic, b"late")
+        old.prepare_transaction()
+    assert fenced.value.outcome == "aborted"
+    assert old.doubtful
+    assert values() == []
+
+
+def test_a_fenced_commit_says_that_its_outcome_is_unknown(ready, dualwrite_topic, values):
+    old = ready()
+    old.begin_transaction()
+    old.produce(dualwrite_topic, b"old")
+    old.prepare_transaction()
+    ready()
+    with pytest.raises(Fenced) as fenced:
+        old.commit_transaction()
+    assert fenced.value.outcome == "unknown"
+    assert old.doubtful
+    assert values() == []
+
+
+def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
+    ready, dualwrite_topic, narrow_topic, coordinator, kafka_id
+):
+    producer = ready()
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"x")
+    producer.produce(narrow_topic, b"x" * 5000)
+    with pytest.raises(TransactionAborted):
+        producer.prepare_transaction()
+    producer.abort_transaction()
+    assert producer.producer_id is None
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"y")
+    state = producer.prepare_transaction()
+    view = coordinator.describe([kafka_id], Deadline(30))[kafka_id]
+    assert view.status is TransactionStatus.ONGOING
+    assert (state.producer_id, state.epoch) == (view.producer_id, view.epoch) == (producer.producer_id, producer.epoch)
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A broker that asks who one is and refuses what is not allowed."""
+    with EmbeddedKafka(users={"app": "app-password", "idle": "idle-password"}) as kafka:
+        kafka.create_topic("granted", 1)
+        kafka.create_topic("withheld", 1)
+        for operation in ("write", "describe"):
+            kafka.allow("app", operation, "transactional_id", "app-", prefixed=True)
+            kafka.allow("app", operation, "topic", "granted")
+        kafka.allow("app", "describe", "topic", "withheld")
+        yield kafka
+
+
+def guarded_producer(kafka, kafka_id, user="app", **settings):
+    return TransactionalProducer({**kafka.client_config(user), **settings}, kafka_id)
+
+
+def test_a_transactional_id_without_a_right_names_the_right(guarded):
+    with guarded_producer(guarded, "other-id") as producer, pytest.raises(ConfigurationError, match="transactional id"):
+        producer.init_transactions()
+
+
+def test_a_topic_without_a_right_names_the_right_and_the_topic(guarded):
+    with guarded_producer(guarded, "app-1") as producer:
+        producer.init_transactions()
+        producer.begin_transaction()
+        with pytest.raises(ConfigurationError, match="Write and Describe on topic"):
+            producer.produce("withheld", b"x")
+            producer.prepare_transaction()
+        assert producer.state is ProducerState.FAILED
+        # librdkafka asks for the end of a transaction that never began at the coordinator, and then takes itself for dead.
+        with pytest.raises(Unavailable, match="make a new one"):
+            producer.abort_transaction()
+        assert producer.doubtful
+
+
+def test_a_wrong_password_is_a_configuration_error_and_is_not_shown(guarded, caplog):
+    wrong = "canary-of-a-password"
+    settings = {**guarded.client_config("app"), "sasl.password": wrong}
+    with TransactionalProducer(settings, "app-2", call_timeout_s=5.0) as producer:
+        with pytest.raises((ConfigurationError, Unavailable)) as refused:
+            producer.init_transactions()
+        assert wrong not in repr(refused.value) + str(refused.value) + caplog.text
+
+
+def test_rights_that_suffice_suffice(guarded):
+    with guarded_producer(guarded, "app-3") as producer:
+        producer.init_transactions()
+        producer.begin_transaction()
+        producer.produce("granted", b"x")
+        state = producer.prepare_transaction()
+        assert state.first_offsets
+        producer.commit_transaction()
+    with closing(KafkaCoordinator(KafkaConfig.parse(guarded.admin_config()))) as coordinator:
+        view = coordinator.describe(["app-3"], Deadline(30))["app-3"]
+    assert view.status in {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.PREPARE_COMMIT}
