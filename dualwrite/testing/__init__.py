@@ -1,4 +1,4 @@
-"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, a proxy that misbehaves, pytest fixtures.
+"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, proxies that misbehave, pytest fixtures.
 
 Install ``dualwrite[testing]``. The fixtures (`dualwrite.testing.plugin`) are known to pytest then.
 """
@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dualwrite.testing.kafka import EmbeddedKafka
     from dualwrite.testing.postgresql import EmbeddedPostgres
+    from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+    from dualwrite.testing.proxy_postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
 
-__all__ = ["EmbeddedKafka", "EmbeddedPostgres", "Record", "read_committed"]
+__all__ = ["Api", "EmbeddedKafka", "EmbeddedPostgres", "KafkaProxy", "PostgresProxy", "Record", "read_committed"]
 
 _HOMES = {
+    "Api": "dualwrite.testing.proxy_kafka",
     "EmbeddedKafka": "dualwrite.testing.kafka",
     "EmbeddedPostgres": "dualwrite.testing.postgresql",
+    "KafkaProxy": "dualwrite.testing.proxy_kafka",
+    "PostgresProxy": "dualwrite.testing.proxy_postgresql",
     "Record": "dualwrite.testing.reading",
     "read_committed": "dualwrite.testing.reading",
 }

@@ -1,0 +1,133 @@
+"""A proxy that knows PostgreSQL's protocol well enough to see a COMMIT coming."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sqlalchemy.engine import make_url
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.testing.ports import LOOPBACK
+from dualwrite.testing.proxy import Proxy
+from dualwrite.testing.proxy_rules import Choice
+from dualwrite.testing.proxy_units import Answer, Unit
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from dualwrite.testing.postgresql import EmbeddedPostgres
+
+ENCRYPTION_REQUESTS = {80877103, 80877104}  # SSLRequest, GSSENCRequest
+STARTUP = 0
+NOTHING_ASKED = -1
+QUERY, PARSE, BIND, SYNC, FUNCTION_CALL = b"Q", b"P", b"B", b"S", b"F"
+PARTS_OF_A_BATCH = {PARSE, BIND, b"D", b"E", b"C"}  # Describe, Execute, Close
+READY_FOR_QUERY, COPY_IN = b"Z", b"G"
+
+
+@dataclass(frozen=True)
+class PostgresRequest:
+    """What a client asked for at once: one simple query, or everything up to a Sync."""
+
+    statements: tuple[str, ...]
+    """One line each, in capitals, without the semicolon."""
+
+
+class PostgresCodec:
+    """Messages of a letter and a length, after an opening that has no letter.
+
+    What ends with a Flush instead of a Sync is forwarded and cannot be taken: its answer has no visible end.
+    """
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, bytes]] = deque([(STARTUP, b"")])
+        self._prepared: dict[bytes, str] = {}
+        self._last_key = STARTUP
+
+    async def opening(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> bytes:
+        """The startup message. Encryption is declined on the way: nobody could look into it."""
+        while True:
+            length = await client.readexactly(4)
+            body = await client.readexactly(int.from_bytes(length, "big") - 4)
+            if int.from_bytes(body[:4], "big") not in ENCRYPTION_REQUESTS:
+                return length + body
+            reply.write(b"N")
+
+    async def next_request(self, client: asyncio.StreamReader) -> Unit[PostgresRequest]:
+        """The next query, the next batch up to its Sync, or any other message by itself."""
+        batch = b""
+        statements: list[str] = []
+        while True:
+            kind, data = await _message(client)
+            batch += data
+            if kind == QUERY:
+                statements += data[5:].rstrip(b"\0").decode(errors="replace").split(";")
+            elif kind == PARSE:
+                name, text = data[5:].split(b"\0")[:2]
+                self._prepared[name] = text.decode(errors="replace")
+            elif kind == BIND:
+                statements.append(self._prepared.get(data[5:].split(b"\0")[1], ""))
+            if kind in {QUERY, SYNC, FUNCTION_CALL}:
+                self._last_key += 1
+                self._asked.append((self._last_key, kind))
+                request = PostgresRequest(tuple(_normal(text) for text in statements if text.strip()))
+                return Unit(request, batch, self._last_key)
+            if kind not in PARTS_OF_A_BATCH:
+                return Unit(None, batch, NOTHING_ASKED)
+
+    async def next_answer(self, server: asyncio.StreamReader) -> Answer:
+        """The next message of the server; the last of an answer is ReadyForQuery."""
+        kind, data = await _message(server)
+        key, asked = self._asked[0] if self._asked else (NOTHING_ASKED, b"")
+        # A server that begins to copy in discards the Sync that had come with the statement, and answers none.
+        final = kind == READY_FOR_QUERY or (kind == COPY_IN and asked == SYNC)
+        if final:
+            self._asked.popleft()
+        return Answer(key, data, final)
+
+    def copy_of(self, unit: Unit[PostgresRequest]) -> Unit[PostgresRequest]:
+        """Refused: one session cannot ask for the same thing twice by accident."""
+        raise IllegalStateError(f"PostgreSQL's protocol has no duplicates: {unit.request}")
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readexactly(5)
+    return head[:1], head + await reader.readexactly(int.from_bytes(head[1:], "big") - 4)
+
+
+def _normal(statement: str) -> str:
+    return " ".join(statement.split()).upper()
+
+
+class PostgresProxy(Proxy[PostgresRequest]):
+    """A proxy in front of an embedded PostgreSQL server. Connections through it are not encrypted.
+
+    Args:
+        server: A server that was started.
+    """
+
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        super().__init__(server.port, PostgresCodec)
+
+    def url(self, url: str) -> str:
+        """The SQLAlchemy URL of one of the server's databases, led through the proxy."""
+        through = make_url(url).set(host=LOOPBACK, port=self.port)
+        return through.render_as_string(hide_password=False)
+
+    def on(self, statement: str = "COMMIT", *, nth: int | None = 1) -> Choice[PostgresRequest]:
+        """Choose requests by a statement in them; the choice's methods make rules that count from then on.
+
+        Args:
+            statement: How the statement begins, in any case. Several statements sent at once are one request.
+            nth: Which of those that match, from 1; every one if None.
+        """
+        wanted = _normal(statement)
+
+        def matches(unit: Unit[PostgresRequest]) -> bool:
+            assert unit.request is not None
+            return any(text.startswith(wanted) for text in unit.request.statements)
+
+        return Choice(partial(self._add, matches=matches, nth=nth))
