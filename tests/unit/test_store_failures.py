@@ -1,0 +1,119 @@
+"""What database errors become."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import psycopg
+import pytest
+from sqlalchemy import create_mock_engine, exc, make_url
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of, migrate_command, shown_url
+from dualwrite.stores.short_transactions import dialect_of
+from dualwrite.stores.tables import declare_tables
+
+
+def of_postgresql(state: str | None, *, lost: bool = False) -> exc.DBAPIError:
+    original = (psycopg.errors.lookup(state) if state else psycopg.OperationalError)(
+        "what the driver says\nDETAIL: secret"
+    )
+    return exc.OperationalError("SELECT 1", {}, original, connection_invalidated=lost)
+
+
+def of_sqlite(kind: type[sqlite3.Error], text: str) -> exc.DBAPIError:
+    return exc.OperationalError("SELECT 1", {}, kind(text))
+
+
+@pytest.mark.parametrize(
+    ("state", "meaning", "kind"),
+    [
+        ("42P01", Meaning.SCHEMA, ConfigurationError),
+        ("42703", Meaning.SCHEMA, ConfigurationError),
+        ("3F000", Meaning.SCHEMA, ConfigurationError),
+        ("42501", Meaning.PRIVILEGE, ConfigurationError),
+        ("42601", Meaning.REJECTED, ConfigurationError),
+        ("25006", Meaning.READ_ONLY, ConfigurationError),
+        ("28P01", Meaning.LOGIN, ConfigurationError),
+        ("3D000", Meaning.LOGIN, ConfigurationError),
+        ("22P05", Meaning.REJECTED, ConfigurationError),
+        ("23514", Meaning.REJECTED, ConfigurationError),
+        ("40001", Meaning.CONFLICT, TransactionAborted),
+        ("40P01", Meaning.CONFLICT, TransactionAborted),
+        ("25P02", Meaning.FAILED_TRANSACTION, TransactionAborted),
+        ("55P03", Meaning.BUSY, Unavailable),
+        ("57014", Meaning.BUSY, Unavailable),
+        ("53300", Meaning.BUSY, Unavailable),
+        ("53100", Meaning.FULL, Unavailable),
+        ("57P01", Meaning.GONE, Unavailable),
+        ("08006", Meaning.GONE, Unavailable),
+        ("25P03", Meaning.GONE, Unavailable),
+        ("XX000", Meaning.OTHER, Unavailable),
+        ("58030", Meaning.OTHER, Unavailable),
+        (None, Meaning.GONE, Unavailable),
+    ],
+)
+def test_every_sqlstate_says_what_to_do(state: str | None, meaning: Meaning, kind: type[Exception]) -> None:
+    error = of_postgresql(state)
+    assert meaning_of(error) is meaning
+    mapped = map_database_error(error, transactional_id="orders")
+    assert type(mapped) is kind
+    assert mapped.transactional_id == "orders"
+    assert "what the driver says" in str(mapped)
+    assert "secret" not in str(mapped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "meaning"),
+    [
+        (sqlite3.OperationalError, "no such table: x", Meaning.SCHEMA),
+        (sqlite3.OperationalError, "no such column: x", Meaning.SCHEMA),
+        (sqlite3.OperationalError, "table x has no column named y", Meaning.SCHEMA),
+        (sqlite3.OperationalError, "unknown database side", Meaning.SCHEMA),
+        (sqlite3.OperationalError, "database is locked", Meaning.BUSY),
+        (sqlite3.OperationalError, "attempt to write a readonly database", Meaning.READ_ONLY),
+        (sqlite3.OperationalError, "unable to open database file", Meaning.LOGIN),
+        (sqlite3.OperationalError, "database or disk is full", Meaning.FULL),
+        (sqlite3.OperationalError, "disk I/O error", Meaning.OTHER),
+        (sqlite3.IntegrityError, "CHECK constraint failed", Meaning.REJECTED),
+    ],
+)
+def test_every_message_of_sqlite_says_what_to_do(kind: type[sqlite3.Error], text: str, meaning: Meaning) -> None:
+    assert meaning_of(of_sqlite(kind, text)) is meaning
+
+
+def test_retryable_is_only_what_another_run_may_survive() -> None:
+    conflict = map_database_error(of_postgresql("40001"))
+    failed = map_database_error(of_postgresql("25P02"))
+    assert isinstance(conflict, TransactionAborted)
+    assert isinstance(failed, TransactionAborted)
+    assert (conflict.retryable, failed.retryable) == (True, False)
+
+
+def test_other_errors_of_sqlalchemy() -> None:
+    assert isinstance(map_database_error(exc.TimeoutError("pool")), Unavailable)
+    assert isinstance(map_database_error(exc.ResourceClosedError("closed")), IllegalStateError)
+
+
+def test_no_address_shows_a_secret() -> None:
+    url = make_url("postgresql+psycopg://me:s3cret@host:5433/name?sslpassword=s3cret&password=s3cret")
+    assert shown_url(url) == "postgresql+psycopg://me:***@host:5433/name"
+    assert "s3cret" not in migrate_command(url, "some schema")
+    assert migrate_command(url, "some schema").endswith("--schema 'some schema'")
+
+
+def test_the_drivers_words_are_one_line() -> None:
+    assert driver_words(ValueError("one\ntwo")) == "one"
+    assert driver_words(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_an_unsupported_driver_is_refused() -> None:
+    engine = create_mock_engine("sqlite://", lambda *_: None)
+    engine.dialect.driver = "aiosqlite"
+    with pytest.raises(ConfigurationError, match=r"sqlite\+aiosqlite"):
+        dialect_of(engine)  # type: ignore[arg-type]
+
+
+def test_statements_are_compiled_once_for_all_stores_of_a_schema() -> None:
+    assert declare_tables("a") is declare_tables("a")
+    assert declare_tables("a") is not declare_tables(None)
