@@ -26,7 +26,6 @@ from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
-# ruff: noqa: PT012 - a message may fail when it is produced or when its transaction is prepared
 
 QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}
 # What may have been sent twice is known after 0.8 x this.
