@@ -1,13 +1,19 @@
 """Every application example runs without arguments and prints what it says it shows."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from dualwrite import migrations
+from dualwrite.testing import read_committed
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 PRINTED = {
     "order_service.py": """\
@@ -47,3 +53,32 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == PRINTED[example]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_first_code_that_a_reader_copies_writes_to_both_sides(
+    page, dualwrite_kafka, dualwrite_topic, dualwrite_database
+):
+    engine = create_engine(dualwrite_database)
+    with engine.connect() as connection:
+        migrations.upgrade(connection)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE orders (id integer PRIMARY KEY, item text)"))
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    [code] = [block for block in blocks if "import DualWriter" in block]
+    for shown, meant in {
+        "postgresql+psycopg://app@localhost/shop": dualwrite_database,
+        "localhost:9092": dualwrite_kafka.bootstrap_servers,
+        'tx.produce("orders"': f'tx.produce("{dualwrite_topic}"',
+    }.items():
+        assert shown in code
+        code = code.replace(shown, meant)
+    names = {}
+    exec(code, names)
+    names["engine"].dispose()
+    with engine.connect() as connection:
+        rows = [tuple(row) for row in connection.execute(text("SELECT id, item FROM orders"))]
+    engine.dispose()
+    messages = [record.value for record in read_committed(dualwrite_kafka.client_config(), dualwrite_topic)]
+    assert rows == [(1, "tea")]
+    assert messages == [b'{"id": 1, "item": "tea"}']

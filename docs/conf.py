@@ -1,0 +1,24 @@
+"""Sphinx configuration. Build with ``make docs``; warnings are errors."""
+
+from importlib.metadata import version as installed
+
+project = "dualwrite"
+author = "The dualwrite authors"
+project_copyright = "The dualwrite authors, Apache-2.0"
+version = release = installed("dualwrite")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"dualwrite {release}"
+
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]  # the same pictures show on a code host and here
+
+autodoc_member_order = "bysource"
+autodoc_class_signature = "mixed"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # an attribute stands once: in its class's docstring

@@ -1,0 +1,117 @@
+"""The documentation names what there is, and its links and code are not broken."""
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import dualwrite
+from dualwrite import DualWriteError, failpoints
+from dualwrite.cli.group import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+CODE = [path for name in ("dualwrite", "sinks", "migrations") for path in sorted((ROOT / name).rglob("*.py"))]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text_of(name):
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def is_mentioned(name, text):
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+
+
+@pytest.mark.parametrize("name", dualwrite.__all__)
+def test_public_name_is_in_the_reference(name):
+    assert f":: dualwrite.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
+    assert inspect.getdoc(getattr(dualwrite, name))
+
+
+@pytest.mark.parametrize("name", failpoints.FAILPOINTS)
+def test_fail_point_is_documented_with_its_meaning(name):
+    assert f"| `{name}` | {failpoints.FAILPOINTS[name]} |" in text_of("testing.md")
+
+
+def test_fail_points_that_are_hit_are_the_ones_declared():
+    hit = {name for path in CODE for name in re.findall(r'hit\("([^"]+)"\)', path.read_text(encoding="utf-8"))}
+    assert hit == set(failpoints.FAILPOINTS)
+
+
+@pytest.mark.parametrize(
+    ("takes_them", "heading"),
+    [
+        (dualwrite.DualWriter, "`DualWriter`"),
+        (dualwrite.TransactionalProducer, "`TransactionalProducer`"),
+        (dualwrite.recover, "`recover` and `status`"),
+    ],
+)
+def test_every_argument_is_in_the_configuration_page(takes_them, heading):
+    section = text_of("configuration.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    assert [name for name in inspect.signature(takes_them).parameters if not is_mentioned(name, section)] == []
+
+
+def test_every_error_says_in_the_operating_page_what_to_do():
+    table = text_of("operating.md")
+    assert [kind.__name__ for kind in DualWriteError.__subclasses__() if f"| `{kind.__name__}` |" not in table] == []
+
+
+def test_every_command_is_in_the_operating_page():
+    text = text_of("operating.md")
+    assert [name for name in COMMANDS if f"### `dualwrite {name}`" not in text] == []
+
+
+def test_every_environment_variable_is_in_the_configuration_page():
+    code = "".join(path.read_text(encoding="utf-8") for path in CODE)
+    named = set(re.findall(r"\bDUALWRITE_[A-Z_]+\b", code))
+    assert named
+    assert {name for name in named if not is_mentioned(name, text_of("configuration.md"))} == set()
+
+
+def test_every_page_is_in_the_table_of_contents():
+    lines = "".join(blocks(DOCS / "index.md", r"\{toctree\}")).splitlines()
+    listed = [line for line in lines if line and not line.startswith(":")]
+    assert sorted(listed) == [page.stem for page in PAGES[1:] if page.stem != "index"]
+
+
+@every_page
+def test_internal_links_resolve(page):
+    broken = []
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@every_page
+def test_python_blocks_compile(page):
+    for code in blocks(page, "python"):
+        ast.parse(textwrap.dedent(code), filename=page.name)
+
+
+@every_page
+def test_no_page_names_a_path_of_one_machine(page):
+    assert re.findall(r"(?<![\w.])/(?:work|tmp|root|home)/", page.read_text(encoding="utf-8")) == []
