@@ -60,6 +60,9 @@ class DualWriter:
         lane_timeout_s: How long a transaction waits for a free lane, in seconds.
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
+        paused_owner_timeout_s: An owner that is paused inside a transaction loses its database session after this time, so
+            that it does not hold its row for ever (PostgreSQL's ``idle_in_transaction_session_timeout``, set for the
+            transaction); None leaves the server's own setting. In seconds.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
         owner: Who we are, for people who read the row; ``user@host:pid`` by default.
@@ -82,6 +85,7 @@ class DualWriter:
         lane_timeout_s: float = 30.0,
         margin_s: float = 10.0,
         idle_after_s: float = 60.0,
+        paused_owner_timeout_s: float | None = 60.0,
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
         owner: str | None = None,
@@ -97,6 +101,7 @@ class DualWriter:
         self._lane_timeout_s = lane_timeout_s
         self._margin_s = margin_s
         self._idle_after_s = idle_after_s
+        self._paused_owner_timeout_s = paused_owner_timeout_s
         self._session_factory = session_factory
         self._bulk = bulk
         self._owner = owner or default_owner()
@@ -128,7 +133,8 @@ class DualWriter:
             raise IllegalStateError("the writer was opened before", transactional_id=self.transactional_id)
         check_schema(self._engine, self._schema)
         coordinator = KafkaCoordinator(self._config)
-        self._ground = Ground(coordinator, SqlStateStore(self._engine, schema=self._schema), self._owner)
+        store = SqlStateStore(self._engine, schema=self._schema, paused_owner_timeout_s=self._paused_owner_timeout_s)
+        self._ground = Ground(coordinator, store, self._owner)
         try:
             self._claim_all(self._ground, Deadline(self._timeout_s))
         except BaseException:

@@ -89,15 +89,22 @@ class Case:
         """Every message that a ``read_committed`` consumer sees, by partition in order; waits for the end of the log."""
         return [(message.partition, message.value.decode()) for message in read_committed(self.kafka, self.topic)]
 
-    def verify(self) -> set[str]:
-        """Both sides are equal, whole, in order, once; what was acknowledged is there, what was aborted is not."""
+    def verify(self, owners: list[str] | None = None) -> set[str]:
+        """Both sides are equal, whole, in order, once; what was acknowledged is there, what was aborted is not.
+
+        Args:
+            owners: The workers in the order in which they owned the id; by number if not given.
+        """
+        owners = owners or [f"w{number + 1}" for number in range(self.workers)]
         rows = self.in_database()
         messages = self.in_kafka()
         assert Counter(rows).keys() == set(rows)
         for partition in (0, 1):
             seen = [value for where, value in messages if where == partition]
             assert sorted(seen) == rows, f"partition {partition} has {seen}, the database {rows}"
-            assert seen == sorted(seen, key=_position), f"partition {partition} is out of order: {seen}"
+            assert seen == sorted(seen, key=lambda operation: _position(operation, owners)), (
+                f"partition {partition} is out of order: {seen}"
+            )
         told, aborted = self.told("acknowledged"), self.told("aborted")
         assert told <= set(rows), f"acknowledged but missing: {told - set(rows)}"
         assert not aborted & set(rows), f"aborted but there: {aborted & set(rows)}"
@@ -105,6 +112,6 @@ class Case:
         return set(rows)
 
 
-def _position(operation: str) -> tuple[int, int]:
-    worker, position = operation.removeprefix("w").split("-")
-    return int(worker), int(position)
+def _position(operation: str, owners: list[str]) -> tuple[int, int]:
+    worker, position = operation.split("-")
+    return owners.index(worker), int(position)

@@ -36,7 +36,11 @@ def main() -> None:
 
     METADATA.create_all(engine)
     with DualWriter(
-        job["transactional_id"], kafka=job["kafka"], engine=engine, max_lanes=job.get("max_lanes", 1)
+        job["transactional_id"],
+        kafka=job["kafka"],
+        engine=engine,
+        max_lanes=job.get("max_lanes", 1),
+        paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
     ) as writer:
         print("open", flush=True)  # noqa: T201 - the parent waits for it
         for position in range(job["operations"]):

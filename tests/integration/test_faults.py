@@ -1,0 +1,263 @@
+"""What the world does to a dual write: time-outs, paused owners, forgotten ids, other clusters, many recoverers."""
+
+import os
+import signal
+import threading
+
+import pytest
+from harness.checker import Case
+from sqlalchemy import create_engine, insert, select
+
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    failpoints,
+    recover,
+)
+from dualwrite.deadline import Deadline
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.observations import TransactionStatus
+from dualwrite.recovery import status
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedKafka
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def hasty_kafka():
+    """A broker that looks for timed-out transactions and forgotten ids all the time."""
+    properties = {
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "100",
+        "transaction.remove.expired.transaction.cleanup.interval.ms": "200",
+        "transactional.id.expiration.ms": "2500",
+        "producer.id.expiration.ms": "2500",
+        "producer.id.expiration.check.interval.ms": "200",
+    }
+    with EmbeddedKafka(properties) as kafka:
+        yield kafka
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), partition=0)
+        tx.produce(topic, value=str(number), partition=1)
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+def leave_decided(kafka, engine, topic, orders, number, name="orders"):
+    """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
+    writer = DualWriter(name, kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    failpoints.arm("write.decided:1:raise")
+    with pytest.raises(FailpointError):
+        write(writer, topic, orders, number)
+    failpoints.arm("")
+    writer.close()
+    (row,) = SqlStateStore(engine).read([name])
+    return row.kafka_id(row.incarnation)
+
+
+def wait_for(kafka, kafka_id, *wanted):
+    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+    deadline = Deadline(60)
+    try:
+        while (seen := coordinator.describe([kafka_id], deadline)[kafka_id].status) not in wanted:
+            assert not deadline.expired, seen
+        return seen
+    finally:
+        coordinator.close()
+
+
+def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hasty_kafka, engine, orders):
+    topic = hasty_kafka.create_topic("timed-out", 2)
+    kafka = {**hasty_kafka.client_config(), "transaction.timeout.ms": 11_000}
+    kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+    wait_for(kafka, kafka_id, TransactionStatus.COMPLETE_ABORT, TransactionStatus.NO_SUCH_ID)
+    report = recover(kafka=kafka, engine=engine)
+    assert [loss.outcome.value for loss in report.losses] == ["lost"]
+    assert len(SqlStateStore(engine).incidents("orders")) == 1
+    assert not recover(kafka=kafka, engine=engine).losses, "a second settling changed something"
+    assert read_committed(kafka_of(kafka), topic) == []
+
+
+def kafka_of(kafka):
+    return {key: value for key, value in kafka.items() if key != "transaction.timeout.ms"}
+
+
+def test_too_little_of_the_time_out_left_aborts_both(kafka, engine, orders, dualwrite_topic):
+    settings = {**kafka, "transaction.timeout.ms": 12_000}
+    with DualWriter("orders", kafka=settings, engine=engine, margin_s=12.5) as writer:
+        with pytest.raises(TransactionAborted, match="time") as caught:
+            write(writer, dualwrite_topic, orders, 1)
+        assert not caught.value.retryable
+    with engine.connect() as connection:
+        assert connection.execute(select(orders)).all() == []
+    assert read_committed(kafka, dualwrite_topic) == []
+
+
+def test_id_that_the_coordinator_has_forgotten_is_settled_by_the_log(hasty_kafka, engine, orders):
+    topic = hasty_kafka.create_topic("forgotten", 2)
+    kafka = hasty_kafka.client_config()
+    kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+    (row,) = SqlStateStore(engine).read(["orders"])
+    coordinator.end({kafka_id: row.prepared}, committed=True, deadline=Deadline(30))
+    coordinator.close()
+    wait_for(kafka, kafka_id, TransactionStatus.NO_SUCH_ID)
+    assert recover(kafka=kafka, engine=engine).losses == []
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+        write(writer, topic, orders, 2)
+    assert sorted(record.value for record in read_committed(kafka, topic)) == [b"1", b"1", b"2", b"2"]
+
+
+def test_outcome_that_the_log_no_longer_shows_is_unverifiable_and_told(hasty_kafka, engine, orders):
+    from confluent_kafka import TopicPartition
+    from confluent_kafka.admin import AdminClient
+
+    topic = hasty_kafka.create_topic("deleted", 2)
+    kafka = hasty_kafka.client_config()
+    kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+    (row,) = SqlStateStore(engine).read(["orders"])
+    coordinator.end({kafka_id: row.prepared}, committed=True, deadline=Deadline(30))
+    coordinator.close()
+    wait_for(kafka, kafka_id, TransactionStatus.NO_SUCH_ID)
+    admin = AdminClient(kafka)
+    for future in admin.delete_records([TopicPartition(topic, partition, 2) for partition in (0, 1)]).values():
+        future.result(30)
+    with pytest.raises(OutcomeUnverifiable) as caught:
+        DualWriter("orders", kafka=kafka, engine=engine).open()
+    assert topic in str(caught.value)
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+        write(writer, topic, orders, 2)
+    (incident,) = SqlStateStore(engine).incidents("orders")
+    assert incident.outcome.value == "unverifiable"
+
+
+def test_another_cluster_is_refused_and_nothing_is_aborted(kafka, hasty_kafka, engine, orders, dualwrite_topic):
+    leave_decided(kafka, engine, dualwrite_topic, orders, 1)
+    before = SqlStateStore(engine).read(["orders"])
+    with pytest.raises(ConfigurationError, match="cluster"):
+        DualWriter("orders", kafka=hasty_kafka.client_config(), engine=engine).open()
+    assert SqlStateStore(engine).read(["orders"]) == before
+    assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+
+
+def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
+    for number in range(6):
+        leave_decided(kafka, engine, dualwrite_topic, orders, number, name=f"left-{number}")
+    reports, failures = [], []
+
+    def settle():
+        try:
+            reports.append(recover(kafka=kafka, engine=engine, prefix="left-"))
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=settle) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not [loss for report in reports for loss in report.losses]
+    assert not [item for item in status(kafka=kafka, engine=engine) if item.needs_recovery]
+    seen = sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic))
+    assert seen == sorted(2 * list(range(6)))
+
+
+PAUSES = [name for name in failpoints.FAILPOINTS if name.startswith(("write.", "claim."))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [name for name in PAUSES if name not in {"write.before_abort", "write.rolled_back"}])
+def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing(
+    tmp_path, kafka, url, dualwrite_topic, point
+):
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    nth = 1 if point.startswith("claim.") else 3 if point == "write.produced" else 2
+    zombie = case.start(failpoint=f"{point}:{nth}:stop", paused_owner_timeout_s=1)
+    _, how = os.waitpid(zombie.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(how)
+    case.run(operations=2)
+    zombie.send_signal(signal.SIGCONT)
+    zombie.communicate(timeout=90)
+    recover(kafka=kafka, engine=url)
+    took_over = point == "claim.before"  # it claims after the other has finished: a new owner, not a zombie
+    rows = case.verify(owners=["w2", "w1"] if took_over else ["w1", "w2"])
+    assert {"w2-0", "w2-1"} <= rows
+    assert (zombie.returncode == 0) is took_over
+    if not took_over:
+        assert not {"w1-2", "w1-3"} & rows
+
+
+def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(engine, orders):
+    with EmbeddedKafka() as server:
+        topic = server.create_topic("restarted", 2)
+        kafka = server.client_config()
+        kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+        server.kill()
+        server.restart()
+        assert wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            write(writer, topic, orders, 2)
+            server.kill()
+            server.restart()
+            done = []
+            for number in range(3, 8):
+                try:
+                    write(writer, topic, orders, number)
+                except TransactionAborted:
+                    continue
+                done.append(number)
+        assert done, "no write succeeded after the restart"
+        assert sorted(int(record.value) for record in read_committed(kafka, topic)) == sorted(2 * [1, 2, *done])
+        with engine.connect() as connection:
+            assert sorted(connection.execute(select(orders.c.id)).scalars()) == [1, 2, *done]
+
+
+def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, orders):
+    """The owner's own commit finds that an operator has ended its decided transaction."""
+    from confluent_kafka import Producer
+
+    topic = hasty_kafka.create_topic("operator", 2)
+    kafka = hasty_kafka.client_config()
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        (row,) = SqlStateStore(engine).read(["orders"])
+        hit = failpoints.hit
+
+        def end_it(name):
+            if name == "write.decided":
+                Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+            hit(name)
+
+        failpoints.hit = end_it
+        try:
+            with pytest.raises(DecidedTransactionLost):
+                write(writer, topic, orders, 1)
+        finally:
+            failpoints.hit = hit
+        write(writer, topic, orders, 2)
+    assert sorted(int(record.value) for record in read_committed(kafka, topic)) == [2, 2]
+
+
+def test_recovery_url_and_engine_are_the_same(kafka, url, engine, orders, dualwrite_topic):
+    leave_decided(kafka, engine, dualwrite_topic, orders, 1)
+    assert [item.row.transactional_id for item in recover(kafka=kafka, engine=url, dry_run=True).planned] == ["orders"]
+    own = create_engine(url)
+    assert recover("orders", kafka=kafka, engine=own, open_for_s=3600).skipped == ["orders"]
+    assert recover("orders", kafka=kafka, engine=own).rolled_forward == ["orders"]
+    own.dispose()
