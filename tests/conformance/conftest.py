@@ -2,102 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, Row, create_engine, event, make_url, text
-from sqlalchemy.schema import CreateSchema, DropSchema
+from harness.databases import ODD_SCHEMA, Database, emptied, prepare, sqlite_url
+from sqlalchemy import Connection, make_url
 
-import dualwrite.migrations
-from dualwrite.deadline import Deadline
-from dualwrite.ports import StateRow
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import Tables, declare_tables
 from dualwrite.testing import EmbeddedPostgres
-
-CLUSTER = "cluster-one"
-ODD_SCHEMA = 'My "own" schema'
-
-
-def prepared(incarnation: int, number: int = 0, **kwargs: Any) -> PreparedTxnState:
-    """A state of that incarnation; another number is another transaction of the same producer."""
-    return PreparedTxnState(
-        42, 0, incarnation, (FirstOffset("orders", 0, number), FirstOffset("payments", 3, 7)), **kwargs
-    )
-
-
-@dataclass
-class Database:
-    """A migrated, empty database, with a table ``orders`` of the user's own."""
-
-    kind: str
-    url: str
-    schema: str | None = None
-    engines: list[Engine] = field(default_factory=list)
-
-    def engine(self, **kwargs: Any) -> Engine:
-        engine = create_engine(self.url, **kwargs)
-        if self.kind == "sqlite":
-            event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
-        self.engines.append(engine)
-        return engine
-
-    def store(self, engine: Engine | None = None, **kwargs: Any) -> SqlStateStore:
-        return SqlStateStore(engine or self.engine(), schema=self.schema, **kwargs)
-
-    @property
-    def tables(self) -> Tables:
-        return declare_tables(self.schema)
-
-    def execute(self, statement: str, **values: Any) -> None:
-        with self.engines[0].begin() as connection:
-            connection.execute(text(statement), values)
-
-    def query(self, statement: str, **values: Any) -> Sequence[Row[Any]]:
-        """What another session sees now."""
-        with self.engines[0].connect() as connection:
-            return connection.execute(text(statement), values).all()
-
-    @property
-    def state_table(self) -> str:
-        prefix = "" if self.schema is None else '"' + self.schema.replace('"', '""') + '".'
-        return f"{prefix}kafka_transaction_state"
-
-    def set_state(self, transactional_id: str, state: str | None) -> None:
-        self.execute(
-            f"UPDATE {self.state_table} SET prepared_transaction_state = :state WHERE transactional_id = :id",
-            state=state,
-            id=transactional_id,
-        )
-
-    def claim(self, store: SqlStateStore, *ids: str, **kwargs: Any) -> StateRow:
-        return store.claim(ids, owner="a test", cluster_id=CLUSTER, **kwargs)[0]
-
-    def dispose(self) -> None:
-        for engine in self.engines:
-            engine.dispose()
-
-
-def prepare(kind: str, url: str, schema: str | None = None) -> Database:
-    database = Database(kind, url, schema)
-    with database.engine().connect() as connection:
-        dualwrite.migrations.upgrade(connection, schema=schema)
-    database.execute("CREATE TABLE customer (id INTEGER PRIMARY KEY)")
-    database.execute(
-        "CREATE TABLE orders (id INTEGER PRIMARY KEY,"
-        " customer INTEGER REFERENCES customer (id) DEFERRABLE INITIALLY DEFERRED)"
-    )
-    return database
-
-
-def sqlite_url(path: Path) -> str:
-    return f"sqlite:///{path / 'test.db'}"
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +18,6 @@ def postgres_url(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
     url = dualwrite_postgres.create_database()
     yield url
     dualwrite_postgres.drop_database(make_url(url).database or "")
-
-
-def emptied(url: str) -> str:
-    """The database without anything in it, and without the sessions of former tests: quicker than a new one."""
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        others = "datname = current_database() AND pid <> pg_backend_pid()"
-        connection.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"))
-        for schema in ("public", ODD_SCHEMA):
-            connection.execute(DropSchema(schema, cascade=True, if_exists=True))
-        connection.execute(CreateSchema("public"))
-        connection.execute(text("GRANT USAGE ON SCHEMA public TO PUBLIC"))
-    engine.dispose()
-    return url
 
 
 @pytest.fixture(
@@ -162,38 +61,3 @@ def connection(store: SqlStateStore) -> Iterator[Connection]:
     """A user's connection, for dual writes."""
     with store.engine.connect() as made:
         yield made
-
-
-class Thread:
-    """Runs one call in a thread; ``result`` waits for it and raises what it has raised."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._future: Future[Any] = Future()
-        self._call = call
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._future.set_result(self._call())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, result() raises it
-            self._future.set_exception(error)
-
-    def result(self, timeout: float = 30.0) -> Any:
-        return self._future.result(timeout)
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
-
-def wait_until(database: Database, condition: str) -> None:
-    """Wait until a session of the database fits: a condition on ``pg_stat_activity``."""
-    deadline = Deadline(20)
-    question = f"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND {condition}"
-    while not database.query(question)[0][0]:
-        assert not deadline.expired, f"no session came to {condition}"
-
-
-def wait_until_blocked(database: Database) -> None:
-    wait_until(database, "wait_event_type = 'Lock'")

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from conftest import CLUSTER, Database, Thread, prepared
+from harness.databases import CLUSTER, Database, Thread, prepared
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Database, Thread, wait_until_blocked
+from harness.databases import Database, Thread, wait_until_blocked
 from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import Database, prepared
+from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.observations import Outcome

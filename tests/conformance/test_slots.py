@@ -6,7 +6,7 @@ import threading
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from conftest import Database, Thread
+from harness.databases import Database, Thread
 
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores.slots import Lease, SlotPool

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import Database, prepared
+from harness.databases import Database, prepared
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import IntegrityError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import CLUSTER, Database, Thread, prepare, prepared, wait_until, wait_until_blocked
+from harness.databases import CLUSTER, Database, Thread, prepare, prepared, wait_until, wait_until_blocked
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 

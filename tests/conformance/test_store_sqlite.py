@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Database, prepared, sqlite_url
+from harness.databases import Database, prepared, sqlite_url
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.pool import StaticPool
 
@@ -83,7 +83,10 @@ def test_the_write_lock_is_taken_at_begin(sqlite: Database, store: SqlStateStore
 def test_a_transaction_ended_inside_is_noticed(sqlite: Database, store: SqlStateStore, connection: Connection) -> None:
     sqlite.claim(store, "orders")
     driver: Any = connection.connection.dbapi_connection
-    for end in [driver.commit, driver.rollback, lambda: driver.executescript("SELECT 1")]:
+    ends = [driver.commit, driver.rollback]
+    if getattr(driver, "autocommit", None) is not False:
+        ends.append(lambda: driver.executescript("SELECT 1"))  # commits first, in the legacy way
+    for end in ends:
         store.begin(connection)
         if end is driver.commit:
             connection.execute(text("INSERT INTO orders VALUES (1, NULL)"))
