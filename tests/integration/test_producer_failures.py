@@ -18,6 +18,7 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.kept import Completion
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.observations import TransactionStatus
@@ -25,7 +26,6 @@ from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
-
 
 QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}
 # What may have been sent twice is known after 0.8 x this.
@@ -270,6 +270,34 @@ def test_a_commit_without_an_answer_is_completed_by_its_state_with_a_new_produce
     assert successor.complete_transaction(state) is LOST[lost]
     assert successor.state is ProducerState.READY
     assert values() == [b"x"]
+
+
+HANGING = {
+    Phase.BEGIN: Unavailable,
+    Phase.SEND_OFFSETS: Unavailable,
+    Phase.COMMIT: CompletionPending,
+    Phase.ABORT: Unavailable,
+}
+
+
+@pytest.mark.parametrize("phase", HANGING)
+def test_a_call_of_librdkafka_that_hangs_is_left_behind_at_the_deadline(ready, phase):
+    producer, go_on = ready(), threading.Event()
+    with pytest.raises(HANGING[phase], match="was not answered in time"):
+        producer._instance._call(phase, lambda *_: go_on.wait(), Deadline(0.05))
+    assert producer.doubtful
+    go_on.set()
+
+
+def test_a_wait_that_a_signal_interrupts_costs_the_producer(ready):
+    producer = ready()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        producer._instance._call(Phase.COMMIT, interrupted, Deadline(30))
+    assert producer.doubtful
 
 
 def test_an_abort_without_an_answer_costs_the_producer(make_producer, proxy, dualwrite_topic, values):
