@@ -199,6 +199,25 @@ class Transaction:
         )
         failpoints.hit("write.produced")
 
+    def produce_many(
+        self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
+    ) -> None:
+        """Hand many messages to the producer: as `produce` for each, several times as fast.
+
+        Args:
+            topic: Topic name of all of them.
+            values: Payloads; strings are encoded as UTF-8.
+            keys: As many keys; none of the messages has one if not given.
+
+        Raises:
+            IllegalStateError, TransactionAborted, Fenced: As `produce`.
+            ValueError: There are not as many keys as values.
+        """
+        self._machine.apply(WriteEvent.PRODUCE)
+        self._begin_kafka()
+        self._lane.producer.produce_many(topic, values, keys)
+        failpoints.hit("write.produced")
+
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
 

@@ -31,7 +31,7 @@ from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from confluent_kafka import TopicPartition
     from confluent_kafka._types import HeadersType
@@ -147,9 +147,35 @@ class ProducerInstance:
             self._refused(error, topic)
         deliveries.produced += 1
         if deliveries.produced % _SERVE_EVERY == 0:
-            self.serve(0)
-            if deliveries.failed:
-                self._raise(self._delivery_failure())
+            self._serve_deliveries()
+
+    def produce_many(
+        self,
+        topic: str,
+        values: Iterable[str | bytes | None],
+        keys: Iterable[str | bytes | None],
+        timeout_s: float,
+    ) -> None:
+        """Hand many messages to librdkafka, in a loop that does nothing else."""
+        transaction = self.transaction
+        deliveries, report, produce = transaction.deliveries, transaction.deliveries.report, self._raw.produce
+        if transaction.first_write_at is None:
+            transaction.first_write_at = time.monotonic()
+        for value, key in zip(values, keys, strict=True):
+            try:
+                produce(topic, value, key, -1, report, report)
+            except BufferError:
+                self._produce_when_there_is_room((topic, value, key, -1, report, report, 0, None), Deadline(timeout_s))
+            except KafkaException as error:
+                self._refused(error, topic)
+            deliveries.produced += 1
+            if deliveries.produced % _SERVE_EVERY == 0:
+                self._serve_deliveries()
+
+    def _serve_deliveries(self) -> None:
+        self.serve(0)
+        if self.transaction.deliveries.failed:
+            self._raise(self._delivery_failure())
 
     def _produce_when_there_is_room(self, message: _Message, deadline: Deadline) -> None:
         while True:

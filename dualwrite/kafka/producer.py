@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -219,6 +220,25 @@ class TransactionalProducer:
             timestamp_ms=timestamp_ms or 0,
             on_delivery=on_delivery,
             timeout_s=self._call_timeout_s,
+        )
+
+    def produce_many(
+        self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
+    ) -> None:
+        """Hand many messages to librdkafka: as `produce` for each, with less work in between.
+
+        Args:
+            topic: Topic name of all of them.
+            values: Payloads.
+            keys: As many keys; none of the messages has one if not given.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
+            ValueError: There are not as many keys as values.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        self._instance.produce_many(
+            topic, values, repeat(None, len(values)) if keys is None else keys, self._call_timeout_s
         )
 
     def poll(self, timeout_s: float = 0.0) -> int:

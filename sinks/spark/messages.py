@@ -32,20 +32,18 @@ def produce_batch(transaction: Transaction, batch: pa.RecordBatch, layout: Layou
     """
     message = layout.message
     values = _bytes(batch, message.value)
-    keys: Iterable[bytes | None] = repeat(None) if message.key is None else _bytes(batch, message.key)
-    produce = transaction.produce
+    keys = None if message.key is None else _bytes(batch, message.key)
     if topic is not None and message.headers is message.partition is message.timestamp is None:
-        for value, key in zip(values, keys, strict=False):
-            produce(topic, value, key)
+        transaction.produce_many(topic, values, keys)
         return
     topics = repeat(topic) if message.topic is None else _topics(batch, message.topic)
     headers = repeat(None) if message.headers is None else _headers(batch, message.headers)
     partitions = _numbers(batch, message.partition)
     timestamps = _numbers(batch, message.timestamp)
-    rows = zip(values, keys, topics, headers, partitions, timestamps, strict=False)
+    rows = zip(values, keys or repeat(None), topics, headers, partitions, timestamps, strict=False)
     for value, key, to, header, partition, timestamp in rows:
         assert to is not None
-        produce(to, value, key, partition=partition, headers=header, timestamp_ms=timestamp)
+        transaction.produce(to, value, key, partition=partition, headers=header, timestamp_ms=timestamp)
 
 
 def _bytes(batch: pa.RecordBatch, number: int) -> list[bytes | None]:
