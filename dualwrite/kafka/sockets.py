@@ -1,11 +1,13 @@
-"""How kafka-python's connections get their sockets: from the address family asked for, and closed when they fail.
+"""The sockets of kafka-python's connections: of the address family asked for, closed when they cannot connect, read to the end.
 
-kafka-python picks the maker of its sockets by the scheme of a proxy's address, and leaves a socket open that could not connect.
+kafka-python picks the maker of its sockets by the scheme of a proxy's address.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
+from socket import socket as Socket  # noqa: N812 - a method below must be called socket
 from typing import Any, Final
 
 from kafka.net.inet import KafkaNetSocket
@@ -13,6 +15,38 @@ from kafka.net.inet import KafkaNetSocket
 _FAMILIES: Final = {"any": socket.AF_UNSPEC, "v4": socket.AF_INET, "v6": socket.AF_INET6}
 FAMILIES: Final = tuple(_FAMILIES)
 """librdkafka's values of ``broker.address.family``."""
+
+
+class _ReadToTheEnd(Socket):
+    """Tells that the other side has closed only when it is asked again.
+
+    kafka-python throws away what it has just read if the end follows at once. A broker that refuses a login says why and
+    closes, so the reason would be lost, and the login tried for ever.
+    """
+
+    _has_read = False
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        data = super().recv(buflen, flags)
+        if not data and self._has_read:
+            self._has_read = False
+            raise BlockingIOError
+        self._has_read = bool(data)
+        return data
+
+
+class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
+    """An encrypted socket, closed when the handshake fails and read to the end; see ``ssl.SSLContext.sslsocket_class``."""
+
+    def do_handshake(self, block: bool = False) -> None:  # noqa: FBT001, FBT002 - the signature of the standard library
+        """Shake hands, or close the socket."""
+        try:
+            super().do_handshake(block)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except BaseException:
+            self.close()
+            raise
 
 
 class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no types
@@ -32,9 +66,11 @@ class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no t
         found = super().dns_lookup(host, port, raise_error)
         return [address for address in found if self._family in {socket.AF_UNSPEC, address[0]}]
 
-    async def sock_connect(
-        self, net: object, sock: socket.socket, sockaddr: object, timeout_at: float | None = None
-    ) -> Any:
+    def socket(self, family: int, sock_type: int, proto: int) -> Socket:
+        """A socket that is read to the end."""
+        return _ReadToTheEnd(family, sock_type, proto)
+
+    async def sock_connect(self, net: object, sock: Socket, sockaddr: object, timeout_at: float | None = None) -> Any:
         """Connect, or close the socket."""
         try:
             return await super().sock_connect(net, sock, sockaddr, timeout_at=timeout_at)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.sockets import TlsSocket
 
 KEYS: Final = frozenset(
     {
@@ -65,6 +66,7 @@ def context(settings: Mapping[str, str]) -> ssl.SSLContext:
     """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.sslsocket_class = TlsSocket
     verified = settings.get("enable.ssl.certificate.verification", "true").lower() in _TRUE
     made.check_hostname = verified and settings.get("ssl.endpoint.identification.algorithm", "https") == "https"
     made.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
@@ -117,7 +119,8 @@ def _naming(key: str) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError as error:
-        raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {error.reason or 'not PEM'}") from error
+        reason = getattr(error, "reason", None) or error.args[-1]  # some have no reason, not even an empty one
+        raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {reason}") from error
     except OSError as error:
         raise ConfigurationError(f"Kafka setting '{key}': the file cannot be read: {error.strerror}") from error
 
