@@ -20,8 +20,13 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
-def commit(connection: Connection, dialect: Dialect) -> None:
+def commit(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
     """Commit the connection's transaction. The rows are durable on return, and only then.
+
+    Args:
+        connection: Inside a transaction.
+        dialect: The adapter for the database.
+        transactional_id: What the transaction was about, for the errors.
 
     Raises:
         TransactionAborted: It has certainly been rolled back.
@@ -32,18 +37,24 @@ def commit(connection: Connection, dialect: Dialect) -> None:
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
         rollback(connection)
-        raise TransactionAborted("the database connection was lost before COMMIT was sent")
+        raise TransactionAborted(
+            "the database connection was lost before COMMIT was sent", transactional_id=transactional_id
+        )
     if standing is Standing.FAILED:
         # The server would answer COMMIT with a silent ROLLBACK, and the driver would call that a success.
         rollback(connection)
         raise TransactionAborted(
             "a statement had failed, so that COMMIT would have been a ROLLBACK",
+            transactional_id=transactional_id,
             next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
         )
     if standing is Standing.ENDED:
         _discard(connection, None)
-        raise TransactionInDoubt("the database transaction was ended by somebody else before COMMIT was sent")
+        raise TransactionInDoubt(
+            "the database transaction was ended by somebody else before COMMIT was sent",
+            transactional_id=transactional_id,
+        )
     try:
         connection.commit()
     except BaseException as error:
@@ -51,9 +62,13 @@ def commit(connection: Connection, dialect: Dialect) -> None:
             _roll_back_driver(driver)
             rollback(connection)
             retryable = isinstance(error, exc.SQLAlchemyError) and meaning_of(error) in _RETRYABLE
-            raise TransactionAborted(f"COMMIT failed: {driver_words(error)}", retryable=retryable) from error
+            raise TransactionAborted(
+                f"COMMIT failed: {driver_words(error)}", transactional_id=transactional_id, retryable=retryable
+            ) from error
         _discard(connection, error)
-        raise TransactionInDoubt(f"the answer to COMMIT is missing: {driver_words(error)}") from error
+        raise TransactionInDoubt(
+            f"the answer to COMMIT is missing: {driver_words(error)}", transactional_id=transactional_id
+        ) from error
 
 
 def rollback(connection: Connection) -> None:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # libpq's PQtransactionStatus. By number, so that the library does not import a driver that may not be installed.
 _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
 _ACTIVE: Final = 1
+_OLDEST: Final = (13,)  # pg_current_xact_id
 
 # Classes of SQLSTATE that leave open what became of a COMMIT, even from a connection that lives on: a proxy may have sent
 # them, or the storage failed. Everything else that a server answers to COMMIT means that it has rolled back: after the
@@ -127,6 +128,11 @@ class PostgreSQL:
         self._check_server(connection, writing=False)
 
     def _check_server(self, connection: Connection, *settings: str, writing: bool) -> None:
+        version = connection.dialect.server_version_info
+        if version is not None and version < _OLDEST:
+            raise ConfigurationError(
+                f"PostgreSQL {'.'.join(map(str, version))} is too old", next_step="use PostgreSQL 13 or newer"
+            )
         facts = ("pg_is_in_recovery()", "current_setting('transaction_read_only')", "current_setting('fsync')")
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:

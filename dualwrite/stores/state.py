@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, create_engine, exc, null, select, update
 
@@ -33,12 +33,17 @@ if TYPE_CHECKING:
     from dualwrite.ports import Incident, StateRow
     from dualwrite.prepared_state import PreparedTxnState
 
+_DECIDED: Final = "dualwrite.decided"
+
 
 class SqlStateStore:
     """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.StateStore`.
 
     Methods that take a connection run inside the caller's transaction there; the others run in short transactions of their
     own, on other connections of the engine, at READ COMMITTED, run again after a conflict. May be shared by threads.
+
+    PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer keeps
+    prepared statements itself. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer at the latest.
 
     Args:
         engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
@@ -112,6 +117,7 @@ class SqlStateStore:
             except BaseException:
                 committing.rollback(connection)
                 raise
+            connection.info[_DECIDED] = set()
 
     def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
         """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
@@ -128,7 +134,10 @@ class SqlStateStore:
         bound = {"id_": transactional_id, "incarnation_": incarnation, "state_": text}
         with self._mapped(transactional_id):
             row = connection.execute(self._decide, bound).one_or_none()
-            return (False, None) if row is None else (True, self._dialect.check_end(connection, tuple(row)))
+            if row is None:
+                return False, None
+            connection.info[_DECIDED].add(transactional_id)
+            return True, self._dialect.check_end(connection, tuple(row))
 
     def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
         """See :meth:`dualwrite.ports.StateStore.hold`."""
@@ -136,12 +145,14 @@ class SqlStateStore:
             row = connection.execute(self._hold, {"id_": transactional_id, "incarnation_": incarnation}).one_or_none()
             if row is None:
                 return False
+            connection.info[_DECIDED].add(transactional_id)
             self._dialect.check_end(connection, tuple(row))
             return True
 
     def commit(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.commit`."""
-        committing.commit(connection, self._dialect)
+        names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
+        committing.commit(connection, self._dialect, next(iter(names)) if len(names) == 1 else None)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.rollback`."""

@@ -211,6 +211,7 @@ def test_a_violated_deferred_constraint_at_commit_is_a_definite_abort(
         store.commit(connection)
     assert not caught.value.retryable
     assert isinstance(caught.value.__cause__, IntegrityError)
+    assert caught.value.transactional_id == "orders"
     assert (store.read(["orders"]), orders(database)) == ([row], [])
     insert(connection, 1)  # the connection is free for the next transaction
     connection.commit()
@@ -283,8 +284,9 @@ def test_a_transaction_ended_after_the_decision_is_in_doubt(
     store.begin(connection)
     store.decide(connection, "orders", 1, prepared(1))
     connection.exec_driver_sql("COMMIT")
-    with pytest.raises(TransactionInDoubt):
+    with pytest.raises(TransactionInDoubt) as caught:
         store.commit(connection)
+    assert caught.value.transactional_id == "orders"
 
 
 def test_savepoints_are_the_users(database: Database, store: SqlStateStore, connection: Connection) -> None:

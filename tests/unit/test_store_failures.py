@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -10,6 +12,7 @@ from sqlalchemy import create_mock_engine, exc, make_url
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of, migrate_command, shown_url
+from dualwrite.stores.postgresql import PostgreSQL
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import declare_tables
 
@@ -117,3 +120,32 @@ def test_an_unsupported_driver_is_refused() -> None:
 def test_statements_are_compiled_once_for_all_stores_of_a_schema() -> None:
     assert declare_tables("a") is declare_tables("a")
     assert declare_tables("a") is not declare_tables(None)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "certain"),
+    [
+        (0, "40001", True),
+        (0, "23503", True),
+        (0, "53100", True),
+        (0, "57014", True),
+        (0, None, False),
+        (0, "40003", False),
+        (0, "08006", False),
+        (0, "57P01", False),
+        (0, "58030", False),
+        (0, "XX000", False),
+        (1, "40001", False),
+        (2, None, True),
+        (3, None, True),
+        (4, "40001", False),
+        (4, "57P01", False),
+        (4, "25P03", True),
+        (4, None, False),
+    ],
+)
+def test_a_failed_commit_is_a_rollback_only_where_postgresql_leaves_no_other_reading(
+    status: int, state: str | None, certain: bool
+) -> None:
+    driver: Any = SimpleNamespace(pgconn=SimpleNamespace(transaction_status=status))
+    assert PostgreSQL(None).certainly_rolled_back(driver, of_postgresql(state)) is certain
