@@ -1,0 +1,64 @@
+# `make` alone prints what there is to make.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+TYPES := .cache/types
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint types bench docs servers-up servers-down clean venv jars
+
+help: ## print this list
+	@echo "usage: make <target> [PYTHON=python3.12]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
+	$(PY) examples/demo.py
+
+test: lint types jars ## all checks: lint, types, then every test on real servers (minutes)
+	$(PY) -m pytest
+
+lint: venv ## style, format and the direction of imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+
+# On the wheel as users install it: in an editable install checkers cannot see dualwrite.sinks and dualwrite.migrations.
+types: venv ## mypy, strict, on the built wheel
+	rm -rf $(TYPES)
+	$(PY) -m build --outdir $(TYPES)/dist . >$(TYPES).log 2>&1 || { cat $(TYPES).log; exit 1; }
+	$(PY) -m pip install --quiet --no-deps --target $(TYPES)/site $(TYPES)/dist/*.whl
+	cd $(TYPES)/site && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
+
+bench: venv jars ## the figures of docs/benchmarks.md
+	$(PY) tests/bench/run.py
+
+docs: venv ## the documentation, into docs/_build/html
+	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+servers-up: venv ## start Kafka and PostgreSQL in the background and print the environment: eval "$(make -s servers-up)"
+	@$(PY) -m dualwrite.testing.servers up
+
+servers-down: venv ## stop what servers-up started, and delete its data
+	@$(PY) -m dualwrite.testing.servers down
+
+clean: ## delete everything that was made, the virtual environment too
+	@if [ -x $(PY) ] && [ -f .cache/servers/state.json ]; then $(PY) -m dualwrite.testing.servers down; fi
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+		.coverage docs/_build spark-warehouse metastore_db derby.log
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "making $(VENV) with all dependencies (Spark and Sphinx too), once" >&2
+	$(PYTHON) -m venv --clear $(VENV) >&2
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >&2
+	@mkdir -p .cache && touch $(READY)
+
+jars: venv
+	@$(PY) -c 'from dualwrite.testing.jars import kafka_jars; kafka_jars()'

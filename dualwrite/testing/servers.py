@@ -1,0 +1,123 @@
+"""Kafka and PostgreSQL in the background: ``python -m dualwrite.testing.servers up`` and ``down``.
+
+``up`` prints the environment that makes `EmbeddedKafka` and `EmbeddedPostgres`, and so the pytest fixtures, use these
+servers instead of starting their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
+from dualwrite.testing.kafka import SERVERS_VARIABLE, EmbeddedKafka
+from dualwrite.testing.postgresql import SERVER_VARIABLE, EmbeddedPostgres
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STATE = Path(".cache", "servers")
+UP_TIMEOUT_S = 300.0
+DOWN_TIMEOUT_S = 60.0
+
+
+def _try_lock(lock: TextIO) -> bool:
+    """Whether nobody holds the servers: their holder keeps this lock while it lives, however it dies."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _held() -> bool:
+    with (STATE / "lock").open("w", encoding="utf-8") as lock:
+        return not _try_lock(lock)
+
+
+def hold() -> int:
+    """Run both servers until SIGTERM."""
+    with (STATE / "lock").open("w", encoding="utf-8") as lock:
+        if not _try_lock(lock):
+            return 0
+        # A transaction may stay open as long as librdkafka allows: what a broker of one's own should be set to.
+        timeouts = {"transaction.max.timeout.ms": "2147483647"}
+        with EmbeddedKafka(properties=timeouts) as kafka, EmbeddedPostgres() as postgres:
+            # From here on a signal is waited for; before, it simply ends this process, and the servers with it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+            environment = {SERVERS_VARIABLE: kafka.bootstrap_servers, SERVER_VARIABLE: postgres.url}
+            state = STATE / "state.json"
+            partial = state.with_suffix(".partial")
+            partial.touch(mode=0o600)  # there is a password in it
+            partial.write_text(json.dumps({"pid": os.getpid(), "environment": environment}), encoding="utf-8")
+            partial.rename(state)
+            signal.sigwait({signal.SIGTERM, signal.SIGINT})
+            state.unlink()
+    return 0
+
+
+def up() -> int:
+    """Start the servers unless they run, and print the environment that leads to them.
+
+    Raises:
+        Unavailable: They did not start; their log is in the message.
+    """
+    STATE.mkdir(parents=True, exist_ok=True)
+    state, log = STATE / "state.json", STATE / "log"
+    if not _held():
+        state.unlink(missing_ok=True)
+        own = {name: value for name, value in os.environ.items() if name not in {SERVERS_VARIABLE, SERVER_VARIABLE}}
+        with log.open("w", encoding="utf-8") as output:
+            command = [sys.executable, "-m", "dualwrite.testing.servers", "hold"]
+            holder = subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)
+        deadline = Deadline(UP_TIMEOUT_S)
+        while not state.exists():
+            if holder.poll() is not None or deadline.expired:
+                raise Unavailable(f"the servers did not start:\n{log.read_text(encoding='utf-8')}")
+            time.sleep(0.05)
+        holder.returncode = 0  # it goes on when we end, and nobody waits for it
+    for name, value in json.loads(state.read_text(encoding="utf-8"))["environment"].items():
+        sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
+    return 0
+
+
+def down() -> int:
+    """Stop the servers and delete their data; nothing to do is no error.
+
+    Raises:
+        Unavailable: They did not stop.
+    """
+    state = STATE / "state.json"
+    if not STATE.is_dir() or not _held() or not state.exists():
+        sys.stderr.write("no servers run\n")
+        return 0
+    os.kill(json.loads(state.read_text(encoding="utf-8"))["pid"], signal.SIGTERM)
+    deadline = Deadline(DOWN_TIMEOUT_S)
+    while _held():
+        if deadline.expired:
+            raise Unavailable(f"the servers did not stop in {DOWN_TIMEOUT_S} s")
+        time.sleep(0.05)
+    sys.stderr.write("stopped\n")
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of ``up``, ``down`` and (for ``up``'s own use) ``hold``."""
+    commands = {"up": up, "down": down, "hold": hold}
+    if len(arguments) != 1 or arguments[0] not in commands:
+        sys.stderr.write("usage: python -m dualwrite.testing.servers up|down\n")
+        return 2
+    return commands[arguments[0]]()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
