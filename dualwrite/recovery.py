@@ -19,6 +19,7 @@ from sqlalchemy import Engine, create_engine
 
 from dualwrite.claiming import Ground, claim_rows, default_owner
 from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import lane_id
@@ -189,6 +190,7 @@ def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | No
 
 
 def _inspect(rows: Sequence[StateRow], coordinator: KafkaCoordinator, deadline: Deadline) -> list[IdStatus]:
+    check_cluster(rows, coordinator.cluster_id(deadline))
     return [_describe(item, step) for item, step in inspect(rows, coordinator=coordinator, deadline=deadline)]
 
 
@@ -204,6 +206,21 @@ def _describe(item: Unsettled, step: SettleStep) -> IdStatus:
         step=step,
         needs_recovery=is_open or step in _MATTERS,
     )
+
+
+def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
+    """Refuse rows of another cluster: what is not found there would be taken for gone.
+
+    Raises:
+        ConfigurationError: A row belongs to another cluster.
+    """
+    for row in rows:
+        if row.cluster_id != cluster_id:
+            raise ConfigurationError(
+                f"the row belongs to the Kafka cluster {row.cluster_id}, the bootstrap servers to {cluster_id}",
+                transactional_id=row.transactional_id,
+                next_step="correct the bootstrap servers or the database",
+            )
 
 
 _MATTERS = frozenset({SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT})

@@ -175,7 +175,8 @@ class DualWriter:
                 row.kafka_id(row.incarnation),
                 coordinator=ground.coordinator,
                 incarnation=row.incarnation,
-                call_timeout_s=self._timeout_s,
+                # What is left is for settling, where the producer has no answer.
+                call_timeout_s=self._timeout_s / 2,
                 bulk=self._bulk,
             )
 

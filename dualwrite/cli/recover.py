@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, exit_code_for_errors
-from dualwrite.cli.report import recovery_json, status_table
+from dualwrite.cli.report import recovery_json, report_console, status_table
 from dualwrite.recovery import IdStatus
 
 
@@ -84,7 +84,7 @@ def recover(
     if as_json:
         click.echo(json.dumps(recovery_json(report), indent=2))
     else:
-        out = Console(soft_wrap=True)
+        out = report_console()
         if report.planned:
             out.print(status_table(report.planned))
         word = "would be settled" if dry_run else "settled"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.recovery import IdStatus, RecoveryReport
 from dualwrite.settling import Loss
+
+_WIDTH_OF_A_PIPE = 400
 
 _WILL = {
     SettleStep.WAIT: "wait for Kafka",
@@ -18,6 +21,12 @@ _WILL = {
     SettleStep.RECORD_UNVERIFIABLE: "report: outcome cannot be known",
     SettleStep.FINISH: "nothing",
 }
+
+
+def report_console() -> Console:
+    """Standard output: as wide as the terminal, and never broken into lines for a pipe or a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_A_PIPE)
 
 
 def will_do(item: IdStatus) -> str:

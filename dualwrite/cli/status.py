@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping
 
 import click
-from dualwrite.stores.state import SqlStateStore
-from rich.console import Console
 from sqlalchemy import create_engine
 
 from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, exit_code_for_errors
-from dualwrite.cli.report import status_json, status_table
+from dualwrite.cli.report import report_console, status_json, status_table
+from dualwrite.stores.state import SqlStateStore
 
 
 @click.command()
@@ -63,7 +62,7 @@ def status(
         }
         click.echo(json.dumps(document, indent=2))
     else:
-        console = Console(soft_wrap=True)
+        console = report_console()
         console.print(status_table(items))
         needing = sum(item.needs_recovery for item in items)
         console.print(f"\n{len(items)} unsettled, {needing} to recover, {len(open_incidents)} losses not acknowledged")

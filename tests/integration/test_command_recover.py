@@ -1,0 +1,108 @@
+"""``dualwrite status``, ``recover`` and ``acknowledge``, as an operator and as a script runs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from confluent_kafka import Producer
+from harness.checker import Case
+
+from dualwrite.stores.state import SqlStateStore
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+
+@pytest.fixture
+def dualwrite(url, kafka):
+    def run(*arguments):
+        command = [sys.executable, "-c", "from dualwrite.cli import main; main()", *arguments]
+        servers = (
+            ["--url", url, "--bootstrap-server", kafka["bootstrap.servers"]] if arguments[0] != "acknowledge" else []
+        )
+        return subprocess.run(
+            [*command, *(servers or ["--url", url])], capture_output=True, text=True, timeout=90, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def left(tmp_path, kafka, url, dualwrite_topic):
+    """An id whose owner was killed right after the database's commit."""
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    case.run(failpoint="write.decided:2", killed=True)
+    return case
+
+
+def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
+    table = dualwrite("status")
+    assert table.returncode == 3, table.stderr
+    assert "case" in table.stdout
+    assert "commit: the database has decided" in table.stdout
+    document = json.loads(dualwrite("status", "--json").stdout)
+    (item,) = document["ids"]
+    assert item["needs_recovery"]
+    assert item["kafka"] == "Ongoing"
+    assert item["row"] == "decided"
+    assert item["open_for_s"] >= 0
+    assert (
+        json.loads(dualwrite("status", "--json").stdout)["ids"][0]["current_incarnation"] == item["current_incarnation"]
+    )
+
+
+def test_recover_by_id_after_a_dry_run(dualwrite, left):
+    dry = dualwrite("recover", "case", "--dry-run", "--json")
+    assert dry.returncode == 0, dry.stderr
+    assert [item["transactional_id"] for item in json.loads(dry.stdout)["planned"]] == ["case"]
+    assert dualwrite("status").returncode == 3
+    done = dualwrite("recover", "case")
+    assert done.returncode == 0, done.stderr
+    assert "1 rolled forward" in done.stdout
+    assert dualwrite("status").returncode == 0
+    assert left.verify() == {"w1-0", "w1-1"}
+
+
+def test_recover_all_leaves_young_transactions_to_their_owners(dualwrite, left):
+    young = json.loads(dualwrite("recover", "--all", "--json").stdout)
+    assert young["skipped"] == ["case"]
+    old = json.loads(dualwrite("recover", "--prefix", "ca", "--open-for", "0", "--json").stdout)
+    assert old["settled"] == ["case"]
+
+
+def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left, kafka, engine):
+    (row,) = SqlStateStore(engine).read(["case"])
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+    found = dualwrite("recover", "case", "--json")
+    assert found.returncode == 4, found.stderr
+    (loss,) = json.loads(found.stdout)["losses"]
+    assert loss["outcome"] == "lost"
+    assert dualwrite("recover", "case").returncode == 0
+    assert dualwrite("status").returncode == 4
+    assert dualwrite("acknowledge", "case", "--all").returncode == 0
+    assert dualwrite("status").returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["recover"], ["recover", "a", "--all"], ["recover", "--all", "-X", "nonsense"]])
+def test_wrong_usage_has_an_exit_code_of_its_own(dualwrite, arguments):
+    assert dualwrite(*arguments).returncode == 2
+
+
+def test_a_server_that_does_not_answer_has_an_exit_code(url):
+    command = [sys.executable, "-c", "from dualwrite.cli import main; main()", "status", "--timeout", "2"]
+    # An id must be there to be asked about.
+    engine_url = url
+    from sqlalchemy import create_engine
+
+    engine = create_engine(engine_url)
+    SqlStateStore(engine).claim(["orders"], owner="test", cluster_id="c")
+    engine.dispose()
+    done = subprocess.run(
+        [*command, "--url", url, "--bootstrap-server", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+    assert "Unavailable" in done.stderr
