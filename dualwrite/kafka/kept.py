@@ -10,7 +10,14 @@ import time
 from enum import Enum
 
 from dualwrite.deadline import Deadline
-from dualwrite.errors import DecidedTransactionLost, DualWriteError, Fenced, OutcomeUnverifiable, Unavailable
+from dualwrite.errors import (
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    Unavailable,
+)
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
@@ -60,6 +67,37 @@ class KeptTransaction:
             if view.status in _AT_REST:
                 return view
             wait_s = self._wait(wait_s, deadline, f"the coordinator still shows {view.status.value}")
+
+    def complete(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
+        """Commit what is ongoing if it is the state's transaction, else abort it.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As :meth:`commit`.
+        """
+        view = self.look(deadline)
+        if view.status is not TransactionStatus.ONGOING:
+            return Completion.NOTHING_ONGOING
+        if self.is_same(view, state, deadline):
+            self.commit(view, state, deadline)
+            return Completion.COMMITTED
+        self.abort(view, deadline)
+        return Completion.ABORTED
+
+    def commit_ongoing(self, deadline: Deadline) -> None:
+        """Commit whatever is ongoing.
+
+        Raises:
+            IllegalStateError: Nothing is.
+            Fenced, Unavailable: As :meth:`commit`.
+        """
+        view = self.look(deadline)
+        if view.status is not TransactionStatus.ONGOING:
+            raise IllegalStateError(
+                f"there is nothing to commit: the coordinator shows {view.status.value}",
+                transactional_id=self._kafka_id,
+                next_step="complete_transaction does nothing then; commit_transaction cannot tell whether it was committed",
+            )
+        self.commit(view, None, deadline)
 
     def is_same(self, view: TransactionView, state: PreparedTxnState, deadline: Deadline) -> bool:
         """Whether what is ongoing is the state's transaction.

@@ -12,7 +12,6 @@ owner is dead. A state in KIP-939's two-number form, without offsets, cannot tel
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from types import TracebackType
@@ -26,11 +25,11 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.deliveries import DeliveryCallback
 from dualwrite.kafka.evidence import Evidence
+from dualwrite.kafka.forks import ForkGuard
 from dualwrite.kafka.handle import producer_settings
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.kept import Completion, KeptTransaction
-from dualwrite.kafka.transaction_timeout import choose_transaction_timeout_ms, warn_if_bounded
-from dualwrite.observations import TransactionStatus
+from dualwrite.kafka.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.producer_life import WAY_ON, ProducerEvent, ProducerState
@@ -78,7 +77,8 @@ class TransactionalProducer:
         self._id = transactional_id
         self._own_coordinator = coordinator is None
         self._coordinator = coordinator if coordinator is not None else KafkaCoordinator(self._config)
-        self._asked_timeout_ms = transaction_timeout_ms or self._config.transaction_timeout_ms
+        own_timeout_ms = self._config.transaction_timeout_ms
+        self._asked_timeout_ms = own_timeout_ms if transaction_timeout_ms is None else transaction_timeout_ms
         self._timeout_ms: int | None = None
         self._call_timeout_s = call_timeout_s
         self._bulk = bulk
@@ -87,7 +87,7 @@ class TransactionalProducer:
         self._instance = ProducerInstance(
             transactional_id, self._evidence, bulk=bulk, silent_retry_after_s=self._config.silent_retry_after_s
         )
-        self._process = os.getpid()
+        self._fork_guard = ForkGuard(transactional_id)
 
     @property
     def transactional_id(self) -> str:
@@ -127,11 +127,8 @@ class TransactionalProducer:
             IllegalStateError: ``init_transactions`` has not chosen it yet.
         """
         if self._timeout_ms is None:
-            raise IllegalStateError(
-                "the transaction timeout is not known yet",
-                transactional_id=self._id,
-                next_step=WAY_ON[ProducerState.CREATED],
-            )
+            step = WAY_ON[ProducerState.CREATED]
+            raise IllegalStateError("no timeout is agreed on yet", transactional_id=self._id, next_step=step)
         return self._timeout_ms
 
     @property
@@ -234,12 +231,12 @@ class TransactionalProducer:
 
         Raises:
             IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
-            ValueError: There are not as many keys as values.
+            ValueError: There are not as many keys as values; nothing was produced.
         """
         self._check(ProducerEvent.PRODUCE)
-        self._instance.produce_many(
-            topic, values, repeat(None, len(values)) if keys is None else keys, self._call_timeout_s
-        )
+        if keys is not None and len(keys) != len(values):
+            raise ValueError(f"{len(values)} values, {len(keys)} keys")
+        self._instance.produce_many(topic, values, keys or repeat(None, len(values)), self._call_timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Serve delivery callbacks and librdkafka's log. Not needed for correctness.
@@ -253,7 +250,7 @@ class TransactionalProducer:
         Raises:
             IllegalStateError: The producer is closed, or was made by another process.
         """
-        self._check_process()
+        self._fork_guard.check()
         if self.state is ProducerState.CLOSED:
             self._instance.check(ProducerEvent.PRODUCE)
         return self._instance.serve(timeout_s)
@@ -309,7 +306,8 @@ class TransactionalProducer:
         self._check(ProducerEvent.COMMIT)
         deadline = Deadline(self._call_timeout_s)
         if self.state is ProducerState.KEPT:
-            self._commit_kept(deadline)
+            self._kept.commit_ongoing(deadline)
+            self._open(ProducerEvent.COMMIT, deadline)
             return
         if self.state is ProducerState.BEGUN:
             self._instance.prepare(deadline)
@@ -348,7 +346,10 @@ class TransactionalProducer:
         self._check(ProducerEvent.COMPLETE)
         deadline = Deadline(self._call_timeout_s)
         if self.state is ProducerState.KEPT:
-            return self._complete_kept(state, deadline)
+            done = self._kept.complete(state, deadline)
+            self._instance.log.info("completed: %s", done.value)
+            self._open(ProducerEvent.COMPLETE, deadline)
+            return done
         if state == self.prepared_state:
             self._instance.commit(ProducerEvent.COMPLETE, deadline)
             return Completion.COMMITTED
@@ -363,7 +364,7 @@ class TransactionalProducer:
         Raises:
             IllegalStateError: Called by another process than the one that made it.
         """
-        self._check_process()
+        self._fork_guard.check()
         if self.state is ProducerState.CLOSED:
             return
         self._instance.close()
@@ -384,53 +385,15 @@ class TransactionalProducer:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TransactionalProducer cannot be pickled: make one in each process")
 
-    def _commit_kept(self, deadline: Deadline) -> None:
-        view = self._kept.look(deadline)
-        if view.status is not TransactionStatus.ONGOING:
-            raise IllegalStateError(
-                f"there is nothing to commit: the coordinator shows {view.status.value}",
-                transactional_id=self._id,
-                next_step="complete_transaction does nothing then; commit_transaction cannot tell whether it was committed",
-            )
-        self._kept.commit(view, None, deadline)
-        self._open(ProducerEvent.COMMIT, deadline)
-
-    def _complete_kept(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
-        view = self._kept.look(deadline)
-        if view.status is not TransactionStatus.ONGOING:
-            done = Completion.NOTHING_ONGOING
-        elif self._kept.is_same(view, state, deadline):
-            self._kept.commit(view, state, deadline)
-            done = Completion.COMMITTED
-        else:
-            self._kept.abort(view, deadline)
-            done = Completion.ABORTED
-        self._instance.log.info("%s (producer %d:%d)", done.value, view.producer_id, view.epoch)
-        self._open(ProducerEvent.COMPLETE, deadline)
-        return done
-
     def _open(self, event: ProducerEvent, deadline: Deadline) -> None:
-        maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
-        timeout_ms = choose_transaction_timeout_ms(self._asked_timeout_ms, maximum_ms)
-        cluster_id = self._coordinator.cluster_id(deadline)
-        warn_if_bounded(
-            self._asked_timeout_ms, maximum_ms, timeout_ms, cluster_id=cluster_id, transactional_id=self._id
-        )
+        timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, self._asked_timeout_ms, self._id, deadline)
         settings = producer_settings(self._config, self._id, timeout_ms, bulk=self._bulk)
         self._timeout_ms = timeout_ms
         self._instance.open(event, settings, deadline)
 
     def _check(self, event: ProducerEvent) -> None:
-        self._check_process()
+        self._fork_guard.check()
         self._instance.check(event)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise IllegalStateError(
-                f"this producer was made by process {self._process} and does not work after a fork",
-                transactional_id=self._id,
-                next_step="make a producer in each process",
-            )
 
 
 def _plain(headers: Headers) -> dict[str, str | bytes | None] | list[tuple[str, str | bytes | None]]:

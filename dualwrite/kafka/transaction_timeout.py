@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
+from dualwrite.ports import TransactionCoordinator
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
@@ -74,3 +76,19 @@ def warn_if_bounded(
         chosen_ms / 1000,
         NEVER_MS,
     )
+
+
+def agree_on_transaction_timeout_ms(
+    coordinator: TransactionCoordinator, requested_ms: int | None, transactional_id: str, deadline: Deadline
+) -> int:
+    """Ask the brokers for their maximum, choose, and warn where it is short.
+
+    Raises:
+        ConfigurationError: The user's value is above the maximum.
+        Unavailable: The brokers did not answer in time.
+    """
+    maximum_ms = coordinator.max_transaction_timeout_ms(deadline)
+    chosen_ms = choose_transaction_timeout_ms(requested_ms, maximum_ms)
+    cluster_id = coordinator.cluster_id(deadline)
+    warn_if_bounded(requested_ms, maximum_ms, chosen_ms, cluster_id=cluster_id, transactional_id=transactional_id)
+    return chosen_ms

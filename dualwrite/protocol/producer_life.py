@@ -16,6 +16,8 @@ from types import MappingProxyType
 class ProducerState(Enum):
     """Where a producer is in its life."""
 
+    __hash__ = object.__hash__  # as that of the events
+
     CREATED = "created"
     KEPT = "kept"
     READY = "ready"
@@ -28,6 +30,8 @@ class ProducerState(Enum):
 
 class ProducerEvent(Enum):
     """What happens to a producer."""
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every message looks its event up
 
     INIT = "init_transactions"
     INIT_KEEPING = "init_transactions(keep_prepared_txn=True)"

@@ -113,6 +113,26 @@ def test_the_state_names_the_first_offset_in_every_partition_written(ready, dual
 
 
 @pytest.mark.parametrize("bulk", [False, True])
+def test_many_messages_of_one_call_arrive_in_order_with_their_keys(ready, dualwrite_topic, kafka, bulk):
+    producer = ready({"queue.buffering.max.messages": 100}, bulk=bulk)
+    producer.begin_transaction()
+    numbers = [str(number) for number in range(1000)]
+    producer.produce_many(dualwrite_topic, numbers, ["the same"] * 1000)
+    producer.produce_many(dualwrite_topic, [b"without a key"])
+    producer.produce_many(dualwrite_topic, [])
+    with pytest.raises(ValueError, match="2 values, 1 keys"):
+        producer.produce_many(dualwrite_topic, ["a", "b"], ["a"])
+    state = producer.prepare_transaction()
+    with pytest.raises(IllegalStateError):
+        producer.produce_many(dualwrite_topic, ["late"])
+    producer.commit_transaction()
+    records = read_committed(kafka, dualwrite_topic)
+    assert [record.value.decode() for record in records if record.key == b"the same"] == numbers
+    assert [record.value for record in records if record.key is None] == [b"without a key"]
+    assert offsets_of(state) == first_by_partition(records)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
 def test_a_hundred_thousand_messages_are_all_there_and_the_state_names_their_beginning(
     ready, dualwrite_topic, kafka, bulk
 ):
