@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-TYPES := .cache/types
+WHEEL := .cache/wheel
+INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench docs servers-up servers-down clean venv jars
+.PHONY: help demo test lint types bench docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -21,17 +22,13 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 test: lint types jars ## all checks: lint, types, then every test on real servers (minutes)
 	$(PY) -m pytest
 
-lint: venv ## style, format and the direction of imports
+lint: venv wheel ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/lint-imports
+	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
-# On the wheel as users install it: in an editable install checkers cannot see dualwrite.sinks and dualwrite.migrations.
-types: venv ## mypy, strict, on the built wheel
-	rm -rf $(TYPES)
-	$(PY) -m build --outdir $(TYPES)/dist . >$(TYPES).log 2>&1 || { cat $(TYPES).log; exit 1; }
-	$(PY) -m pip install --quiet --no-deps --target $(TYPES)/site $(TYPES)/dist/*.whl
-	cd $(TYPES)/site && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
+types: venv wheel ## mypy, strict, on the library as it is installed
+	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
 
 bench: venv jars ## the figures of docs/benchmarks.md
@@ -59,6 +56,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV) >&2
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >&2
 	@mkdir -p .cache && touch $(READY)
+
+# As users install it: in an editable install no checker sees dualwrite.sinks and dualwrite.migrations.
+wheel: venv
+	@rm -rf $(WHEEL) && mkdir -p $(WHEEL)
+	@$(PY) -m build --outdir $(WHEEL)/dist . >$(WHEEL)/log 2>&1 || { cat $(WHEEL)/log; exit 1; }
+	@$(PY) -m pip install --quiet --no-deps --target $(INSTALLED) $(WHEEL)/dist/*.whl
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.jars import kafka_jars; kafka_jars()'
