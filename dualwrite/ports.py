@@ -225,8 +225,13 @@ class StateStore(Protocol):
         """
         ...
 
-    def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
+    def read_incarnation(
+        self, connection: Connection, transactional_id: str, *, namespace: str | None = None
+    ) -> int | None:
         """The first statement of a dual write: the row's incarnation now, None if there is no row.
+
+        With a namespace, here as in :meth:`decide` and :meth:`hold`, a row of another namespace is none: a row that was
+        deleted and made anew counts its incarnations from the start again.
 
         Its answer is needed before the first produce. From here on the server ends the session of an owner that is paused
         for too long, where it can.
@@ -238,7 +243,13 @@ class StateStore(Protocol):
         ...
 
     def decide(
-        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        state: PreparedTxnState,
+        *,
+        namespace: str | None = None,
     ) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state on condition of the incarnation.
 
@@ -258,7 +269,9 @@ class StateStore(Protocol):
         """
         ...
 
-    def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+    ) -> bool:
         """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
         Raises as :meth:`decide`.

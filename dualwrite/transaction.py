@@ -251,7 +251,9 @@ class Transaction:
         store.begin(self._connection)
         failpoints.hit("write.begun")
         try:
-            incarnation = store.read_incarnation(self._connection, self.transactional_id)
+            incarnation = store.read_incarnation(
+                self._connection, self.transactional_id, namespace=self._lane.row.namespace
+            )
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             self._machine.apply(WriteEvent.CHECK)

@@ -41,15 +41,22 @@ class Claim:
         self._cluster_id = cluster_id
         self._raise_to = raise_to
 
-    def check_guard(self, connection: Connection, transactional_id: str, incarnation: int) -> None:
+    def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
         """Keep the guard's row as it is until the claim has committed.
+
+        Args:
+            connection: Inside the claim's transaction.
+            transactional_id: The guard.
+            incarnation: What it must have.
+            claimed: Whether the guard is claimed too: locked as for that, since two that hold the weaker lock and want the
+                stronger one wait for each other.
 
         Raises:
             Fenced: It has another incarnation, or is gone.
         """
         state = self._state
         statement = select(state.c.incarnation).where(state.c.transactional_id == transactional_id)
-        found = connection.scalar(statement.with_for_update(read=True))
+        found = connection.scalar(statement.with_for_update(read=not claimed))
         if found != incarnation:
             raise Fenced(
                 f"the row names incarnation {found} instead of {incarnation}", transactional_id=transactional_id

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import bindparam, create_engine, exc, null, select, update
+from sqlalchemy import String, bindparam, create_engine, exc, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
@@ -74,8 +74,13 @@ class SqlStateStore:
         self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
         self._records = Records(self._tables, self._dialect)
         state = self._tables.state
-        is_ours = (state.c.transactional_id == bindparam("id_"), state.c.incarnation == bindparam("incarnation_"))
-        incarnation = select(state.c.incarnation).where(is_ours[0]).scalar_subquery()
+        namespace = bindparam("namespace_", type_=String())
+        is_row = (
+            state.c.transactional_id == bindparam("id_"),
+            or_(namespace.is_(None), state.c.namespace == namespace),
+        )
+        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
+        incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         self._start = select(incarnation, *self._dialect.start_columns())
         self._decide = (
             update(state)
@@ -119,19 +124,28 @@ class SqlStateStore:
                 raise
             connection.info[_DECIDED] = set()
 
-    def read_incarnation(self, connection: Connection, transactional_id: str) -> int | None:
+    def read_incarnation(
+        self, connection: Connection, transactional_id: str, *, namespace: str | None = None
+    ) -> int | None:
         """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
+        bound = {"id_": transactional_id, "namespace_": namespace}
         with self._mapped(transactional_id):
-            incarnation, *values = connection.execute(self._start, {"id_": transactional_id}).one()
+            incarnation, *values = connection.execute(self._start, bound).one()
         self._dialect.check_start(connection, values)
         return None if incarnation is None else int(incarnation)
 
     def decide(
-        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        state: PreparedTxnState,
+        *,
+        namespace: str | None = None,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        bound = {"id_": transactional_id, "incarnation_": incarnation, "state_": text}
+        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace, "state_": text}
         with self._mapped(transactional_id):
             row = connection.execute(self._decide, bound).one_or_none()
             if row is None:
@@ -139,10 +153,13 @@ class SqlStateStore:
             connection.info[_DECIDED].add(transactional_id)
             return True, self._dialect.check_end(connection, tuple(row))
 
-    def hold(self, connection: Connection, transactional_id: str, incarnation: int) -> bool:
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+    ) -> bool:
         """See :meth:`dualwrite.ports.StateStore.hold`."""
+        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
         with self._mapped(transactional_id):
-            row = connection.execute(self._hold, {"id_": transactional_id, "incarnation_": incarnation}).one_or_none()
+            row = connection.execute(self._hold, bound).one_or_none()
             if row is None:
                 return False
             connection.info[_DECIDED].add(transactional_id)
@@ -183,7 +200,7 @@ class SqlStateStore:
 
         def work(connection: Connection) -> Sequence[StateRow]:
             if guard is not None:
-                claim.check_guard(connection, *guard)
+                claim.check_guard(connection, *guard, claimed=guard[0] in ids)
             rows = claim.run(connection, ids)
             if verify is not None:
                 verify(rows)

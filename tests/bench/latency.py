@@ -39,22 +39,29 @@ def ours(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
 
 
 @contextmanager
-def one_after_the_other(ground: Ground, engine: Engine, topic: str, name: str, producers: int) -> Iterator[Write]:
-    """The same Kafka transaction and the same database transaction without a protocol: torn by a crash between them."""
-    made = [Producer({**ground.kafka, "transactional.id": f"{name}-{number}"}) for number in range(producers)]
+def without_a_protocol(ground: Ground, engine: Engine, topic: str, *, overlapped: bool) -> Iterator[Write]:
+    """The same Kafka transaction and the same database transaction: torn by a crash between them.
+
+    With two producers in turn, as this library uses two lanes in turn. ``overlapped``: the database transaction runs while
+    librdkafka sends; else one after the other.
+    """
+    made = [Producer({**ground.kafka, "transactional.id": f"{overlapped}-{n}", "linger.ms": 0}) for n in range(2)]
     for producer in made:
         producer.init_transactions(30)
     turn = 0
 
     def write(note: str) -> None:
         nonlocal turn
-        producer = made[turn % producers]
+        producer = made[turn % 2]
         turn += 1
         producer.begin_transaction()
         producer.produce(topic, value=note)
+        if not overlapped:
+            producer.commit_transaction(30)
         with engine.begin() as connection:
             connection.execute(insert(ROWS).values(note=note))
-        producer.commit_transaction(30)
+        if overlapped:
+            producer.commit_transaction(30)
 
     yield write
 
@@ -152,10 +159,10 @@ def run(ground: Ground, *, operations: int = 1500, visible: int = 200, warm_up: 
         topic = ground.topic(1)
         ways: dict[str, Write] = {
             "dual write": stack.enter_context(ours(ground, engine, topic)),
-            "one after the other, two producers in turn": stack.enter_context(
-                one_after_the_other(ground, engine, topic, "two", 2)
+            "one after the other, no protocol": stack.enter_context(
+                without_a_protocol(ground, engine, topic, overlapped=False)
             ),
-            "one after the other, one producer": stack.enter_context(one_after_the_other(ground, engine, topic, "one", 1)),
+            "overlapped, no protocol": stack.enter_context(without_a_protocol(ground, engine, topic, overlapped=True)),
             "unsafe: commit, then produce and flush": stack.enter_context(unsafe(ground, engine, topic)),
             "outbox, 10 ms poll": stack.enter_context(outbox(ground, engine, topic)),
         }

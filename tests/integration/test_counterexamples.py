@@ -11,6 +11,7 @@ from dualwrite import (
     ConfigurationError,
     DecidedTransactionLost,
     DualWriter,
+    Fenced,
     TransactionAborted,
     TransactionInDoubt,
     failpoints,
@@ -326,3 +327,16 @@ def test_coordinator_is_the_same_from_outside(kafka, engine, orders, dualwrite_t
         assert not deadline.expired
     assert coordinator.end({kafka_id: row.prepared}, committed=True, deadline=deadline)[kafka_id] is EndAnswer.ENDED
     coordinator.close()
+
+
+def test_a_row_that_was_deleted_and_made_anew_has_another_owner(kafka, engine, orders, dualwrite_topic, both):
+    """The new row counts incarnations from the start again: its namespace tells the two owners apart."""
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
+        write(first, dualwrite_topic, orders, 1)
+        with engine.begin() as connection:
+            connection.execute(STATE.delete())
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:
+            with pytest.raises(Fenced):
+                write(first, dualwrite_topic, orders, 2)
+            write(second, dualwrite_topic, orders, 3)
+    assert both() == ([1, 3], [1, 1, 3, 3])
