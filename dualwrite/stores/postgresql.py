@@ -118,31 +118,27 @@ class PostgreSQL:
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
         lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean for ever
-        self._check_server(
-            connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle, writing=True
-        )
+        self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
 
     def begin_reading(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
-        self._check_server(connection, writing=False)
+        self._check_server(connection)
 
-    def _check_server(self, connection: Connection, *settings: str, writing: bool) -> None:
+    def _check_server(self, connection: Connection, *settings: str) -> None:
         version = connection.dialect.server_version_info
         if version is not None and version < _OLDEST:
             raise ConfigurationError(
                 f"PostgreSQL {'.'.join(map(str, version))} is too old", next_step="use PostgreSQL 13 or newer"
             )
-        facts = ("pg_is_in_recovery()", "current_setting('transaction_read_only')", "current_setting('fsync')")
+        facts = ("pg_is_in_recovery()", "current_setting('fsync')")
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
             raise ConfigurationError(
                 "the database is a standby: it cannot decide, and what it shows may be old",
                 next_step="connect to the primary (target_session_attrs=read-write)",
             )
-        if writing and row[1] == "on":
-            raise _read_only()
-        if row[2] == "off" and not self._warned:
+        if row[1] == "off" and not self._warned:
             self._warned = True
             logger.warning("PostgreSQL runs with fsync=off: what it has committed may be lost when its machine crashes")
 
@@ -158,7 +154,10 @@ class PostgreSQL:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         read_only, started, _ = values
         if read_only == "on":
-            raise _read_only()
+            raise ConfigurationError(
+                "the transaction is read-only",
+                next_step="connect to the primary, with a role whose default_transaction_read_only is off",
+            )
         connection.info[_STARTED] = started
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
@@ -216,10 +215,3 @@ class PostgreSQL:
         return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
             status or "", DatabaseVerdict.UNKNOWN
         )
-
-
-def _read_only() -> ConfigurationError:
-    return ConfigurationError(
-        "the transaction is read-only",
-        next_step="connect to the primary, with a role whose default_transaction_read_only is off",
-    )

@@ -109,8 +109,6 @@ class SqlStateStore:
 
     def begin(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.begin`."""
-        if connection.closed:
-            raise IllegalStateError("the connection is closed")
         if connection.in_transaction():
             raise IllegalStateError(
                 "the connection is already in a transaction",

@@ -103,6 +103,21 @@ def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateS
     assert not store.read(["orders"])[0].prepared.has_transaction
 
 
+def test_a_row_that_was_made_anew_is_not_ours(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    ours = database.claim(store, "orders").namespace
+    database.execute(f"DELETE FROM {database.state_table}")
+    anew = database.claim(store, "orders").namespace
+    store.begin(connection)
+    assert store.read_incarnation(connection, "orders", namespace=ours) is None
+    assert store.decide(connection, "orders", 1, prepared(1), namespace=ours) == (False, None)
+    assert not store.hold(connection, "orders", 1, namespace=ours)
+    assert store.read_incarnation(connection, "orders", namespace=anew) == 1
+    assert store.hold(connection, "orders", 1, namespace=anew)
+    assert store.decide(connection, "orders", 1, prepared(1), namespace=anew)[0]
+    store.commit(connection)
+    assert store.read(["orders"])[0].prepared == prepared(1)
+
+
 def test_several_ids_are_decided_at_once(database: Database, store: SqlStateStore, connection: Connection) -> None:
     store.claim(["a", "b", "c"], owner="me", cluster_id="cluster-one")
     store.begin(connection)

@@ -270,7 +270,7 @@ def test_the_limit_for_a_paused_owner_is_only_lowered_and_only_for_the_transacti
         store.begin(connection)
         store.read_incarnation(connection, "orders")
         assert connection.scalar(show) == expected
-        store.rollback(connection)
+        store.commit(connection)
         assert connection.scalar(
             text("SELECT current_setting('idle_in_transaction_session_timeout')::interval = CAST(:p AS interval)"),
             {"p": present},
