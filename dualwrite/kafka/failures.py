@@ -154,7 +154,8 @@ def _event(cause: KafkaError, phase: Phase) -> ProducerEvent:
 
 
 def _error(cause: KafkaError, phase: Phase, transactional_id: str, subject: str | None) -> DualWriteError:
-    code, what = cause.code(), f"{phase.value}: {cause.str()} ({cause.name()})"
+    about = phase.value if subject is None else f"{phase.value} ({subject})"
+    code, what = cause.code(), f"{about}: {cause.str()} ({cause.name()})"
     hint = _hint(code, transactional_id, subject)
     if code in _FENCED:
         return _fenced(what, phase, transactional_id)
