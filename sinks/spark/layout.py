@@ -99,20 +99,27 @@ class _Planning:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigurationError(f"the DataFrame has two columns of the name {twice[0]!r}", next_step="rename one")
+        options = self._options
+        topic = self._textual("topic_column", options.topic_column)
+        key, value = self._key(), self._textual("value", options.value, binary=True)
+        headers, partition, timestamp = self._headers(), self._partition(), self._timestamp()
         wanted = self._wanted_columns()
         json_columns = tuple((self._number("columns", name), name) for name in wanted)
         table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
         self._check_all_given(set(wanted.values()))
-        message = MessageColumns(
-            value=self._value(json_columns),
-            key=self._key(),
-            topic=self._textual("topic_column", self._options.topic_column),
-            headers=self._headers(),
-            partition=self._partition(),
-            timestamp=self._timestamp(),
-        )
         return Layout(
-            tuple(self._projected), json_columns, message, (self._table.schema, self._table.name), table_columns
+            json_columns=json_columns,
+            message=MessageColumns(
+                value=self._row_as_json(json_columns) if value is None else value,
+                key=key,
+                topic=topic,
+                headers=headers,
+                partition=partition,
+                timestamp=timestamp,
+            ),
+            table=(self._table.schema, self._table.name),
+            table_columns=table_columns,
+            projected=tuple(self._projected),
         )
 
     def _wanted_columns(self) -> dict[str, str]:
@@ -154,10 +161,7 @@ class _Planning:
                 next_step="add it to the DataFrame, or give it a default",
             )
 
-    def _value(self, json_columns: tuple[tuple[int, str], ...]) -> int:
-        chosen = self._textual("value", self._options.value, binary=True)
-        if chosen is not None:
-            return chosen
+    def _row_as_json(self, json_columns: tuple[tuple[int, str], ...]) -> int:
         for number, name in json_columns:
             check_json(name, self._fields[number].dataType)
         return self._project(WHOLE_ROW, Form.JSON, pa.string())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody knows it by
+from pyspark.sql import Column, DataFrame, functions
 from pyspark.sql import types as spark
 
 from dualwrite.sinks.spark.column_types import Form
@@ -35,21 +34,22 @@ def project(df: DataFrame, layout: Layout) -> DataFrame:
 
 def _column(layout: Layout, source: int, form: Form, schema: spark.StructType) -> Column:
     if source == WHOLE_ROW:
-        return F.to_json(
-            F.struct(*(F.col(f"s{number}").alias(name) for number, name in layout.json_columns)), JSON_OPTIONS
+        return functions.to_json(
+            functions.struct(*(functions.col(f"s{number}").alias(name) for number, name in layout.json_columns)),
+            JSON_OPTIONS,
         )
-    column = F.col(f"s{source}")
+    column = functions.col(f"s{source}")
     if form is Form.TEXT:
         return column.cast("string")
     if form is Form.JSON:
-        return F.to_json(column, JSON_OPTIONS)
+        return functions.to_json(column, JSON_OPTIONS)
     if form is Form.MILLIS:
-        return F.unix_millis(column)
+        return functions.unix_millis(column)
     if form is Form.HEADERS:
-        entries = F.map_entries(column) if isinstance(schema.fields[source].dataType, spark.MapType) else column
-        return F.transform(entries, _binary_entry)
+        entries = functions.map_entries(column) if isinstance(schema.fields[source].dataType, spark.MapType) else column
+        return functions.transform(entries, _binary_entry)
     return column
 
 
 def _binary_entry(entry: Column) -> Column:
-    return F.struct(entry["key"].alias("key"), entry["value"].cast("binary").alias("value"))
+    return functions.struct(entry["key"].alias("key"), entry["value"].cast("binary").alias("value"))

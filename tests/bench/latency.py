@@ -15,10 +15,12 @@ from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_en
 
 from dualwrite import DualWriter
 
-from .servers import Ground, p50, p95
+from bench.servers import Ground, p50, p95
 
 METADATA = MetaData()
-ROWS = Table("latency_rows", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text))
+ROWS = Table(
+    "latency_rows", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text)
+)
 OUTBOX = Table("outbox", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text))
 POLL_S = 0.010
 
@@ -115,13 +117,15 @@ class Watcher:
     """A ``read_committed`` consumer that notes when each message arrives."""
 
     def __init__(self, ground: Ground, topic: str) -> None:
-        self._consumer = Consumer({
-            **ground.kafka,
-            "group.id": "watcher",
-            "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 500,
-            "enable.auto.commit": False,
-        })
+        self._consumer = Consumer(
+            {
+                **ground.kafka,
+                "group.id": "watcher",
+                "isolation.level": "read_committed",
+                "fetch.wait.max.ms": 500,
+                "enable.auto.commit": False,
+            }
+        )
         self._consumer.assign([TopicPartition(topic, 0, 0)])
         self._seen: dict[str, float] = {}
         self._changed = threading.Condition()
@@ -151,7 +155,9 @@ class Watcher:
         self._consumer.close()
 
 
-def run(ground: Ground, *, operations: int = 1500, visible: int = 200, warm_up: int = 100) -> dict[str, dict[str, float]]:
+def run(
+    ground: Ground, *, operations: int = 1500, visible: int = 200, warm_up: int = 100
+) -> dict[str, dict[str, float]]:
     """Measure; milliseconds by way and figure."""
     engine = create_engine(ground.url)
     METADATA.create_all(engine)

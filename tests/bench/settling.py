@@ -9,7 +9,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, in
 from dualwrite import DualWriter, failpoints, recover
 from dualwrite.failpoints import FailpointError
 
-from .servers import Ground
+from bench.servers import Ground
 
 METADATA = MetaData()
 ROWS = Table("settling_rows", METADATA, Column("id", Integer, primary_key=True), Column("note", Text))

@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import psycopg
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import functions
 from sqlalchemy import create_engine, make_url, text
+from typing_extensions import Self
 
 from bench.flights import FLIGHTS, TABLE, write_flights
 from bench.servers import Ground, machine, p50, servers
@@ -37,7 +38,7 @@ def naive(ground: Ground, topic: str, table: str, columns: list[str]) -> Callabl
     statement = f"INSERT INTO {table} VALUES ({', '.join(['%s'] * len(columns))})"
 
     def write(rows: Iterator[Row]) -> None:
-        from confluent_kafka import Producer  # noqa: PLC0415 - a C class that cannot be pickled with this function
+        from confluent_kafka import Producer  # a C class: it cannot be pickled with this function
 
         producer = Producer(kafka)
         with psycopg.connect(dsn) as connection, connection.cursor() as cursor:
@@ -146,7 +147,7 @@ def memory(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:
             connection.execute(text(f"CREATE TABLE {table} (id bigint, name text, amount double precision)"))
         spark = session("local[1]")  # a session of its own, so that the worker is a new process
         df = spark.range(0, count * 1_000_000, 1, 1).select(
-            "id", F.concat(F.lit("name of "), "id").alias("name"), F.rand(1).alias("amount")
+            "id", functions.concat(functions.lit("name of "), "id").alias("name"), functions.rand(1).alias("amount")
         )
         with _peak_of_workers() as peak:
             write_batch(
@@ -176,7 +177,7 @@ class _peak_of_workers:  # noqa: N801 - used as a context manager
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> _peak_of_workers:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

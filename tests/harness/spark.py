@@ -1,0 +1,134 @@
+"""A quiet Spark session; a batch of numbered rows for it; and the verdict on what has become of it on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyspark import TaskContext
+from pyspark.sql import SparkSession
+from pyspark.sql import functions
+from sqlalchemy import create_engine, text
+
+from dualwrite import failpoints
+from dualwrite.sinks.spark.task import PartitionTask
+from dualwrite.testing.reading import read_committed
+
+TESTS = Path(__file__).parents[1]
+ROWS = 1000
+PARTITIONS = 4
+
+
+def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
+    """A session on the loopback interface, without the web interface, whose workers run this Python and know the tests."""
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    builder = (
+        SparkSession.builder.master(master)
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.memory", "1g")
+        .config("spark.sql.shuffle.partitions", "2")
+    )
+    for key, value in settings.items():
+        builder = builder.config(key.replace("__", "."), value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    return session
+
+
+def numbers(spark: SparkSession, rows: int = ROWS, partitions: int = PARTITIONS):
+    """Rows with an id, the same rows in the same partition each time."""
+    return spark.range(0, rows, 1, partitions).select("id", functions.concat(functions.lit("row "), "id").alias("name"))
+
+
+@dataclass
+class SparkCase:
+    """One sink, one topic, one table of numbers."""
+
+    kafka: dict
+    url: str
+    topic: str
+    table: str = "numbers"
+    sink: str = field(default_factory=lambda: f"sink-{secrets.token_hex(4)}")
+
+    def __post_init__(self):
+        self.execute(f"CREATE TABLE IF NOT EXISTS {self.table} (id bigint, name text)")
+
+    @property
+    def settings(self) -> dict:
+        return {
+            "sink": self.sink,
+            "kafka": self.kafka,
+            "url": self.url,
+            "topic": self.topic,
+            "table": self.table,
+            "key": "id",
+            "timeout_s": 60.0,
+        }
+
+    def execute(self, statement: str) -> list:
+        engine = create_engine(self.url)
+        try:
+            with engine.begin() as connection:
+                result = connection.execute(text(statement))
+                return [tuple(row) for row in result] if result.returns_rows else []
+        finally:
+            engine.dispose()
+
+    def rows(self) -> list[tuple[int, str]]:
+        return sorted(self.execute(f"SELECT id, name FROM {self.table}"))
+
+    def messages(self) -> list[tuple[int, str]]:
+        """Id and name in every committed message, whose key must be the id."""
+        found = []
+        for message in read_committed(self.kafka, self.topic):
+            value = json.loads(message.value)
+            assert message.key == str(value["id"]).encode()
+            found.append((value["id"], value["name"]))
+        return sorted(found)
+
+    def verify(self, rows: int = ROWS) -> None:
+        """Both sides hold the rows 0, 1, ... each once."""
+        expected = [(number, f"row {number}") for number in range(rows)]
+        for side, found in (("database", self.rows()), ("Kafka", self.messages())):
+            surplus, missing = Counter(found) - Counter(expected), Counter(expected) - Counter(found)
+            assert not surplus, f"{side}: {sum(surplus.values())} too many, such as {list(surplus)[:3]}"
+            assert not missing, f"{side}: {sum(missing.values())} missing, such as {list(missing)[:3]}"
+
+
+@dataclass(frozen=True)
+class ArmedTask(PartitionTask):
+    """A task whose first attempt at one partition arms a fail point in its worker.
+
+    Attributes:
+        point: What to arm.
+        partition: Which partition.
+        pid_file: Where the worker's process id is written to, before.
+    """
+
+    point: str = ""
+    partition: int = 1
+    pid_file: str = ""
+
+    def run_arrow(self, batches):
+        self._arm()
+        yield from super().run_arrow(batches)
+
+    def run_rows(self, rows):
+        self._arm()
+        super().run_rows(rows)
+
+    def _arm(self):
+        context = TaskContext.get()
+        if context.attemptNumber() == 0 and context.partitionId() == self.partition:
+            if self.pid_file:
+                Path(self.pid_file).write_text(str(os.getpid()))
+            failpoints.arm(self.point)

@@ -1,0 +1,247 @@
+"""A batch on real Spark, Kafka and PostgreSQL: written once, however often it is run and whatever its tasks suffer."""
+
+import threading
+from functools import partial
+
+import pytest
+from harness.spark import PARTITIONS, ROWS, ArmedTask
+from harness.spark import numbers as numbered
+from pyspark.errors import PySparkException
+from pyspark.sql import functions
+
+from dualwrite import ConfigurationError, Fenced, TransactionAborted, failpoints
+from dualwrite.sinks.spark import foreach_partition, job, write_batch
+from dualwrite.sinks.spark.job import BatchJob
+from dualwrite.sinks.spark.rows import row_batches
+from dualwrite.sinks.spark.settings import SinkOptions
+from dualwrite.sinks.spark.task import write_partition
+
+TASK_POINTS = [
+    "spark.task_started",
+    "ledger.checked",
+    "slot.leased",
+    "claim.before",
+    "claim.row_raised",
+    "claim.settled",
+    "claim.initialized",
+    "write.begun",
+    "write.checked",
+    "write.produced",
+    "spark.rows_copied",
+    "ledger.inserted",
+    "write.body_done",
+    "write.prepared",
+    "write.recorded",
+    "write.decided",
+    "write.completed",
+    "slot.released",
+    "spark.task_done",
+]
+DECIDED = {"write.decided", "write.completed", "slot.released", "spark.task_done"}
+
+
+def test_rows_equal_messages_and_the_report_tells_so(spark, numbers):
+    report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify()
+    assert (report.rows, report.messages, report.partitions) == (ROWS, ROWS, PARTITIONS)
+    assert (report.written_rows, report.written_partitions) == (ROWS, PARTITIONS)
+
+
+def test_a_done_batch_runs_again_and_writes_nothing(spark, numbers):
+    write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify()
+    assert (report.rows, report.written_rows, report.written_partitions) == (ROWS, 0, 0)
+
+
+def test_a_done_partition_takes_no_row_and_no_slot(spark, numbers):
+    df = numbered(spark)
+    write_batch(df, batch_id="1", **numbers.settings)
+    before = numbers.execute("SELECT transactional_id, incarnation FROM kafka_transaction_state ORDER BY 1")
+    with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
+        task = batch.plan(df.schema)
+
+        def rows():
+            raise AssertionError("a row was asked for")
+            yield
+
+        assert not write_partition(task, 0, 0, rows()).written
+    assert before == numbers.execute("SELECT transactional_id, incarnation FROM kafka_transaction_state ORDER BY 1")
+
+
+def test_two_batches_are_two(spark, numbers):
+    df = numbered(spark)
+    write_batch(df.where("id < 500"), batch_id="low", **numbers.settings)
+    write_batch(df.where("id >= 500"), batch_id="high", **numbers.settings)
+    numbers.verify()
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_an_empty_dataframe_writes_nothing_and_is_done(spark, numbers, partitions):
+    empty = numbered(spark, partitions=partitions).where("name = 'nothing'")
+    for _ in range(2):
+        report = write_batch(empty, batch_id="1", **numbers.settings)
+        assert (report.rows, report.partitions) == (0, partitions)
+    numbers.verify(0)
+
+
+def test_a_dataframe_without_partitions_writes_nothing(spark, numbers):
+    empty = numbered(spark).where("1 = 0")
+    assert write_batch(empty, batch_id="1", **numbers.settings).partitions == 0
+    numbers.verify(0)
+
+
+def test_a_shuffled_dataframe_is_written_as_adaptive_execution_cuts_it(spark, numbers):
+    df = numbered(spark).repartition("id").groupBy("id").agg(functions.first("name").alias("name"))
+    report = write_batch(df, batch_id="1", **numbers.settings)
+    numbers.verify()
+    assert report.partitions == numbers.execute("SELECT max(partition_count) FROM dualwrite_ledger")[0][0]
+
+
+def test_another_number_of_partitions_is_refused_and_says_what_to_do(spark, numbers):
+    write_batch(numbered(spark, partitions=4), batch_id="1", **numbers.settings)
+    with pytest.raises(ConfigurationError, match=r"begun with 4 partitions and now has 3.*repartition\(4"):
+        write_batch(numbered(spark, partitions=3), batch_id="1", **numbers.settings)
+    numbers.verify()
+
+
+def test_the_number_of_partitions_is_kept_although_none_was_written(spark, numbers):
+    with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
+        batch.begin(7)
+    with pytest.raises(ConfigurationError, match="begun with 7 partitions"):
+        write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify(0)
+
+
+def test_foreach_partition_writes_both_sides_and_skips_what_is_done(spark, numbers):
+    df = numbered(spark)
+    for _ in range(2):
+        df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
+        numbers.verify()
+
+
+def test_foreach_partition_and_write_batch_know_of_each_other(spark, numbers):
+    df = numbered(spark)
+    df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
+    assert write_batch(df, batch_id="1", **numbers.settings).written_partitions == 0
+    numbers.verify()
+
+
+@pytest.mark.parametrize("action", ["kill", "raise"])
+@pytest.mark.parametrize("point", TASK_POINTS)
+def test_a_task_that_dies_at_any_point_is_run_again_and_its_rows_are_there_once(
+    spark, numbers, monkeypatch, point, action
+):
+    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=f"{point}:1:{action}"))
+    report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify()
+    # The attempt that died after the decision has written the partition; the next one finds it done.
+    assert report.written_partitions == PARTITIONS - (point in DECIDED)
+    assert not numbers.execute("SELECT * FROM dualwrite_slot WHERE lease_owner IS NOT NULL")
+
+
+@pytest.mark.parametrize("point", ["spark.rows_copied", "write.decided"])
+def test_a_task_of_foreach_partition_that_dies_is_run_again(spark, numbers, monkeypatch, point):
+    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=point))
+    df = numbered(spark)
+    df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
+    monkeypatch.undo()
+    # Nobody settles at the end of it: the next run of the batch does, or any run once the lease is over.
+    foreach_partition(df, batch_id="1", **numbers.settings)
+    numbers.verify()
+
+
+def test_a_job_that_fails_leaves_whole_partitions_and_the_next_run_adds_the_rest(spark, numbers):
+    divided = numbered(spark).withColumn(
+        "name", functions.when(functions.col("id") != 700, functions.col("name")).otherwise(functions.raise_error("no"))
+    )
+    with pytest.raises(PySparkException):
+        write_batch(divided, batch_id="1", **numbers.settings)
+    left = len(numbers.rows())
+    assert left % (ROWS // PARTITIONS) == 0
+    assert left == len(numbers.messages())
+    report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    assert report.written_rows == ROWS - left
+    numbers.verify()
+
+
+def test_of_two_attempts_at_once_one_wins(spark, numbers):
+    df = numbered(spark, partitions=1)
+    rows = df.collect()
+    both_have_begun = threading.Barrier(2)
+    reports = {}
+
+    with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
+        task = batch.plan(df.schema)
+        batch.begin(1)
+
+        def batches():
+            yield from row_batches(rows[:500], df.schema, task.layout)
+            both_have_begun.wait(60)
+            yield from row_batches(rows[500:], df.schema, task.layout)
+
+        def attempt(number):
+            reports[number] = write_partition(task, 0, number, batches())
+
+        attempts = [threading.Thread(target=attempt, args=(number,)) for number in range(2)]
+        for thread in attempts:
+            thread.start()
+        for thread in attempts:
+            thread.join()
+    assert sorted(report.written for report in reports.values()) == [False, True]
+    numbers.verify()
+
+
+def test_of_two_attempts_at_rows_with_a_primary_key_one_wins(spark, numbers):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    df = numbered(spark, partitions=1)
+    rows = df.collect()
+    reports = {}
+    with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
+        task = batch.plan(df.schema)
+        batch.begin(1)
+
+        def attempt(number):
+            reports[number] = write_partition(task, 0, number, row_batches(rows, df.schema, task.layout))
+
+        attempts = [threading.Thread(target=attempt, args=(number,)) for number in range(2)]
+        for thread in attempts:
+            thread.start()
+        for thread in attempts:
+            thread.join()
+    assert sorted(report.written for report in reports.values()) == [False, True]
+    numbers.verify()
+
+
+def test_a_lost_lease_harms_nothing(spark, numbers):
+    """Somebody takes the slot of a running task: the task is fenced, and its next attempt writes."""
+    df = numbered(spark, partitions=1)
+    rows = df.collect()
+    settings = SinkOptions(**numbers.settings)
+    with BatchJob(settings, "1") as batch:
+        task = batch.plan(df.schema)
+        batch.begin(1)
+
+        def batches():
+            yield from row_batches(rows, df.schema, task.layout)
+            with BatchJob(settings, "1"):
+                pass  # a second driver of the same batch settles what tasks of it hold
+
+        with pytest.raises((Fenced, TransactionAborted)):
+            write_partition(task, 0, 0, batches())
+        numbers.verify(0)
+        assert write_partition(task, 0, 1, row_batches(rows, df.schema, task.layout)).written
+    numbers.verify()
+
+
+def test_progress_is_logged(spark, numbers, caplog):
+    with caplog.at_level("INFO", "dualwrite.sinks.spark"):
+        write_batch(numbered(spark), batch_id="1", **{**numbers.settings, "progress_s": 0.01})
+    assert "begun with 4 partitions" in caplog.text
+    assert "of 4 partitions written" in caplog.text
+    assert "done, 1000 rows in 4 partitions" in caplog.text
+
+
+def test_every_fail_point_of_the_sink_is_tested():
+    names = {name for name in failpoints.FAILPOINTS if name.startswith(("spark.", "slot.", "ledger."))}
+    assert names <= {*TASK_POINTS, "spark.driver_started", "spark.driver_done"}
