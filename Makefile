@@ -32,7 +32,7 @@ types: venv wheel ## mypy, strict, on the library as it is installed
 		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
 
 bench: venv jars ## the figures of docs/benchmarks.md
-	$(PY) tests/bench/run.py
+	cd tests && $(CURDIR)/$(PY) -m bench
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -13,9 +13,8 @@ from contextlib import ExitStack, contextmanager
 from confluent_kafka import Consumer, Producer, TopicPartition
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
-from dualwrite import DualWriter
-
 from bench.servers import Ground, p50, p95
+from dualwrite import DualWriter
 
 METADATA = MetaData()
 ROWS = Table(

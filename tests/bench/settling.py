@@ -6,10 +6,9 @@ import time
 
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
+from bench.servers import Ground
 from dualwrite import DualWriter, failpoints, recover
 from dualwrite.failpoints import FailpointError
-
-from bench.servers import Ground
 
 METADATA = MetaData()
 ROWS = Table("settling_rows", METADATA, Column("id", Integer, primary_key=True), Column("note", Text))

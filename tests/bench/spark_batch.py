@@ -19,8 +19,7 @@ from pathlib import Path
 
 import psutil
 import psycopg
-from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql import functions
+from pyspark.sql import DataFrame, Row, SparkSession, functions
 from sqlalchemy import create_engine, make_url, text
 from typing_extensions import Self
 

