@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ class ServerProcess:
             [sys.executable, "-I", "-S", str(WARDEN), str(os.getpid()), str(self.directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # nothing is left to be written when the pipe is closed
             start_new_session=True,
         )
 
@@ -55,9 +57,11 @@ class ServerProcess:
         with self._talking:
             if warden_in.closed:
                 raise IllegalStateError(f"the embedded {self.name} is closed")
-            warden_in.write(json.dumps({"do": do, **request}).encode() + b"\n")
-            warden_in.flush()
-            line = warden_out.readline()
+            try:
+                warden_in.write(json.dumps({"do": do, **request}).encode() + b"\n")
+                line = warden_out.readline()
+            except BrokenPipeError:
+                line = b""
         if not line:
             raise IllegalStateError(f"the process that holds the embedded {self.name} was killed")
         answer: dict[str, object] = json.loads(line)
@@ -148,4 +152,6 @@ class ServerProcess:
             self._warden.stdin.close()
             self._warden.wait()
             self._warden.stdout.close()
+        if self.directory.exists():  # somebody killed the process that should have deleted it
+            shutil.rmtree(self.directory)
         self.pid = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -72,6 +73,20 @@ def check_that_a_kill_leaves_nothing(script):
     assert said == ""
     assert int(pid) == 0 or not alive(int(pid))
     assert not Path(directory).exists()
+
+
+@pytest.mark.postgresql
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing ends a server whose parent died")
+def test_a_server_dies_with_the_process_that_holds_it():
+    with EmbeddedPostgres() as server:
+        pid, directory = server._process.pid, server._process.directory
+        ended = os.pidfd_open(pid)
+        server._process._warden.kill()
+        assert select.select([ended], [], [], 30)[0] == [ended]
+        os.close(ended)
+        with pytest.raises(IllegalStateError, match="was killed"):
+            server.kill()
+    assert not directory.exists()
 
 
 @pytest.mark.postgresql
