@@ -258,6 +258,7 @@ def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
     store.begin(connection)
     store.decide(connection, "orders", 1, prepared(1))
     send = connection.dialect.do_commit
+    before = connection.connection.dbapi_connection
 
     def interrupted(driver: Any) -> None:
         send(driver)
@@ -269,8 +270,9 @@ def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
             store.commit(connection)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert store.read(["orders"])[0].prepared == prepared(1)
-    insert(connection, 1)  # on a new driver's connection
+    insert(connection, 1)
     connection.commit()
+    assert connection.connection.dbapi_connection is not before
 
 
 @pytest.mark.parametrize("words", ["COMMIT", "ROLLBACK"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from harness.databases import Thread
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
 
 import dualwrite.migrations
 from dualwrite import migrations
+from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
@@ -234,27 +235,28 @@ def test_a_missing_right_is_a_configuration_error(dualwrite_database: str) -> No
 
 @pytest.mark.postgresql
 def test_two_at_once_wait_for_each_other(dualwrite_database: str) -> None:
-    script = (
-        "import sys, sqlalchemy, dualwrite.migrations as m\n"
-        "engine = sqlalchemy.create_engine(sys.argv[1])\n"
-        "with engine.connect() as connection:\n"
-        "    print('ready', flush=True); sys.stdin.readline()\n"
-        "    m.upgrade(connection, schema='side')\n"
-    )
-    import sys
+    engine = create_engine(dualwrite_database)
 
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, dualwrite_database], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    for process in processes:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.communicate("go\n", timeout=60)
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    def upgrade() -> None:
+        with engine.connect() as other:
+            migrations.upgrade(other, schema="side")
+
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
+        migrations.upgrade(connection, schema="side")
+        second = Thread(upgrade)
+        with engine.connect() as observer:
+            waiting = text(
+                "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            )
+            deadline = Deadline(20)
+            while not observer.execute(waiting).all():
+                observer.rollback()
+                assert not deadline.expired
+        connection.commit()
+    second.result()
+    check_schema(engine, "side")
+    engine.dispose()
 
 
 ENV = """
