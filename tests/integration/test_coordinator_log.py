@@ -10,6 +10,8 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from harness.transactions import PlainProducer
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
+from kafka.protocol.consumer.fetch import FetchRequest
+from kafka.record.memory_records import MemoryRecords
 from kafka.structs import TopicPartition as Place
 
 from dualwrite.deadline import Deadline
@@ -154,6 +156,19 @@ def test_a_topic_made_anew_under_its_name_proves_nothing(coordinator, producer, 
     assert coordinator.prove(state, soon()) is LogProof.UNKNOWABLE
 
 
+def test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does(coordinator, producer, dualwrite_kafka):
+    """The same producer and epoch, the same offset, another topic under the same name."""
+    topic = dualwrite_kafka.create_topic("made-anew", 1)
+    lost = written(coordinator, producer, topic, COMMIT)
+    dualwrite_kafka.delete_topic(topic)
+    dualwrite_kafka.create_topic(topic, 1)
+    kept = written(coordinator, producer, topic, COMMIT)
+    [then], [now] = lost.first_offsets, kept.first_offsets
+    assert (then.offset, lost.producer_id, lost.epoch) == (now.offset, kept.producer_id, kept.epoch)
+    assert coordinator.prove(lost, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove(kept, soon()) is LogProof.COMMITTED
+
+
 def test_records_of_somebody_else_at_the_offset_prove_nothing(coordinator, producer, config, dualwrite_topic):
     state = written(coordinator, producer, dualwrite_topic, COMMIT, (0,))
     for another in (
@@ -240,14 +255,44 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
         aborted = producer.state(coordinator)
         finish(coordinator, producer, ABORT)
         assert coordinator.prove(aborted, soon()) is LogProof.ABORTED
-        deadline, committed = Deadline(120), []
-        while (proof := coordinator.prove(aborted, soon())) is LogProof.ABORTED:
+        deadline, epochs, proofs = Deadline(120), set(), [LogProof.ABORTED]
+        while first_batch(coordinator, topic).base_offset <= ABORT_MARKER:
             assert not deadline.expired, "not compacted"
             # Each turn rolls a segment: only what is older than the newest one is compacted.
             producer.client.begin_transaction()
             producer.client.produce(topic, b"committed", key=b"key", partition=0)
             finish(coordinator, producer, COMMIT)
-            committed.append(coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].epoch)
+            epochs.add(coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].epoch)
+            proofs.append(coordinator.prove(aborted, soon()))
             time.sleep(0.2)  # the age that segment.ms asks for
-        assert set(committed) == {aborted.epoch}, "all of this is about one epoch"
-        assert proof is LogProof.UNKNOWABLE
+        assert epochs == {aborted.epoch}, "all of this is about one epoch"
+        first = first_batch(coordinator, topic)
+        assert (first.producer_id, first.producer_epoch) == (aborted.producer_id, aborted.epoch)
+        assert coordinator.prove(aborted, soon()) is LogProof.UNKNOWABLE
+        assert LogProof.COMMITTED not in proofs
+
+
+ABORT_MARKER = 1
+
+
+def first_batch(coordinator, topic):
+    """The first batch of a partition, whatever its kind."""
+    partition = FetchRequest.FetchTopic.FetchPartition(
+        partition=0,
+        current_leader_epoch=-1,
+        fetch_offset=0,
+        last_fetched_epoch=-1,
+        log_start_offset=-1,
+        partition_max_bytes=1000,
+    )
+    request = FetchRequest(
+        replica_id=-1,
+        max_wait_ms=0,
+        max_bytes=1000,
+        session_epoch=-1,
+        topics=[FetchRequest.FetchTopic(topic=topic, partitions=[partition])],
+        rack_id="",
+        max_version=12,
+    )
+    [response] = coordinator._brokers.exchange([(1, request)], soon())
+    return next(MemoryRecords(response.responses[0].partitions[0].records))

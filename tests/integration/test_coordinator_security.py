@@ -13,11 +13,14 @@ import pytest
 from confluent_kafka import Producer
 from harness.tls import Authority, HandshakeServer
 from harness.transactions import PlainProducer, fresh_id
+from kafka.errors import KafkaConnectionError
+from kafka.net.transport import KafkaTCPTransport
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.observations import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 
@@ -99,6 +102,25 @@ def test_a_wrong_password_is_a_matter_of_configuration(kafka, mechanism):
         message = refusal(coordinator.cluster_id, soon())
     assert "authentication" in message
     assert "canary-wrong" not in message
+
+
+def test_what_came_before_the_end_of_a_connection_is_read():
+    """A broker that refuses a login says why and closes; kafka-python would see nothing but the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = PlainSocket(address_of("any")).socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+        client.connect(listener.getsockname())
+        with listener.accept()[0] as server:
+            server.sendall(b"why")
+    with client:
+        client.setblocking(False)
+        transport = KafkaTCPTransport(None, client)
+        deadline = soon()
+        while (read := transport._sock_recv()) == (b"", None):
+            assert not deadline.expired
+        assert read == (b"why", None)
+        while (read := transport._sock_recv()) == (b"", None):
+            assert not deadline.expired
+        assert isinstance(read[1], KafkaConnectionError)
 
 
 def test_an_unknown_mechanism_is_a_matter_of_configuration(kafka):

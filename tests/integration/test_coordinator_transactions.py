@@ -198,9 +198,12 @@ def test_a_crowd_of_ids_is_described_ended_and_retired_together(coordinator, con
     observed = coordinator.open_offsets(list(states.values()), soon())
     assert list(observed) == [producer.first_offsets for producer in producers]
 
-    ended = coordinator.end(states, committed=True, deadline=soon())
-    assert set(ended) == set(states)
-    assert set(ended.values()) <= {EndAnswer.ENDED}
+    fenced = {producer.kafka_id for producer in producers[::7]}
+    asked = {key: replace(state, epoch=5) if key in fenced else state for key, state in states.items()}
+    ended = coordinator.end(asked, committed=True, deadline=soon())
+    assert {key for key, answer in ended.items() if answer is EndAnswer.FENCED} == fenced
+    assert {key for key, answer in ended.items() if answer is EndAnswer.ENDED} == states.keys() - fenced
+    coordinator.end({key: states[key] for key in fenced}, committed=True, deadline=soon())
     for producer in producers:
         wait_for(coordinator, producer, TransactionStatus.COMPLETE_COMMIT)
     coordinator.retire([*states, *states], soon())
@@ -270,6 +273,17 @@ def test_a_transaction_of_offsets_alone_has_its_evidence_in_the_offsets_topic(
     assert coordinator.prove(state, soon()) is LogProof.OPEN
     end_fully(coordinator, producer, state)
     assert coordinator.prove(state, soon()) is LogProof.COMMITTED
+
+
+def test_a_leader_that_is_one_no_longer_is_found_out(coordinator, producer, dualwrite_topic):
+    """Followers answer what producers have open, too: the epoch of the leadership tells them apart."""
+    first = producer.write(dualwrite_topic, (0,))
+    state = producer.state(coordinator)
+    topic = coordinator._topics._known[dualwrite_topic]
+    outdated = replace(topic.leaders[0], epoch=topic.leaders[0].epoch + 5)
+    coordinator._topics._known = {dualwrite_topic: replace(topic, leaders={0: outdated})}
+    assert coordinator.producer_open_offsets(state.producer_id, state.epoch, list(first), soon()) == first
+    assert coordinator._topics._known[dualwrite_topic] == topic
 
 
 def test_ids_are_listed_by_prefix(coordinator, config):
