@@ -146,8 +146,10 @@ def test_an_error_of_commit_that_says_nothing_is_in_doubt(sqlite: Database, monk
 
         with monkeypatch.context() as patched:
             patched.setattr(connection.dialect, "do_commit", fail)
+            before = connection.connection.dbapi_connection
             with pytest.raises(TransactionInDoubt):
                 store.commit(connection)
+        assert connection.connection.dbapi_connection is not before
     assert store.read(["orders"])[0].prepared == prepared(1)
 
 
