@@ -5,12 +5,14 @@ The ways are interleaved, one operation of each in turn, so that the machine's n
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, Producer, TopicPartition
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
 from bench.servers import Ground, p50, p95
@@ -22,6 +24,7 @@ ROWS = Table(
 )
 OUTBOX = Table("outbox", METADATA, Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text))
 POLL_S = 0.010
+_SPAWN = multiprocessing.get_context("spawn")
 
 Write = Callable[[str], None]
 
@@ -81,77 +84,80 @@ def unsafe(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
     yield write
 
 
+def relay(kafka: dict[str, str], url: str, topic: str, ready: Event, stop: Event) -> None:
+    """The outbox's relay, a process of its own: polls every 10 ms, publishes what is there, deletes it."""
+    producer = Producer({**kafka, "acks": "all", "enable.idempotence": True, "linger.ms": 0})
+    engine = create_engine(url)
+    ready.set()
+    while not stop.wait(POLL_S):
+        with engine.begin() as connection:
+            due = connection.execute(select(OUTBOX).order_by(OUTBOX.c.id).with_for_update()).all()
+            for row in due:
+                producer.produce(topic, value=row.note)
+            if due:
+                producer.flush(30)
+                connection.execute(delete(OUTBOX).where(OUTBOX.c.id.in_([row.id for row in due])))
+    engine.dispose()
+
+
 @contextmanager
 def outbox(ground: Ground, engine: Engine, topic: str) -> Iterator[Write]:
     """Row and outbox row in one transaction; a relay polls every 10 ms and publishes."""
-    producer = Producer({**ground.kafka, "acks": "all", "enable.idempotence": True, "linger.ms": 0})
-    stop = threading.Event()
+    with _process(relay, ground.kafka, ground.url, topic):
 
-    def relay() -> None:
-        while not stop.wait(POLL_S):
+        def write(note: str) -> None:
             with engine.begin() as connection:
-                due = connection.execute(select(OUTBOX).order_by(OUTBOX.c.id).with_for_update()).all()
-                for row in due:
-                    producer.produce(topic, value=row.note)
-                if due:
-                    producer.flush(30)
-                    connection.execute(delete(OUTBOX).where(OUTBOX.c.id.in_([row.id for row in due])))
+                connection.execute(insert(ROWS).values(note=note))
+                connection.execute(insert(OUTBOX).values(note=note))
 
-    thread = threading.Thread(target=relay, daemon=True)
-    thread.start()
-
-    def write(note: str) -> None:
-        with engine.begin() as connection:
-            connection.execute(insert(ROWS).values(note=note))
-            connection.execute(insert(OUTBOX).values(note=note))
-
-    try:
         yield write
+
+
+def watch(kafka: dict[str, str], topic: str, seen: SimpleQueue[tuple[str, float]], ready: Event, stop: Event) -> None:
+    """A ``read_committed`` consumer, a process of its own, that tells when each message arrives (monotonic clock)."""
+    consumer = Consumer(
+        {**kafka, "group.id": "watcher", "isolation.level": "read_committed", "enable.auto.commit": False}
+    )
+    consumer.assign([TopicPartition(topic, 0, OFFSET_END)])
+    consumer.poll(1.0)
+    ready.set()
+    while not stop.is_set():
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            seen.put((message.value().decode(), time.perf_counter()))
+    consumer.close()
+
+
+@contextmanager
+def _process(target: Callable[..., None], *arguments: object) -> Iterator[None]:
+    ready, stop = _SPAWN.Event(), _SPAWN.Event()
+    process = _SPAWN.Process(target=target, args=(*arguments, ready, stop), daemon=True)
+    process.start()
+    try:
+        if not ready.wait(60):
+            raise TimeoutError(target.__name__)
+        yield
     finally:
         stop.set()
-        thread.join()
+        process.join(30)
 
 
-class Watcher:
-    """A ``read_committed`` consumer that notes when each message arrives."""
-
-    def __init__(self, ground: Ground, topic: str) -> None:
-        self._consumer = Consumer(
-            {
-                **ground.kafka,
-                "group.id": "watcher",
-                "isolation.level": "read_committed",
-                "fetch.wait.max.ms": 500,
-                "enable.auto.commit": False,
-            }
-        )
-        self._consumer.assign([TopicPartition(topic, 0, 0)])
-        self._seen: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            message = self._consumer.poll(0.2)
-            if message is not None and message.error() is None:
-                with self._changed:
-                    self._seen[message.value().decode()] = time.perf_counter()
-                    self._changed.notify_all()
-
-    def when(self, note: str) -> float:
-        """When the message arrived; waits for it."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: note in self._seen, 30):
-                raise TimeoutError(note)
-            return self._seen[note]
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        self._thread.join()
-        self._consumer.close()
+def _visibility(ways: dict[str, Write], ground: Ground, topic: str, operations: int) -> dict[str, list[float]]:
+    """Milliseconds from the start of each call until the watcher has its message."""
+    seen: SimpleQueue[tuple[str, float]] = _SPAWN.SimpleQueue()
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    with _process(watch, ground.kafka, topic, seen):
+        for number in range(operations):
+            for name, write in ways.items():
+                note = f"{name} {number} seen"
+                started = time.perf_counter()
+                write(note)
+                arrived, at = seen.get()
+                while arrived != note:
+                    arrived, at = seen.get()
+                if number >= operations // 10:
+                    samples[name].append((at - started) * 1000)
+    return samples
 
 
 def run(
@@ -178,19 +184,7 @@ def run(
                 write(f"{name} {number}")
                 if number >= warm_up:
                     samples[name].append((time.perf_counter() - started) * 1000)
-        watched: dict[str, list[float]] = {name: [] for name in ways}
-        for name, write in ways.items():
-            write(f"{name} last")
-        watcher = Watcher(ground, topic)
-        stack.callback(watcher.close)
-        for name in ways:
-            watcher.when(f"{name} last")
-        for number in range(visible):
-            for name, write in ways.items():
-                note = f"{name} seen {number}"
-                started = time.perf_counter()
-                write(note)
-                watched[name].append((watcher.when(note) - started) * 1000)
+        watched = _visibility(ways, ground, topic, visible)
     engine.dispose()
     return {
         name: {
