@@ -260,13 +260,14 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
             assert not deadline.expired, "not compacted"
             # Each turn rolls a segment: only what is older than the newest one is compacted.
             producer.client.begin_transaction()
-            producer.client.produce(topic, b"committed", key=b"key", partition=0)
+            producer.client.produce(topic, b"committed", key=f"key {len(proofs)}", partition=0)
             finish(coordinator, producer, COMMIT)
             epochs.add(coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].epoch)
             proofs.append(coordinator.prove(aborted, soon()))
             time.sleep(0.2)  # the age that segment.ms asks for
         assert epochs == {aborted.epoch}, "all of this is about one epoch"
         first = first_batch(coordinator, topic)
+        assert not first.is_control_batch
         assert (first.producer_id, first.producer_epoch) == (aborted.producer_id, aborted.epoch)
         assert coordinator.prove(aborted, soon()) is LogProof.UNKNOWABLE
         assert LogProof.COMMITTED not in proofs
