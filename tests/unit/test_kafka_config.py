@@ -173,6 +173,25 @@ def test_a_security_key_that_one_client_would_not_get_is_refused_with_a_way_out(
 
 
 @pytest.mark.parametrize(
+    ("key", "way_out"),
+    [
+        ("ssl.keystore.location", "convert it to PEM"),
+        ("sasl.oauthbearer.method", "oauth_cb"),
+        ("sasl.jaas.config", "sasl.username"),
+        ("ssl.providers", "leave it out"),
+    ],
+)
+def test_a_refused_key_comes_with_what_to_use_instead(key, way_out):
+    assert way_out in refusal({**SASL, "security.protocol": "SASL_SSL", key: CANARY})
+
+
+@pytest.mark.parametrize("settings", [{}, {"retry.backoff.ms": 5000}, {"retry.backoff.max.ms": 200}])
+def test_what_the_user_leaves_open_of_the_back_off_fits_the_rest(settings):
+    ours = parse(settings).librdkafka()
+    assert ours["retry.backoff.ms"] <= ours["retry.backoff.max.ms"]
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("transactional.id", "mine"),
