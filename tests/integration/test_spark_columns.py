@@ -212,7 +212,7 @@ def test_a_partitioned_table(spark, numbers, write):
     ("changes", "says"),
     [
         ({"table": "nowhere"}, "there is no table 'nowhere'"),
-        ({"table": "Numbers; DROP TABLE numbers"}, "is not the name of a table"),
+        ({"table": "Numbers; DROP TABLE numbers"}, "there is no table 'Numbers; DROP|is not the name of a table"),
         ({"table": '"Numbers"'}, "there is no table"),
         ({"table": "looking"}, "'looking' is not a table but a view"),
         ({"table": "narrow"}, "table 'narrow' has no column 'name'"),
