@@ -101,7 +101,7 @@ def test_the_cluster_has_the_id_that_the_broker_object_names(broker):
 
 def test_a_topic_that_was_not_created_does_not_appear(broker):
     refused = []
-    producer = Producer({**broker.client_config(), "topic.metadata.propagation.max.ms": 0})
+    producer = Producer({**broker.client_config(), "topic.metadata.propagation.max.ms": 2000})
     producer.produce("misspelt", b"lost", on_delivery=lambda error, _: refused.append(error and error.code()))
     producer.flush(30)
     assert refused == [KafkaError.UNKNOWN_TOPIC_OR_PART]
