@@ -42,7 +42,7 @@ def check_schema(engine: Engine, schema: str | None = None) -> None:
     raise ConfigurationError(
         f"dualwrite's tables in {where} are of version {found}, this library knows only {SCHEMA_REVISION}",
         next_step="install the library's newer version; or go back with the newer one: "
-        f"{command} --revision {SCHEMA_REVISION}",
+        f"{command} --downgrade --revision {SCHEMA_REVISION}",
     )
 
 

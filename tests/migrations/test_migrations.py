@@ -196,6 +196,7 @@ class TestCheckSchema:
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
         if revision == "9999":
+            assert str(caught.value).endswith("--downgrade --revision 0001)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

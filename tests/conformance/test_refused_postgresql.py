@@ -1,0 +1,122 @@
+"""What of PostgreSQL is refused, and in which words: rights, logins, standbys, read-only sessions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness.databases import Database, prepare
+from sqlalchemy import Connection
+
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedPostgres
+
+pytestmark = pytest.mark.postgresql
+
+
+@pytest.fixture
+def store(postgres: Database) -> SqlStateStore:
+    return postgres.store()
+
+
+@pytest.fixture
+def connection(store: SqlStateStore) -> Iterator[Connection]:
+    with store.engine.connect() as made:
+        yield made
+
+
+def test_a_read_only_session_is_refused(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"options": "-c default_transaction_read_only=on"}))
+    with pytest.raises(ConfigurationError, match="read-only"):
+        postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        with pytest.raises(ConfigurationError, match="read-only"):
+            store.read_incarnation(connection, "orders")
+
+
+def test_a_connection_set_to_read_only_is_refused(store: SqlStateStore, connection: Connection) -> None:
+    connection.execution_options(postgresql_readonly=True)
+    with pytest.raises(ConfigurationError, match="read-only"):
+        store.begin(connection)
+
+
+def test_a_standby_is_refused(tmp_path: Any) -> None:
+    with EmbeddedPostgres({"primary_conninfo": ""}) as server:
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        row = database.claim(store, "orders")
+        server.stop()
+        (server._process.directory / "data" / "standby.signal").touch()
+        server.start()
+        for call in [lambda: database.claim(store, "orders"), lambda: store.read(["orders"]), store.incidents]:
+            with pytest.raises(ConfigurationError, match="standby"):
+                call()
+        with store.engine.connect() as connection:
+            store.begin(connection)
+            with pytest.raises(ConfigurationError, match="read-only"):
+                store.read_incarnation(connection, "orders")
+        database.dispose()
+    assert row.incarnation == 1
+
+
+def test_a_server_that_does_not_force_its_log_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedPostgres({"fsync": "off"}) as server, caplog.at_level(logging.WARNING):
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        for _ in range(3):
+            database.claim(store, "orders")
+        database.dispose()
+    assert [record.message for record in caplog.records if "fsync" in record.message].__len__() == 1
+
+
+def test_missing_rights_are_granted_by_what_the_error_says(postgres: Database) -> None:
+    role = postgres.query("SELECT 'app_' || current_database()")[0][0]
+    postgres.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        store = postgres.store(postgres.engine(connect_args={"options": f"-c role={role}"}))
+        with pytest.raises(ConfigurationError, match="GRANT") as caught:
+            postgres.claim(store, "orders")
+        assert caught.value.next_step is not None
+        statements = caught.value.next_step.partition(": ")[2].replace('"postgres"', f'"{role}"')
+        for statement in statements.split("; "):
+            postgres.execute(statement)
+        row = postgres.claim(store, "orders")
+        store.mark_settled({"orders": 1})
+        assert store.incidents() == []
+        assert row.incarnation == 1
+    finally:
+        postgres.execute(f"DROP OWNED BY {role}")
+        postgres.execute(f"DROP ROLE {role}")
+
+
+def test_nobody_listening_is_unavailable(postgres: Database) -> None:
+    engine = postgres.engine()
+    store = postgres.store(postgres.engine(connect_args={"port": 1}))
+    with pytest.raises(Unavailable, match="refused") as caught:
+        postgres.claim(store, "orders")
+    assert engine.url.password
+    assert engine.url.password not in str(caught.value)
+
+
+def test_a_wrong_login_is_a_configuration_error(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"dbname": "nowhere"}))
+    with pytest.raises(ConfigurationError, match="address, user and password"):
+        postgres.claim(store, "orders")
+
+
+def test_an_exhausted_pool_is_unavailable(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(pool_size=1, max_overflow=0, pool_timeout=0.01))
+    with store.engine.connect(), pytest.raises(Unavailable):
+        postgres.claim(store, "orders")
+
+
+def test_a_driver_that_is_not_supported_is_refused(postgres: Database) -> None:
+    from sqlalchemy import create_mock_engine
+
+    engine: Any = create_mock_engine("postgresql+pg8000://", lambda *_: None)
+    with pytest.raises(ConfigurationError, match="psycopg"):
+        SqlStateStore(engine)
