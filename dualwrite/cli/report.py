@@ -33,7 +33,7 @@ def will_do(item: IdStatus) -> str:
     """What settling would do with it, in words."""
     if item.step is SettleStep.RETIRE:
         return "abort: undecided" if item.open_for_s is not None else "nothing: idle"
-    return _WILL.get(item.step, item.step.value)
+    return _WILL.get(item.step, str(item.step.value))
 
 
 def status_table(items: Sequence[IdStatus]) -> Table:
