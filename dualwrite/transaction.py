@@ -77,7 +77,8 @@ def dual_write(
         try:
             yield transaction
         except BaseException:
-            transaction.abort()
+            if transaction.state is WriteState.CHECKED:  # any other, and a commit was called inside the block
+                transaction.abort()
             raise
         transaction.commit()
     finally:
@@ -113,7 +114,6 @@ class Transaction:
         self._timeout_s = timeout_s
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
         self._session: Session | None = None
-        self._executed = False
         self._produced = False
         self._database_transaction: str | None = None
         self.prepared: PreparedTxnState | None = None
@@ -138,7 +138,6 @@ class Transaction:
             IllegalStateError: The block has ended.
         """
         self._machine.apply(WriteEvent.EXECUTE)
-        self._executed = True
         return self._connection
 
     @property
@@ -151,7 +150,6 @@ class Transaction:
             IllegalStateError: The block has ended.
         """
         self._machine.apply(WriteEvent.EXECUTE)
-        self._executed = True
         if self._session is None:
             self._session = self._session_factory(bind=self._connection)
         return self._session
@@ -249,8 +247,8 @@ class Transaction:
         """
         store = self._ground.store
         store.begin(self._connection)
-        failpoints.hit("write.begun")
         try:
+            failpoints.hit("write.begun")
             incarnation = store.read_incarnation(
                 self._connection, self.transactional_id, namespace=self._lane.row.namespace
             )
@@ -258,10 +256,10 @@ class Transaction:
                 raise self._fenced(incarnation)
             self._machine.apply(WriteEvent.CHECK)
             event.listen(self._connection, "commit", self._refuse_commit)
+            failpoints.hit("write.checked")
         except BaseException:
             self.abort()
             raise
-        failpoints.hit("write.checked")
 
     def commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
@@ -271,13 +269,12 @@ class Transaction:
             TransactionInDoubt: The database's answer is missing and could not be found out.
             CompletionPending: Decided; Kafka will follow.
             DecidedTransactionLost, OutcomeUnverifiable: Decided; Kafka does not have it, or nobody can tell.
+            IllegalStateError: It has ended before.
         """
+        self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         deadline = Deadline(self._timeout_s)
         try:
-            if not self._executed and not self._produced:
-                self.abort()
-                return
             state = self._prepare()
             self._record(state)
             self._stop_refusing_commit()
@@ -305,11 +302,13 @@ class Transaction:
         return state
 
     def _record(self, state: PreparedTxnState) -> None:
-        store, incarnation = self._ground.store, self._lane.row.incarnation
+        store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
         if state.has_transaction:
-            ours, self._database_transaction = store.decide(self._connection, self.transactional_id, incarnation, state)
+            ours, self._database_transaction = store.decide(
+                self._connection, self.transactional_id, incarnation, state, namespace=namespace
+            )
         else:
-            ours = store.hold(self._connection, self.transactional_id, incarnation)
+            ours = store.hold(self._connection, self.transactional_id, incarnation, namespace=namespace)
         if not ours:
             raise self._fenced(None)
         self._machine.apply(WriteEvent.RECORD)
@@ -333,13 +332,15 @@ class Transaction:
         """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to be raised later."""
         try:
             self._ground.store.commit(self._connection)
-        except TransactionAborted:
+        except TransactionAborted as error:
             self.abort()
+            if (interruption := _interruption(error)) is not None:
+                raise interruption from error
             raise
         except TransactionInDoubt as error:
             self._machine.apply(WriteEvent.LOSE_ANSWER)
             self._resolve(state, deadline, error)
-            return None if isinstance(error.__cause__, Exception) else error.__cause__
+            return _interruption(error)
         self._machine.apply(WriteEvent.COMMIT)
         failpoints.hit("write.decided")
         return None
@@ -357,7 +358,7 @@ class Transaction:
             self._machine.apply(WriteEvent.COMMIT)
         elif verdict is DoubtStep.ABORTED:
             self.abort()
-            raise TransactionAborted(
+            raise _interruption(doubt) or TransactionAborted(
                 "the connection broke during COMMIT; the database has rolled back",
                 transactional_id=self.transactional_id,
             ) from doubt
@@ -396,7 +397,9 @@ class Transaction:
         if self._session is not None:
             self._session.close()
 
-    def _refuse_commit(self, _connection: Connection) -> None:
+    def _refuse_commit(self, connection: Connection) -> None:
+        # Here and now: once a commit has failed, SQLAlchemy sends no ROLLBACK for that transaction any more.
+        connection.connection.rollback()
         raise IllegalStateError(
             "the connection was committed inside the block",
             transactional_id=self.transactional_id,
@@ -415,3 +418,8 @@ class Transaction:
 
     def __repr__(self) -> str:
         return f"<Transaction {self.transactional_id} {self._machine.state.value}>"
+
+
+def _interruption(error: DualWriteError) -> BaseException | None:
+    """What interrupted the call that ended with this error: a ``KeyboardInterrupt`` and its like, to be passed on."""
+    return None if isinstance(error.__cause__, Exception) else error.__cause__

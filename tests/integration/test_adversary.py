@@ -1,0 +1,227 @@
+"""Attacks on the ends of a dual write: errors and interruptions at the moments where something is half done."""
+
+import os
+import threading
+import time
+
+import pytest
+from confluent_kafka import Producer
+from sqlalchemy import delete, event, insert, select
+
+from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, IllegalStateError, failpoints
+from dualwrite.errors import CompletionPending, Unavailable
+from dualwrite.failpoints import FailpointError
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.tables import declare_tables
+from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.reading import read_committed
+
+on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
+STATE = declare_tables(None).state
+
+
+@pytest.fixture
+def both(engine, orders, kafka, dualwrite_topic):
+    """What both sides show: the ids of the rows, and the messages, sorted."""
+
+    def read():
+        with engine.connect() as connection:
+            rows = sorted(connection.execute(select(orders.c.id)).scalars())
+        return rows, sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+
+    return read
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+@pytest.fixture
+def writer(kafka, engine):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        yield writer
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number))
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+def lose_the_producer(writer, topic, orders, number):
+    """A dual write that is decided and not completed; its lane has to be renewed."""
+    failpoints.arm("write.decided:1:raise")
+    with pytest.raises(FailpointError):
+        write(writer, topic, orders, number)
+    failpoints.arm("")
+
+
+def test_rows_written_directly_on_the_callers_connection_are_committed(writer, engine, orders, both):
+    with engine.connect() as connection, writer.transaction(connection):
+        connection.execute(insert(orders).values(id=1))
+    assert both() == ([1], [])
+
+
+def test_a_refused_commit_leaves_nothing_that_a_later_commit_could_make_visible(
+    writer, engine, dualwrite_topic, orders, both
+):
+    with engine.connect() as connection:
+        with pytest.raises(IllegalStateError, match="commit"), writer.transaction(connection) as tx:
+            tx.produce(dualwrite_topic, value="1")
+            connection.execute(insert(orders).values(id=1))
+            connection.commit()
+        connection.execute(insert(orders).values(id=2))
+        connection.commit()
+    assert both() == ([2], [])
+
+
+@on_postgresql
+def test_a_commit_called_inside_the_block_cannot_abort_what_it_has_decided(writer, dualwrite_topic, orders, both):
+    failpoints.arm("write.decided:1:raise")
+    with pytest.raises(FailpointError), writer.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1")
+        tx.connection.execute(insert(orders).values(id=1))
+        tx.commit()
+    failpoints.arm("")
+    write(writer, dualwrite_topic, orders, 2)
+    assert both() == ([1, 2], [1, 2])
+
+
+@on_postgresql
+def test_an_interruption_at_a_commit_that_was_not_sent_aborts_both_and_is_not_swallowed(
+    writer, engine, dualwrite_topic, orders, both
+):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), writer.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1")
+        tx.connection.execute(insert(orders).values(id=1))
+        event.listen(engine, "commit", interrupt)
+    event.remove(engine, "commit", interrupt)
+    write(writer, dualwrite_topic, orders, 2)
+    assert both() == ([2], [2])
+
+
+@on_postgresql
+def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
+    dualwrite_kafka, engine, dualwrite_topic, orders, both
+):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        with DualWriter("orders", kafka=proxy.client_config(), engine=engine, max_lanes=1, timeout_s=4) as writer:
+            lose_the_producer(writer, dualwrite_topic, orders, 1)
+            proxy.on(DESCRIBE_CONFIGS).drop_request()
+            with pytest.raises(Unavailable):
+                write(writer, dualwrite_topic, orders, 2)
+            write(writer, dualwrite_topic, orders, 3)
+        assert both() == ([1, 3], [1, 3])
+
+
+@on_postgresql
+def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
+    dualwrite_kafka, engine, dualwrite_topic, orders, both
+):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        with DualWriter("orders", kafka=proxy.client_config(), engine=engine, max_lanes=1, timeout_s=4) as writer:
+            by_owner, by_settling = (proxy.on(Api.END_TXN, nth=nth).drop_request() for nth in (1, 2))
+            with pytest.raises(CompletionPending):
+                write(writer, dualwrite_topic, orders, 1)
+            by_owner.wait()
+            by_settling.wait()
+            write(writer, dualwrite_topic, orders, 2)
+        assert both() == ([1, 2], [1, 2])
+
+
+@on_postgresql
+def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        kafka = proxy.client_config()
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            lose_the_producer(writer, dualwrite_topic, orders, 1)
+        (row,) = SqlStateStore(engine).read(["orders"])
+        Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+        retiring = proxy.on(Api.INIT_PRODUCER_ID).drop_request()
+        with pytest.raises(DecidedTransactionLost):
+            DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4).open()
+        retiring.wait()
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+
+
+@on_postgresql
+def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(dualwrite_kafka, engine, dualwrite_topic, orders):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        kafka = proxy.client_config()
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4) as writer:
+            lose_the_producer(writer, dualwrite_topic, orders, 1)
+            (row,) = SqlStateStore(engine).read(["orders"])
+            Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+            making = proxy.on(DESCRIBE_CONFIGS).drop_request()
+            with pytest.raises(DecidedTransactionLost):
+                write(writer, dualwrite_topic, orders, 2)
+            with pytest.raises(Unavailable):
+                write(writer, dualwrite_topic, orders, 3)
+            making.wait()
+            write(writer, dualwrite_topic, orders, 4)
+
+
+@on_postgresql
+def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
+    kafka, engine, dualwrite_topic, orders, both, monkeypatch
+):
+    """The new owner of the id completes it; we may not read the log that would tell."""
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        ground = writer._opened()
+
+        def refuse(*_):
+            raise ConfigurationError("Kafka refused to be read")
+
+        def take_over(name):
+            if name == "write.decided":
+                monkeypatch.undo()
+                monkeypatch.setattr(ground.coordinator, "prove", refuse)
+                DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+
+        monkeypatch.setattr(failpoints, "hit", take_over)
+        with pytest.raises(CompletionPending):
+            write(writer, dualwrite_topic, orders, 1)
+    assert both() == ([1], [1])
+
+
+@on_postgresql
+def test_a_row_made_anew_inside_the_block_is_not_ours(writer, kafka, engine, dualwrite_topic, orders, both):
+    with pytest.raises(Fenced), writer.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1")
+        tx.connection.execute(insert(orders).values(id=1))
+        with engine.begin() as other:
+            other.execute(delete(STATE))
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    assert both() == ([], [])
+
+
+@on_postgresql
+def test_opening_that_fails_does_not_wait_for_transactions_that_nobody_has_begun(kafka, engine):
+    began = time.monotonic()
+    threads = threading.active_count()
+    with pytest.raises(ConfigurationError, match=r"transaction\.max\.timeout\.ms"):
+        DualWriter("orders", kafka={**kafka, "transaction.timeout.ms": 3_600_000}, engine=engine).open()
+    assert time.monotonic() - began < 30
+    assert threading.active_count() <= threads
+
+
+@on_postgresql
+def test_closing_in_a_forked_process_leaves_the_servers_to_the_parent(writer, engine, dualwrite_topic, orders, both):
+    write(writer, dualwrite_topic, orders, 1)
+    child = os.fork()
+    if child == 0:  # pragma: no cover - another process
+        try:
+            writer.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    assert row.completed is None, "the child has written on the parent's connections"
+    write(writer, dualwrite_topic, orders, 2)
+    assert both() == ([1, 2], [1, 2])
