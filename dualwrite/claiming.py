@@ -1,4 +1,4 @@
-"""Claiming: become the one owner of a transactional id, and settle what its former owners left."""
+"""Claiming: become the one owner of a transactional id. What its former owners left is then to be settled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import getpass
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dualwrite import failpoints
@@ -14,7 +14,6 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
-from dualwrite.settling import SettleReport, settle
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +64,6 @@ def claim_rows(
     for row in rows:
         logger.info("%s: claimed incarnation %d as %s", row.transactional_id, row.incarnation, row.owner)
     return rows
-
-
-def claim(
-    ground: Ground,
-    transactional_ids: Sequence[str],
-    deadline: Deadline,
-    *,
-    guard: tuple[str, int] | None = None,
-    on_settled: Callable[[str], None] = lambda _: None,
-) -> tuple[Sequence[StateRow], SettleReport]:
-    """Claim ids and settle all that is below. The caller may then make a producer for each row's ``kafka_id``.
-
-    Raises:
-        ConfigurationError, Fenced, Unavailable: As :func:`claim_rows`; ``Unavailable`` also while settling: claim again.
-    """
-    rows = claim_rows(ground, transactional_ids, deadline, guard=guard)
-    report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline, on_settled=on_settled)
-    failpoints.hit("claim.settled")
-    return rows, report
 
 
 def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow], deadline: Deadline) -> None:

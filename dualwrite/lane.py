@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
-from dualwrite.claiming import Ground, claim
+from dualwrite.claiming import Ground, claim_rows
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
@@ -21,6 +21,8 @@ from dualwrite.errors import (
 )
 from dualwrite.observations import LogProof, Outcome
 from dualwrite.ports import StateRow
+from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.settling import settle
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer import TransactionalProducer
@@ -93,15 +95,14 @@ class Lane:
 
         Raises:
             Fenced: Another owner has taken over.
-            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. The lane is usable; nothing is begun.
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. Nothing is begun; the next call goes on.
             ConfigurationError, Unavailable: It could not be made usable now.
         """
-        if self._producer is not None and not self._producer.doubtful:
+        if self._producer is not None and self._producer.state is ProducerState.READY:
             return
-        report = None if self._is_fresh else self._renew(deadline)
+        if not self._is_fresh:
+            self._renew(deadline).raise_losses()  # before anything else can fail: no later settling would tell of them
         self._start(deadline)
-        if report is not None:
-            report.raise_losses()
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
@@ -125,6 +126,8 @@ class Lane:
         except Fenced:
             self._complete_by_proof(state, deadline, cause)
             return
+        except (DecidedTransactionLost, OutcomeUnverifiable) as error:
+            raise error from cause
         except DualWriteError as error:
             self.discard()
             raise self._pending(str(error)) from cause
@@ -137,7 +140,7 @@ class Lane:
         self.discard()
         try:
             proof = self._ground.coordinator.prove(state, deadline)
-        except Unavailable as error:
+        except DualWriteError as error:
             raise self._pending(str(error)) from cause
         if proof is LogProof.ABORTED:
             raise DecidedTransactionLost(
@@ -167,8 +170,12 @@ class Lane:
                 guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
             else:
                 guard = self._guard() if self._guard else None
-            rows, report = claim(self._ground, [self.transactional_id], deadline, guard=guard)
-            self.adopt(rows[0])
+            (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
+            # Ours from here on, also if settling fails: the next attempt must not take our own claim for another owner's.
+            self._row = row
+            report = settle([row], coordinator=self._ground.coordinator, store=self._ground.store, deadline=deadline)
+            failpoints.hit("claim.settled")
+            self.adopt(row)
         return report
 
     def _start(self, deadline: Deadline) -> None:

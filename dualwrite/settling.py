@@ -115,6 +115,7 @@ def settle(
 
     Raises:
         Unavailable: The deadline came first. What was done stays done; settle again.
+        DecidedTransactionLost, OutcomeUnverifiable: Settling could not be finished, and had recorded a loss by then.
     """
     return _Settling(coordinator, store, deadline, on_settled).run(rows)
 
@@ -148,6 +149,14 @@ class _Settling:
         }
 
     def run(self, rows: Iterable[StateRow]) -> SettleReport:
+        try:
+            self._settle(rows)
+        except DualWriteError:
+            self._report.raise_losses()  # recorded by now, so that no later settling would tell of them
+            raise
+        return self._report
+
+    def _settle(self, rows: Iterable[StateRow]) -> None:
         pending = {row.transactional_id: (row, unsettled(row, row.incarnation - 1)) for row in rows}
         while pending:
             self._mark_finished(pending)
@@ -162,7 +171,6 @@ class _Settling:
                 if self._deadline.expired:
                     raise self._too_late(group[0], step)
                 self._do[step](group)
-        return self._report
 
     def _mark_finished(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
         done = {
