@@ -160,13 +160,19 @@ class DualWriter:
         report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
         failpoints.hit("claim.settled")
         report.raise_losses()
-        self._lanes = [self._new_lane(ground, number) for number in range(len(wanted))]
-        for lane in self._lanes:
+        lanes = [self._new_lane(ground, number) for number in range(len(wanted))]
+        for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
-        with ThreadPoolExecutor(len(self._lanes)) as threads:
-            for future in [threads.submit(lane.ready, deadline) for lane in self._lanes]:
-                future.result()
-        self._idle.extend((time.monotonic(), lane) for lane in self._lanes)
+        try:
+            with ThreadPoolExecutor(len(lanes)) as threads:
+                for future in [threads.submit(lane.ready, deadline) for lane in lanes]:
+                    future.result()
+        except BaseException:
+            for lane in lanes:
+                lane.discard()
+            raise
+        self._lanes = lanes
+        self._idle.extend((time.monotonic(), lane) for lane in lanes)
 
     def _new_lane(self, ground: Ground, number: int) -> Lane:
         def make_producer(row: StateRow) -> TransactionalProducer:
@@ -284,8 +290,11 @@ class DualWriter:
     def close(self) -> None:
         """Wait for running transactions, record that all is complete, and let go of the servers. May be called again.
 
-        Transactions that have not ended after ``timeout_s`` are left to whoever settles next.
+        Transactions that have not ended after ``timeout_s`` are left to whoever settles next. In a forked process it does
+        nothing: the connections are the parent's.
         """
+        if os.getpid() != self._pid:
+            return
         self._closing.set()
         if self._recorder is not None:
             self._recorder.join(self._timeout_s)
