@@ -1,6 +1,8 @@
 # `make` alone prints what there is to make.
 
 PYTHON ?= python3
+# Tests at a time: each worker has servers of its own, and mostly waits for them.
+WORKERS ?= 3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -20,7 +22,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 	$(PY) examples/demo.py
 
 test: lint types jars ## all checks: lint, types, then every test on real servers (minutes)
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: venv wheel ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
