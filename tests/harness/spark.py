@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyspark import TaskContext
-from pyspark.sql import SparkSession
-from pyspark.sql import functions
+from pyspark.sql import SparkSession, functions
 from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints
@@ -130,5 +129,8 @@ class ArmedTask(PartitionTask):
         context = TaskContext.get()
         if context.attemptNumber() == 0 and context.partitionId() == self.partition:
             if self.pid_file:
+                # A worker whose driver dies on another machine gets no signal; here the daemon and the kernel would send
+                # SIGHUP and SIGCONT to its group.
+                os.setsid()
                 Path(self.pid_file).write_text(str(os.getpid()))
             failpoints.arm(self.point)

@@ -1,0 +1,40 @@
+"""A Spark driver as a process of its own, to be killed: ``python -m harness.spark_job JOB.json``."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from dualwrite.sinks.spark import foreach_batch, job, write_batch
+from harness.spark import ArmedTask, numbers, session
+
+
+def batch(spark, document):
+    """Write the numbers once; the first attempt at one partition arms a fail point in its worker."""
+    job.PartitionTask = partial(ArmedTask, point=document.get("point", ""), pid_file=document.get("pid_file", ""))
+    write_batch(numbers(spark), batch_id="1", **document["settings"])
+
+
+def stream(spark, document):
+    """Write each file of numbers that there is by now as a micro-batch, and end."""
+    query = (
+        spark.readStream.schema("id bigint, name string")
+        .option("maxFilesPerTrigger", "1")
+        .parquet(document["source"])
+        .writeStream.foreachBatch(foreach_batch(**document["settings"]))
+        .option("checkpointLocation", document["checkpoint"])
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+
+
+def main():
+    document = json.loads(Path(sys.argv[1]).read_text())
+    spark = session(document.get("master", "local[2]"))
+    {"batch": batch, "stream": stream}[document["do"]](spark, document)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Drivers that die, workers that are paused and wake up too late, streams that start again: both sides end up equal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from harness.spark import ROWS, TESTS
+from harness.spark import numbers as numbered
+
+from dualwrite.failpoints import ENVIRONMENT
+from dualwrite.sinks.spark import write_batch
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.slow
+
+
+class Drivers:
+    """Driver processes, each in a process group of its own that can be killed as a whole."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._number = 0
+
+    def start(self, *, failpoint: str = "", **document) -> subprocess.Popen:
+        self._number += 1
+        path = self._directory / f"driver-{self._number}.json"
+        path.write_text(json.dumps(document))
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "harness.spark_job", str(path)],
+                cwd=TESTS,
+                env={**os.environ, ENVIRONMENT: failpoint},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> Path:
+        return self._directory / f"driver-{self._number}.log"
+
+    def run(self, *, ends_with: int = 0, **document) -> None:
+        process = self.start(**document)
+        code = process.wait(180)
+        kill_group(process)
+        assert code == ends_with, self.log.read_text()[-3000:]
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """SIGKILL the driver and its JVM; the JVM outlives a driver that was killed alone until it notices."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(60)
+
+
+def wait_until(condition, timeout_s: float = 120):
+    """What no event tells: the state of a process that is not our child."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def drivers(tmp_path):
+    return Drivers(tmp_path)
+
+
+@pytest.mark.parametrize("point", ["ledger.inserted", "spark.driver_started", "spark.driver_done"])
+def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numbers, drivers, point):
+    drivers.run(do="batch", settings=numbers.settings, failpoint=point, ends_with=-signal.SIGKILL)
+    report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    assert report.written_rows == (0 if point == "spark.driver_done" else ROWS)
+    numbers.verify()
+
+
+# The database ends the session of a paused owner that holds locks; the tests do not wait a minute for it.
+POINTS = [
+    "spark.task_started",
+    "slot.leased",
+    "spark.rows_copied",
+    "ledger.inserted",
+    "write.prepared",
+    "write.recorded",
+    "write.decided",
+    "spark.task_done",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_paused_worker_of_a_killed_driver_wakes_up_and_changes_nothing(spark, numbers, drivers, tmp_path, point):
+    database = numbers.url.rpartition("/")[2]
+    numbers.execute(f"ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '3s'")
+    pid_file = tmp_path / "pid"
+    driver = drivers.start(
+        do="batch", settings=numbers.settings, point=f"{point}:1:stop", pid_file=str(pid_file), master="local[2]"
+    )
+    try:
+        wait_until(lambda: driver.poll() is not None or (pid_file.exists() and pid_file.read_text()))
+        assert driver.poll() is None, drivers.log.read_text()[-3000:]
+    except AssertionError:
+        kill_group(driver)
+        raise
+    worker = psutil.Process(int(pid_file.read_text()))
+    try:
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
+        kill_group(driver)
+        write_batch(numbered(spark), batch_id="1", **numbers.settings)
+        numbers.verify()
+        assert worker.status() == psutil.STATUS_STOPPED
+        worker.resume()
+        _, alive = psutil.wait_procs([worker], timeout=60)
+        assert not alive
+    finally:
+        kill_group(driver)
+        if worker.is_running():
+            worker.kill()
+    numbers.verify()
+    write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify()
+
+
+STREAM_KILLS = [
+    "spark.driver_started:1", "spark.driver_started:2", "spark.driver_done:1", "spark.driver_done:2",
+    "write.decided:1", "spark.rows_copied:1",
+]  # fmt: skip
+
+
+def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, drivers, tmp_path):
+    source = tmp_path / "source"
+    numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(str(source))
+    document = {
+        "do": "stream",
+        "settings": numbers.settings,
+        "source": str(source),
+        "checkpoint": str(tmp_path / "checkpoint"),
+    }
+    for failpoint in STREAM_KILLS:
+        process = drivers.start(**document, failpoint=failpoint)
+        assert process.wait(180) != 0, drivers.log.read_text()[-3000:]
+        kill_group(process)
+    assert 0 < len(numbers.rows()) < ROWS
+    drivers.run(**document)
+    numbers.verify()
+    # Five micro-batches of one query, by the id that the checkpoint keeps.
+    batches = numbers.execute("SELECT DISTINCT batch_id FROM dualwrite_ledger ORDER BY 1")
+    queries, numbers_seen = zip(*(batch.split("/") for (batch,) in batches), strict=True)
+    assert len(set(queries)) == 1
+    assert len(queries[0]) == 36
+    assert numbers_seen == ("0", "1", "2", "3", "4")
+    drivers.run(**document)
+    numbers.verify()
+
+
+def test_no_secret_shows_in_any_log_or_error(spark, numbers, drivers, dualwrite_postgres):
+    """A job that fails in a task, with everything logged: neither the driver's log nor the workers' hold a password."""
+    canary = "canary41f7"
+    role = f"canary_{numbers.sink.replace('-', '_')}"
+    numbers.execute(f"CREATE ROLE {role} LOGIN SUPERUSER PASSWORD '{canary}'")
+    try:
+        before, _, after = numbers.url.partition("://")
+        url = f"{before}://{role}:{canary}@{after.rpartition('@')[2]}"
+        settings = {**numbers.settings, "url": url, "kafka": {**numbers.kafka, "client.id": "canaries"}}
+        numbers.execute("ALTER TABLE numbers ADD CHECK (id < 900)")
+        process = drivers.start(do="batch", settings=settings)
+        assert process.wait(180) != 0
+        kill_group(process)
+        log = drivers.log.read_text()
+        assert "numbers_id_check" in log  # the failure itself is told
+        assert canary not in log
+    finally:
+        numbers.execute(f"DROP ROLE {role}")
+    assert len(numbers.rows()) == len(read_committed(numbers.kafka, numbers.topic))
