@@ -9,7 +9,6 @@ from typing import TypeVar
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerState
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteState
 
-
 State = TypeVar("State", bound=Enum)
 Event = TypeVar("Event", bound=Enum)
 
