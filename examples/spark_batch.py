@@ -1,4 +1,4 @@
-"""A Spark batch of 336,776 real flights into a Kafka topic and a PostgreSQL table, and the same batch once more.
+"""All flights of a year into a topic and a table, by one Spark job that may be run again.
 
 Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
 ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name.
@@ -6,51 +6,59 @@ Run it without arguments: it starts a Kafka broker and a PostgreSQL server of it
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
+from collections import Counter
 from pathlib import Path
 
-from flights import TABLE, messages_of, read_flights, rows_of, spark_session, unpack
+from flights import FLIGHTS, KEY, TABLE, read_flights, start_spark, write_parquet
 from sqlalchemy import create_engine, text
 
 from dualwrite import migrations
 from dualwrite.sinks.spark import write_batch
-from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 
 def main() -> None:
-    """Write the batch twice, and compare both sides."""
-    with tempfile.TemporaryDirectory() as directory, EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
+    """Write the flights, write them again, and look at both sides."""
+    with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres, tempfile.TemporaryDirectory() as directory:
         topic = kafka.create_topic(f"flights-{secrets.token_hex(4)}", partitions=4)
         url = postgres.create_database()
         engine = create_engine(url)
-        with engine.connect() as connection:
-            migrations.upgrade(connection)
         with engine.begin() as connection:
+            migrations.upgrade(connection)  # in production: `dualwrite migrate`, as the owner of the tables
             connection.execute(text(TABLE))
 
-        spark = spark_session("flights")
-        flights = read_flights(spark, unpack(Path(directory)), partitions=4)
-        for _ in range(2):
+        source = Path(directory) / "flights"
+        write_parquet(read_flights(), source, files=4)
+        spark = start_spark()
+        for attempt in ("first", "second"):
             report = write_batch(
-                flights,
+                spark.read.parquet(str(source)),
                 sink="flights",
                 batch_id="2013",
                 kafka=kafka.client_config(),
                 url=url,
                 topic=topic,
                 table="flights",
-                key="tailnum",
+                key=KEY,
             )
-            print(f"batch 2013: {report.rows} rows, {report.written_rows} written now")
+            print(f"{attempt} run: {report.written_rows} rows written, {report.rows} in all")
         spark.stop()
 
-        rows, messages = rows_of(engine), messages_of(kafka.client_config(), topic)
+        query = "SELECT month, day, dep_time, carrier, flight, tailnum, origin, dest FROM flights"
+        with engine.connect() as connection:
+            rows = Counter(tuple(row) for row in connection.execute(text(query)))
         engine.dispose()
-        print(
-            f"rows in the table: {sum(rows.values())}, messages in the topic: {sum(messages.values())}, "
-            f"equal: {rows == messages}"
-        )
+        names = query.removeprefix("SELECT ").removesuffix(" FROM flights").split(", ")
+        messages: Counter[tuple[object, ...]] = Counter()
+        for record in read_committed(kafka.client_config(), topic, timeout_s=120):
+            assert record.value is not None
+            message = json.loads(record.value)
+            messages[tuple(message[name] for name in names)] += 1
+        print(f"rows: {rows.total()}, messages: {messages.total()}, equal: {rows == messages}")
+        assert rows.total() == FLIGHTS
 
 
 if __name__ == "__main__":

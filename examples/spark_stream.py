@@ -1,8 +1,7 @@
-"""A Spark stream of flights that is killed in the middle, restarts from its checkpoint, and loses or repeats nothing.
+"""A stream of flights whose driver dies in the middle; started again, it writes what is missing, and nothing twice.
 
-The first run is killed by a fail point between the database's commit and Kafka's, the worst moment there is. Run it without
-arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that ``DUALWRITE_TEST_KAFKA`` and
-``DUALWRITE_TEST_POSTGRES`` name.
+Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
+``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name.
 """
 
 from __future__ import annotations
@@ -10,33 +9,42 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from flights import COLUMNS, TABLE, messages_of, rows_of, spark_session, unpack
+from flights import KEY, TABLE, read_flights, start_spark, write_parquet
 from sqlalchemy import create_engine, text
 
 from dualwrite import migrations
 from dualwrite.sinks.spark import foreach_batch
-from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
-DAYS = 6
-PER_DAY = 800
+STREAMED = 40_000
+"""So many flights, as five files, each a micro-batch."""
 
 
-def run_stream(job: dict[str, object]) -> None:
-    """The streaming job, in a process of its own: one micro-batch for each file that is there."""
-    spark = spark_session("flights stream")
+def run_query(bootstrap_servers: str, url: str, topic: str, directory: str) -> None:
+    """Write every file that is not yet written, a micro-batch for each, and end."""
+    spark = start_spark()
+    source = f"{directory}/source"
     query = (
-        spark.readStream.schema(COLUMNS.format(string="string", timestamp="timestamp"))
-        .option("header", "true")
-        .option("nullValue", "NA")
-        .option("maxFilesPerTrigger", 1)
-        .csv(str(job["source"]))
-        .writeStream.foreachBatch(foreach_batch(**job["sink"]))  # type: ignore[arg-type]
-        .option("checkpointLocation", str(job["checkpoint"]))
+        spark.readStream.schema(spark.read.parquet(source).schema)
+        .option("maxFilesPerTrigger", "1")
+        .parquet(source)
+        .writeStream.foreachBatch(
+            foreach_batch(
+                sink="flight-stream",
+                kafka={"bootstrap.servers": bootstrap_servers},
+                url=url,
+                topic=topic,
+                table="flights",
+                key=KEY,
+            )
+        )
+        .option("checkpointLocation", f"{directory}/checkpoint")
         .trigger(availableNow=True)
         .start()
     )
@@ -44,52 +52,35 @@ def run_stream(job: dict[str, object]) -> None:
     spark.stop()
 
 
-def write_days(flights: Path, directory: Path) -> None:
-    """Some days of flights, a file for each."""
-    header, *lines = flights.read_text(encoding="utf-8").splitlines()
-    for day in range(DAYS):
-        part = lines[day * PER_DAY : (day + 1) * PER_DAY]
-        (directory / f"day-{day}.csv").write_text("\n".join([header, *part]) + "\n", encoding="utf-8")
-
-
 def main() -> None:
-    """Run the stream, kill it, run it again, and compare both sides."""
-    with tempfile.TemporaryDirectory() as name, EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
-        directory = Path(name)
-        source = directory / "days"
-        source.mkdir()
-        write_days(unpack(directory), source)
-        topic = kafka.create_topic(f"flights-{secrets.token_hex(4)}", partitions=2)
+    """Run the query in a process that dies in its third micro-batch, run it again, and look at both sides."""
+    with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres, tempfile.TemporaryDirectory() as directory:
+        topic = kafka.create_topic(f"flights-{secrets.token_hex(4)}", partitions=4)
         url = postgres.create_database()
         engine = create_engine(url)
-        with engine.connect() as connection:
-            migrations.upgrade(connection)
         with engine.begin() as connection:
+            migrations.upgrade(connection)
             connection.execute(text(TABLE))
+        write_parquet(read_flights().slice(0, STREAMED), Path(directory) / "source", files=5)
+        arguments = [sys.executable, __file__, kafka.bootstrap_servers, url, topic, directory]
 
-        sink = {"sink": "flights", "kafka": kafka.client_config(), "url": url, "topic": topic, "table": "flights"}
-        job = {"source": str(source), "checkpoint": str(directory / "checkpoint"), "sink": sink}
-        job_file = directory / "job.json"
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        for number, failpoint in enumerate(["write.decided:3", ""], start=1):
-            done = subprocess.run(
-                [sys.executable, __file__, str(job_file)],
-                env=os.environ | {"DUALWRITE_FAILPOINT": failpoint},
-                stderr=subprocess.DEVNULL,
-                check=False,
-            )
-            print(f"run {number}: {'died in the middle' if done.returncode else 'came to its end'}")
+        # The fail point makes the driver send SIGKILL to itself, after the third micro-batch, before Spark has noted it.
+        first = subprocess.run(arguments, env={**os.environ, "DUALWRITE_FAILPOINT": "spark.driver_done:3"}, check=False)
+        assert first.returncode == -signal.SIGKILL
+        with engine.connect() as connection:
+            print(f"killed: {connection.scalar(text('SELECT count(*) FROM flights'))} rows")
 
-        rows, messages = rows_of(engine), messages_of(kafka.client_config(), topic)
+        subprocess.run(arguments, check=True)
+        with engine.connect() as connection:
+            rows = sorted(map(tuple, connection.execute(text("SELECT month, day, carrier, flight, dest FROM flights"))))
         engine.dispose()
-        print(
-            f"rows in the table: {sum(rows.values())}, messages in the topic: {sum(messages.values())}, "
-            f"equal: {rows == messages}"
-        )
+        found = [json.loads(record.value or b"") for record in read_committed(kafka.client_config(), topic)]
+        messages = sorted((m["month"], m["day"], m["carrier"], m["flight"], m["dest"]) for m in found)
+        print(f"started again: {len(rows)} rows, {len(messages)} messages, equal: {rows == messages}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_stream(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    if sys.argv[1:]:
+        run_query(*sys.argv[1:])
     else:
         main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -19,13 +18,17 @@ from pathlib import Path
 
 import psutil
 import psycopg
-from pyspark.sql import DataFrame, Row, SparkSession, functions
+import pyarrow as pa
+from harness.spark import session
+from pyspark.sql import DataFrame, Row, functions
 from sqlalchemy import create_engine, make_url, text
 from typing_extensions import Self
 
-from bench.flights import FLIGHTS, TABLE, write_flights
 from bench.servers import Ground, machine, p50, servers
 from dualwrite.sinks.spark import write_batch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from flights import FLIGHTS, TABLE, read_flights, write_parquet  # the examples' own data
 
 _INSERT_ROWS = 1000
 
@@ -57,33 +60,21 @@ def naive(ground: Ground, topic: str, table: str, columns: list[str]) -> Callabl
     return write
 
 
-def session(master: str) -> SparkSession:
-    """A quiet Spark session on the loopback interface."""
-    os.environ["PYSPARK_PYTHON"] = sys.executable
-    return (
-        SparkSession.builder.master(master)
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.memory", "2g")
-        .getOrCreate()
-    )
-
-
 def speed(ground: Ground, rounds: int, times: int) -> dict[str, object]:
     """Interleaved runs of both, each into a fresh topic and table; medians."""
     seconds: dict[str, list[float]] = {"write_batch": [], "naive": []}
     with tempfile.TemporaryDirectory() as directory:
         spark = session("local[2]")
-        df = spark.read.parquet(str(write_flights(Path(directory), times)))
+        source = Path(directory) / "flights"
+        write_parquet(pa.concat_tables([read_flights()] * times), source, files=4)
+        df = spark.read.parquet(str(source))
         engine = create_engine(ground.url)
         try:
             for number in range(rounds + 1):
                 for name, samples in seconds.items():
                     topic, table = ground.topic(4), f"flights_{name}_{number}"
                     with engine.begin() as connection:
-                        connection.execute(text(TABLE.format(name=table)))
+                        connection.execute(text(TABLE.replace("flights", table, 1)))
                     part = df if number else df.limit(10_000)  # the first round only warms up
                     took = _timed(lambda: _run(name, ground, part, topic, table))  # noqa: B023 - called at once
                     if number:

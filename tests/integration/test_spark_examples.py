@@ -1,0 +1,41 @@
+"""Every Spark example runs without arguments and prints what it says it shows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+PRINTED = {
+    "spark_batch.py": """\
+first run: 336776 rows written, 336776 in all
+second run: 0 rows written, 336776 in all
+rows: 336776, messages: 336776, equal: True
+""",
+    "spark_stream.py": """\
+killed: 24000 rows
+started again: 40000 rows, 40000 messages, equal: True
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", PRINTED)
+def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgres):
+    servers = {
+        "DUALWRITE_TEST_KAFKA": dualwrite_kafka.bootstrap_servers,
+        "DUALWRITE_TEST_POSTGRES": dualwrite_postgres.url,
+    }
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / example)],
+        env=os.environ | servers,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout == PRINTED[example]
