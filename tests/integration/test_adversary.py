@@ -1,15 +1,27 @@
 """Attacks on the ends of a dual write: errors and interruptions at the moments where something is half done."""
 
 import os
+import sys
 import threading
 import time
+from collections import Counter
+from contextlib import closing
 
 import pytest
-from confluent_kafka import Producer
-from sqlalchemy import delete, event, insert, select
+from confluent_kafka import Consumer, Producer, TopicPartition
+from sqlalchemy import create_engine, delete, event, insert, select
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, IllegalStateError, failpoints
-from dualwrite.errors import CompletionPending, Unavailable
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    failpoints,
+    recover,
+)
+from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
@@ -225,3 +237,97 @@ def test_closing_in_a_forked_process_leaves_the_servers_to_the_parent(writer, en
     assert row.completed is None, "the child has written on the parent's connections"
     write(writer, dualwrite_topic, orders, 2)
     assert both() == ([1, 2], [1, 2])
+
+
+class Interrupting:
+    """Raises ``KeyboardInterrupt`` at the nth line that this thread comes to, of those that end a dual write.
+
+    Where locks are taken it would prove nothing: a trace function, unlike a signal, can raise between a block and its lock.
+    """
+
+    FILES = ("transaction.py", "committing.py", "state.py", "instance.py", "machine.py")
+
+    def __init__(self, nth):
+        self.left = nth
+        self.lines = 0
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _called(self, frame, _event, _argument):
+        file = frame.f_code.co_filename
+        return self._traced if "/dualwrite/" in file and file.endswith(self.FILES) else None
+
+    def _traced(self, _frame, kind, _argument):
+        if kind == "line":
+            self.lines += 1
+            if self.lines == self.left:
+                raise KeyboardInterrupt
+        return self._traced
+
+
+def test_an_interruption_at_any_line_leaves_both_sides_equal(kafka, engine, dualwrite_topic, orders):
+    """Every seventh line here, each time with the writer that the last interruption has left."""
+
+    def opened():
+        writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, lane_timeout_s=1, timeout_s=20)
+        writer.open()
+        return writer
+
+    writer = opened()
+    with Interrupting(0) as trace:
+        write(writer, dualwrite_topic, orders, 0)
+    told = {0: "committed"}
+    for number, nth in enumerate(range(1, trace.lines, 7), start=1):
+        try:
+            with Interrupting(nth):
+                write(writer, dualwrite_topic, orders, number)
+            told[number] = "committed"
+        except KeyboardInterrupt:
+            told[number] = "interrupted"
+        except DualWriteError:  # what the last interruption has broken: it may cost a transaction, and a new writer
+            told[number] = "failed"
+            writer = opened()
+    opened().close()
+    with engine.connect() as connection:
+        rows = Counter(connection.execute(select(orders.c.id)).scalars())
+    assert rows == Counter(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+    assert {number for number, outcome in told.items() if outcome == "committed"} <= rows.keys()
+    assert not {number for number, outcome in told.items() if outcome == "failed"} & rows.keys()
+    assert list(told.values()).count("interrupted") > len(told) / 2, "it was hardly ever interrupted"
+
+
+@on_postgresql
+def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine, dualwrite_topic, orders):
+    group = {**kafka, "group.id": f"group-{dualwrite_topic}", "enable.auto.commit": False}
+    offset = TopicPartition(dualwrite_topic, 0, 7)
+    with closing(Consumer(group)) as consumer:
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            failpoints.arm("write.decided:1:raise")
+            with pytest.raises(FailpointError), writer.transaction() as tx:
+                tx.connection.execute(insert(orders).values(id=1))
+                tx.send_offsets_to_transaction([offset], consumer.consumer_group_metadata())
+        failpoints.arm("")
+        assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+        assert consumer.committed([offset], 30)[0].offset == 7
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_reader_that_keeps_sqlite_from_committing_aborts_both(kafka, engine, dualwrite_topic, orders, both, url):
+    waiting_little = create_engine(url, connect_args={"timeout": 0.2})
+    with DualWriter("orders", kafka=kafka, engine=waiting_little, max_lanes=1) as writer:
+        with engine.connect() as reader:
+            rows = reader.exec_driver_sql("SELECT * FROM kafka_transaction_state")
+            assert rows.fetchone() is not None
+            reader.exec_driver_sql("BEGIN")
+            reader.exec_driver_sql("SELECT * FROM kafka_transaction_state").fetchone()
+            with pytest.raises(TransactionAborted, match="COMMIT") as caught:
+                write(writer, dualwrite_topic, orders, 1)
+            assert caught.value.retryable
+        write(writer, dualwrite_topic, orders, 2)
+    waiting_little.dispose()
+    assert both() == ([2], [2])
