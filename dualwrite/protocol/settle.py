@@ -15,8 +15,8 @@ no such id                             none, or recorded           finish: nothi
 any other                              none, or recorded           retire (aborts what is ongoing: it is undecided)
 Ongoing, its id, epoch, start          evidence not asked          look at the partitions
 Ongoing, its id, epoch, start          evidence matches            commit
-CompleteCommit, its id and epoch       any                         record committed
 anything else                          proof not asked             prove
+CompleteCommit, its id and epoch       proof open or unknowable    record committed
 anything else                          proof committed             record committed
 anything else                          proof aborted               record lost
 anything else                          proof open                  wait, look again
@@ -82,6 +82,8 @@ _IN_TRANSITION = frozenset(
     }
 )
 
+_LOG_IS_SILENT = frozenset({LogProof.OPEN, LogProof.UNKNOWABLE})
+
 _RECORD = {
     LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,
     LogProof.ABORTED: SettleStep.RECORD_LOST,
@@ -130,8 +132,17 @@ def next_step(known: Knowledge) -> SettleStep:
             return SettleStep.LOOK_AT_PARTITIONS
         if known.evidence:
             return SettleStep.COMMIT
-    elif view.status is TransactionStatus.COMPLETE_COMMIT and (
-        (view.producer_id, view.epoch) == (known.prepared.producer_id, known.prepared.epoch)
-    ):
+    if known.proof is None:
+        return SettleStep.PROVE
+    if _coordinator_says_committed(view, known.prepared) and known.proof in _LOG_IS_SILENT:
         return SettleStep.RECORD_COMMITTED
-    return SettleStep.PROVE if known.proof is None else _RECORD[known.proof]
+    return _RECORD[known.proof]
+
+
+def _coordinator_says_committed(view: TransactionView, state: PreparedTxnState) -> bool:
+    """Whether the coordinator's newest word is that it committed the state's own transaction.
+
+    It does not know everything: a tool that writes markers past it has the last word in the log.
+    """
+    same = (view.producer_id, view.epoch) == (state.producer_id, state.epoch)
+    return same and view.status is TransactionStatus.COMPLETE_COMMIT

@@ -3,9 +3,12 @@
 import os
 import signal
 import threading
+from contextlib import closing
 
 import pytest
 from harness.checker import Case
+from kafka.admin import AbortTransactionSpec, KafkaAdminClient
+from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
 
 from dualwrite import (
@@ -252,6 +255,39 @@ def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, 
             failpoints.hit = hit
         write(writer, topic, orders, 2)
     assert sorted(int(record.value) for record in read_committed(kafka, topic)) == [2, 2]
+
+
+def test_an_abort_marker_that_a_tool_wrote_past_the_coordinator_is_a_loss_that_is_told(
+    kafka, engine, orders, dualwrite_topic
+):
+    """The coordinator committed it afterwards and shows CompleteCommit: the log has the last word."""
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    hit = failpoints.hit
+
+    def abort_by_hand(name):
+        if name == "write.decided":
+            (row,) = SqlStateStore(engine).read(["orders"])
+            with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
+                for partition in (0, 1):
+                    place = Place(dualwrite_topic, partition)
+                    admin.abort_transaction(AbortTransactionSpec(place, row.prepared.producer_id, row.prepared.epoch))
+        hit(name)
+
+    failpoints.hit = abort_by_hand
+    try:
+        write(writer, dualwrite_topic, orders, 1)
+    finally:
+        failpoints.hit = hit
+    (row,) = SqlStateStore(engine).read(["orders"])
+    wait_for(kafka, row.kafka_id(row.incarnation), TransactionStatus.COMPLETE_COMMIT)
+    with pytest.raises(DecidedTransactionLost):
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    (incident,) = SqlStateStore(engine).incidents("orders")
+    assert incident.outcome.value == "lost"
+    assert read_committed(kafka, dualwrite_topic) == []
+    writer._lanes[0]._unrecorded = None  # its owner has died
+    writer.close()
 
 
 def test_recovery_url_and_engine_are_the_same(kafka, url, engine, orders, dualwrite_topic):

@@ -41,7 +41,7 @@ def expected(k: Knowledge) -> SettleStep:
             return SettleStep.RETIRE
         case (Status.ONGOING, True) if ours and k.view.started_ms != 1001 and k.evidence is not False:
             return SettleStep.COMMIT if k.evidence else SettleStep.LOOK_AT_PARTITIONS
-        case (Status.COMPLETE_COMMIT, True) if ours:
+        case (Status.COMPLETE_COMMIT, True) if ours and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
             return SettleStep.RECORD_COMMITTED
     return {
         None: SettleStep.PROVE,
@@ -78,6 +78,12 @@ def test_absence_of_proof_is_never_taken_for_committed(proof):
     for k in ALL:
         if k.proof is proof and k.view is not None and k.view.status is not Status.COMPLETE_COMMIT:
             assert next_step(k) is not SettleStep.RECORD_COMMITTED, k
+
+
+def test_an_abort_marker_in_the_log_outweighs_the_coordinators_word():
+    view = TransactionView(Status.COMPLETE_COMMIT, S.producer_id, S.epoch)
+    assert next_step(Knowledge(prepared=S, view=view)) is SettleStep.PROVE
+    assert next_step(Knowledge(prepared=S, view=view, proof=LogProof.ABORTED)) is SettleStep.RECORD_LOST
 
 
 def test_state_belongs_only_to_the_incarnation_that_prepared_it():
