@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy import Connection, Engine, create_engine, exc
 from sqlalchemy.orm import Session
 
 from dualwrite import failpoints
+from dualwrite.block import dual_write, session_of_block
 from dualwrite.claiming import Ground, claim_rows, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
@@ -26,9 +27,10 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, lane_id
 from dualwrite.settling import settle
+from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.transaction import Transaction, dual_write, session_of_block
+from dualwrite.transaction import Transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -361,5 +363,9 @@ def _borrowed(connection: Connection | None, engine: Engine) -> Generator[Connec
     if connection is not None:
         yield connection
         return
-    with engine.connect() as own:
+    try:
+        own = engine.connect()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine) from error
+    with own:
         yield own

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from dualwrite import failpoints
+from dualwrite.block import dual_write
 from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
@@ -32,10 +33,10 @@ from dualwrite.sinks.spark.copying import copying
 from dualwrite.sinks.spark.messages import produce_batch
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.slot import leased_slot
+from dualwrite.sinks.spark.whole_input import whole_input
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.transaction import dual_write
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
@@ -86,12 +87,12 @@ class PartitionTask:
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the projected columns: writes the partition and yields what became of it."""
-        report = self._run(map(self._cast, batches))
+        report = self._run(map(self._cast, whole_input(batches)))
         yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
 
     def run_rows(self, rows: Iterator[Row]) -> None:
         """For ``foreachPartition``, on the DataFrame's own rows."""
-        self._run(row_batches(rows, self.schema, self.layout))
+        self._run(row_batches(whole_input(rows), self.schema, self.layout))
 
     def _run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         context = TaskContext.get()
@@ -127,7 +128,8 @@ def write_partition(
         task: What to do.
         partition: Number of the partition.
         attempt: Number of the attempt, for people.
-        batches: The projected rows. Nothing is taken from it if the partition is already written.
+        batches: The projected rows; its normal end means that they are all. Nothing is taken from it if the partition is
+            already written.
 
     Raises:
         DualWriteError: This attempt did not write the partition. The next one finds out by itself whether it must.

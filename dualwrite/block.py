@@ -1,0 +1,69 @@
+"""A block around one dual write: its end commits both sides, an exception in it aborts both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy.orm import Session
+
+from dualwrite.protocol.write_life import WriteState
+from dualwrite.transaction import Transaction
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.claiming import Ground
+    from dualwrite.lane import Lane
+
+_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED})
+
+
+def session_of_block(bind: Connection) -> Session:
+    """The ORM session of a block. Its objects stay readable when the block has ended."""
+    return Session(bind=bind, expire_on_commit=False)
+
+
+@contextmanager
+def dual_write(
+    lane: Lane,
+    ground: Ground,
+    connection: Connection,
+    *,
+    session_factory: Callable[..., Session] = session_of_block,
+    margin_s: float,
+    timeout_s: float,
+) -> Generator[Transaction, None, None]:
+    """One dual write on a lane that is ready: the block's end commits both sides, an exception in it aborts both.
+
+    Args:
+        lane: Used by this dual write alone until the block has ended.
+        ground: The servers.
+        connection: Not inside a transaction.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        timeout_s: Bounds the ending, in seconds.
+
+    Raises:
+        DualWriteError: As :meth:`Transaction.begin` and :meth:`Transaction.commit` say.
+    """
+    transaction = Transaction(
+        lane, ground, connection, session_factory=session_factory, margin_s=margin_s, timeout_s=timeout_s
+    )
+    transaction.begin()
+    try:
+        try:
+            yield transaction
+        except BaseException:
+            if transaction.state is WriteState.CHECKED:  # any other, and a commit was called inside the block
+                transaction.abort()
+            raise
+        transaction.commit()
+    finally:
+        transaction.release()
+        if transaction.state not in _ENDED:
+            # Neither the connection nor the producer may be used again before the id is claimed anew, which waits for
+            # the old backend and settles.
+            lane.discard()
+            connection.invalidate()
