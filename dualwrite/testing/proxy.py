@@ -89,10 +89,11 @@ class Proxy(Generic[RequestT]):
         assert self._server is not None
         self._server.close()
         self._server = None
-        tasks = list(self._connections.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Also those that were accepted a moment ago, and whose connection nobody has noted yet.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # a transport that was aborted closes its socket in the loop's next round
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -99,7 +99,8 @@ def test_one_bad_message_among_many_is_found(ready, dualwrite_topic, narrow_topi
         producer.prepare_transaction()
     assert producer.state is ProducerState.FAILED
     producer.abort_transaction()
-    assert producer.state is ProducerState.READY
+    # Doubtful where librdkafka still had messages on their way, which depends on the broker's pace.
+    assert producer.state in {ProducerState.READY, ProducerState.DOUBTFUL}
     assert works_again(producer, dualwrite_topic, values)
 
 
