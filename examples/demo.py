@@ -1,172 +1,303 @@
-"""``make demo``: a Spark job writes 336,776 real flights to Kafka and PostgreSQL, is killed again and again, and loses nothing.
+"""``make demo``: a Spark job writes a year of flights to Kafka and PostgreSQL, and is killed again and again.
 
-The job runs in a process of its own. It is killed by SIGKILL, with its JVM and its workers, at moments that nobody chose, and
-once by a fail point between the database's commit and Kafka's. Each run is simply started again: the same batch, the same
-code. At the end every row of the table is compared with every message of the topic.
+Starts a real Kafka broker and a real PostgreSQL server. A job in a process of its own writes all flights that left New York in
+2013 into a topic and a table. It is killed by SIGKILL, with its JVM and its Python workers, at instants drawn at random
+and at fail points that no luck would hit; each time it is started again, and settles what the dead one has left. At the
+end every row is compared with every message.
 
-Run without arguments it starts a Kafka broker and a PostgreSQL server of its own, or uses those that ``DUALWRITE_TEST_KAFKA``
-and ``DUALWRITE_TEST_POSTGRES`` name. It leaves nothing behind.
+Ends with 1 if the two sides are not equal, row for row. Leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import random
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
-from flights import FLIGHTS, TABLE, messages_of, read_flights, rows_of, spark_session, unpack
+from confluent_kafka import Consumer, TopicPartition
+from flights import FLIGHTS, KEY, TABLE, read_flights, start_spark, write_parquet
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from sqlalchemy import Engine, create_engine, text
 
 from dualwrite import migrations
-from dualwrite.recovery import status
 from dualwrite.sinks.spark import write_batch
-from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
-PARTITIONS = 12
-LONGEST_RUN_S = 240
-console = Console(width=None if sys.stdout.isatty() else 110)
+TOPIC = "flights"
+TOPIC_PARTITIONS = 4
+FILES = 16
+"""Partitions of the Spark job: each is one dual write."""
+MARK = "DUALWRITE_DEMO"
+PATIENCE_S = 150.0
+LINE_EVERY_S = 5.0
+
+Flight = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class Attempt:
     """One start of the job.
 
     Attributes:
-        name: What will happen to it.
-        kill_at: SIGKILL for all its processes when the table has this share of the flights; None lets it run.
-        failpoint: A fail point to arm in it.
+        what: What will happen to it, for people.
+        failpoints: Armed in the job's processes.
+        random_kill: Whether this process kills it at a random instant.
     """
 
-    name: str
-    kill_at: float | None = None
-    failpoint: str = ""
+    what: str
+    failpoints: str = ""
+    random_kill: bool = False
 
 
-RUNS = [
-    Run("SIGKILL to the driver, its JVM and its workers", kill_at=0.10),
-    Run("SIGKILL again", kill_at=0.35),
-    Run("a worker dies between the database's commit and Kafka's", failpoint="write.decided:2"),
-    Run("SIGKILL once more", kill_at=0.70),
-    Run("no more harm"),
+ATTEMPTS = [
+    Attempt("SIGKILL to driver, JVM and workers at a random instant", random_kill=True),
+    Attempt(
+        "SIGKILL to a worker between its two commits, then to the driver while it repairs that",
+        failpoints="write.decided,settle.before_commit",
+    ),
+    Attempt("SIGKILL to driver, JVM and workers at a random instant", random_kill=True),
+    Attempt("nothing: it may finish"),
 ]
 
 
-def job(settings: dict[str, object], flights: str) -> None:
-    """What an application would have: read, and write the batch. Nothing in it knows of crashes."""
-    spark = spark_session("demo")
-    write_batch(read_flights(spark, Path(flights), PARTITIONS), batch_id="2013", **settings)  # type: ignore[arg-type]
+def job(bootstrap_servers: str, url: str, source: str) -> None:
+    """The Spark job: reads the flights, writes both sides. It knows nothing of being killed."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dualwrite.sinks.spark").setLevel(logging.INFO)
+    spark = start_spark()
+    write_batch(
+        spark.read.parquet(source),
+        sink="flights",
+        batch_id="2013",
+        kafka={"bootstrap.servers": bootstrap_servers},
+        url=url,
+        topic=TOPIC,
+        table="flights",
+        key=KEY,
+    )
     spark.stop()
 
 
-def start(job_file: Path, failpoint: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start the job in a process of its own."""
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(job_file)],
-            env=os.environ | {"DUALWRITE_FAILPOINT": failpoint},
-            stdout=file,
-            stderr=file,
-        )
+class Sides:
+    """Looks at both sides as an outsider: committed rows, and messages that a ``read_committed`` consumer has got."""
+
+    def __init__(self, kafka: dict[str, str], engine: Engine) -> None:
+        self._engine = engine
+        self._consumer = Consumer({**kafka, "group.id": "demo", "isolation.level": "read_committed"})
+        self._consumer.assign([TopicPartition(TOPIC, number, 0) for number in range(TOPIC_PARTITIONS)])
+        self._stop = threading.Event()
+        self.messages = 0
+        self._thread = threading.Thread(target=self._consume, name="consumer", daemon=True)
+        self._thread.start()
+
+    @property
+    def rows(self) -> int:
+        """Committed rows in the table."""
+        with self._engine.connect() as connection:
+            return int(connection.scalar(text("SELECT count(*) FROM flights")) or 0)
+
+    def _consume(self) -> None:
+        while not self._stop.is_set():
+            self.messages += sum(message.error() is None for message in self._consumer.consume(10_000, timeout=0.1))
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        self._thread.join()
+        self._consumer.close()
 
 
-def count(engine: Engine) -> int:
-    """How many flights the database shows."""
+class Demo:
+    """The servers are up: starts the job, kills it, and shows both sides."""
+
+    def __init__(self, console: Console, kafka: dict[str, str], url: str, source: Path, sides: Sides) -> None:
+        self._console = console
+        self._kafka = kafka
+        self._url = url
+        self._source = source
+        self._sides = sides
+        self._log = source.parent / "job.log"
+        self._marker = secrets.token_hex(8)
+        self.kills = 0
+
+    def run(self, attempt: Attempt, number: int) -> None:
+        """Start the job once and see it to its end."""
+        self._console.print(f"\n[bold]start {number}[/]  {attempt.what}")
+        begun = time.monotonic()
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, self._kafka["bootstrap.servers"], self._url, str(self._source)],
+                env={**os.environ, "DUALWRITE_FAILPOINT": attempt.failpoints, MARK: self._marker},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._watch(process, attempt, begun)
+        finally:
+            self._kill(process)
+        self._tell(process, time.monotonic() - begun)
+
+    def _watch(self, process: subprocess.Popen[bytes], attempt: Attempt, begun: float) -> None:
+        target = self._sides.rows + random.randint(1, FLIGHTS // 4) if attempt.random_kill else None
+        delay_s = random.uniform(0.0, 0.8)
+        with _shown(self._console) as show:
+            while process.poll() is None:
+                rows = self._sides.rows
+                show(rows, self._sides.messages)
+                if target is not None and rows >= target:
+                    time.sleep(delay_s)
+                    return
+                if time.monotonic() - begun > PATIENCE_S:
+                    raise TimeoutError(f"the job did not end:\n{self._log.read_text()[-3000:]}")
+                time.sleep(0.1)
+            show(self._sides.rows, self._sides.messages)
+
+    def _tell(self, process: subprocess.Popen[bytes], took_s: float) -> None:
+        for line in self._log.read_text().splitlines():
+            if ": settled " in line:
+                self._console.print(f"  [dim]{line.partition(': ')[2]}[/]")
+        rows, messages = self._sides.rows, self._sides.messages
+        if process.returncode == 0:
+            self._console.print(f"  [green]finished[/] after {took_s:.1f} s")
+            return
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"the job failed by itself:\n{self._log.read_text()[-3000:]}")
+        self.kills += 1
+        ahead = "equal for now" if rows == messages else f"{abs(rows - messages):,} apart"
+        self._console.print(f"  [red]killed[/] after {took_s:.1f} s: {rows:,} rows, {messages:,} messages, {ahead}")
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGKILL to the driver and its JVM, and to the Python workers, which are in a process group of their own."""
+        with suppress(ProcessLookupError):  # it has ended, and so has its JVM
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for worker in psutil.process_iter(["pid"]):
+            try:
+                if worker.environ().get(MARK) == self._marker:
+                    worker.kill()
+                    worker.wait(10)
+            except psutil.Error:  # it has ended by itself, or is somebody else's
+                continue
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show counts as two bars; where the output is no terminal, as a line every few seconds."""
+    columns = (TextColumn("  {task.description:<22}"), BarColumn(40), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        database = progress.add_task("rows in PostgreSQL", total=FLIGHTS)
+        kafka = progress.add_task("messages in Kafka", total=FLIGHTS)
+        due = time.monotonic() + LINE_EVERY_S
+
+        def show(rows: int, messages: int) -> None:
+            nonlocal due
+            progress.update(database, completed=rows)
+            progress.update(kafka, completed=messages)
+            if not console.is_terminal and time.monotonic() >= due:
+                console.print(f"  {rows:>9,} rows, {messages:>9,} messages")
+                due = time.monotonic() + LINE_EVERY_S
+
+        yield show
+
+
+def rows_of(engine: Engine, names: Sequence[str]) -> Counter[Flight]:
+    """Every row of the table, by all its columns."""
+    columns = ", ".join(f'"{name}"' for name in names)
     with engine.connect() as connection:
-        return connection.execute(text("SELECT count(*) FROM flights")).scalar_one()
+        return Counter(map(tuple, connection.execute(text(f"SELECT {columns} FROM flights"))))
 
 
-def watch(process: subprocess.Popen[bytes], run: Run, engine: Engine, progress: Progress, task: TaskID) -> str:
-    """Show what the table holds until the job ends or is killed; returns how it ended."""
-    deadline = time.monotonic() + LONGEST_RUN_S
-    while process.poll() is None:
-        rows = count(engine)
-        progress.update(task, completed=rows)
-        if time.monotonic() > deadline or (run.kill_at is not None and rows >= run.kill_at * FLIGHTS):
-            time.sleep(random.uniform(0.2, 2.0))  # not at the end of a partition, but somewhere in the next ones
-            kill(process)
-            return "killed" if run.kill_at is not None else "killed: it took too long"
-        time.sleep(0.1)
-    progress.update(task, completed=count(engine))
-    return "came to its end" if process.returncode == 0 else "failed"
+def messages_of(kafka: dict[str, str], names: Sequence[str]) -> Counter[Flight]:
+    """Every committed message as a row. Its key must be that of its value."""
+    found: Counter[Flight] = Counter()
+    for record in read_committed(kafka, TOPIC, timeout_s=120):
+        value = json.loads(record.value or b"{}")
+        key = None if record.key is None else record.key.decode()
+        if key != value[KEY]:
+            raise AssertionError(f"a message has the key {key!r} and the value {value}")
+        value["time_hour"] = datetime.strptime(value["time_hour"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
+        found[tuple(value[name] for name in names)] += 1
+    return found
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the driver, its JVM and all its Python workers."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        driver = psutil.Process(process.pid)
-        for victim in [driver, *driver.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
-    process.wait()
-
-
-def run_all(job_file: Path, log: Path, engine: Engine, kafka: dict[str, str], url: str) -> Table:
-    """Start the job until it came through; returns what happened, a line for each start."""
-    story = Table("start", "what was done to it", "how it ended", "rows in the table", "left open in Kafka", box=None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for number, run in enumerate(RUNS, start=1):
-            task = progress.add_task(f"start {number}: {run.name}", total=FLIGHTS)
-            ended = watch(start(job_file, run.failpoint, log), run, engine, progress, task)
-            left = [item for item in status(kafka=kafka, engine=url) if item.open_for_s is not None]
-            story.add_row(str(number), run.name, ended, f"{count(engine):,}", str(len(left)))
-            progress.stop_task(task)
-    return story
-
-
-def verdict(engine: Engine, kafka: dict[str, str], topic: str) -> bool:
-    """Compare both sides row for row."""
-    console.print("\ncomparing every row with every message ...")
-    rows, messages = rows_of(engine), messages_of(kafka, topic)
-    table = Table("", "PostgreSQL", "Kafka", box=None)
-    table.add_row("flights", f"{sum(rows.values()):,}", f"{sum(messages.values()):,}")
-    table.add_row("only here", f"{sum((rows - messages).values()):,}", f"{sum((messages - rows).values()):,}")
+def verdict(console: Console, expected: Counter[Flight], rows: Counter[Flight], messages: Counter[Flight]) -> bool:
+    """Show the comparison. Whether all three are equal."""
+    table = Table(title="every row, all columns, and every message, key and value", title_justify="left")
+    table.add_column("")
+    for head in ("count", "missing", "too many"):
+        table.add_column(head, justify="right")
+    table.add_row("flights in the source", f"{expected.total():,}", "", "")
+    for name, side in (("rows in PostgreSQL", rows), ("messages in Kafka", messages)):
+        missing, surplus = (expected - side).total(), (side - expected).total()
+        table.add_row(name, f"{side.total():,}", f"{missing:,}", f"{surplus:,}")
+    console.print()
     console.print(table)
-    equal = rows == messages and sum(rows.values()) == FLIGHTS
-    console.print("[bold green]equal, row for row[/]" if equal else "[bold red]NOT EQUAL[/]")
-    return equal
+    return expected == rows == messages
 
 
 def main() -> int:
-    """Run the demo; 0 if both sides are equal at the end."""
-    logging.disable(logging.WARNING)  # the story is told below
+    """Run the demonstration. The exit code."""
+    console = Console(highlight=False)
+    begun = time.monotonic()
     console.print("starting Kafka and PostgreSQL ...")
-    with tempfile.TemporaryDirectory() as name, EmbeddedKafka() as server, EmbeddedPostgres() as postgres:
-        directory, kafka = Path(name), server.client_config()
-        topic = server.create_topic(f"flights-{secrets.token_hex(4)}", partitions=4)
-        url = postgres.create_database()
+    with (
+        # As for production: a decided transaction waits for its recovery for as long as it takes.
+        EmbeddedKafka({"transaction.max.timeout.ms": "2147483647"}) as broker,
+        EmbeddedPostgres() as postgres,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        kafka = broker.client_config()
+        broker.create_topic(TOPIC, partitions=TOPIC_PARTITIONS)
+        url = postgres.create_database("air")
         engine = create_engine(url)
-        with engine.connect() as connection:
-            migrations.upgrade(connection)
         with engine.begin() as connection:
+            migrations.upgrade(connection)
             connection.execute(text(TABLE))
-        settings = {"sink": "demo", "kafka": kafka, "url": url, "topic": topic, "table": "flights", "key": "tailnum"}
-        job_file, log = directory / "job.json", directory / "job.log"
-        job_file.write_text(json.dumps([settings, str(unpack(directory))]), encoding="utf-8")
-        story = run_all(job_file, log, engine, kafka, url)
-        console.print(story)
-        equal = verdict(engine, kafka, topic)
+        flights = read_flights()
+        source = Path(directory) / "flights"
+        write_parquet(flights, source, files=FILES)
+        names = flights.schema.names
+
+        sides = Sides(kafka, engine)
+        try:
+            demo = Demo(console, kafka, url, source, sides)
+            for number, attempt in enumerate(ATTEMPTS, start=1):
+                demo.run(attempt, number)
+        finally:
+            sides.close()
+
+        console.print("\ncomparing ...")
+        expected = Counter(zip(*(column.to_pylist() for column in flights.columns), strict=True))
+        equal = verdict(console, expected, rows_of(engine, names), messages_of(kafka, names))
         engine.dispose()
-        if not equal:
-            console.print(log.read_text(encoding="utf-8", errors="replace")[-5000:], markup=False)
-    return 0 if equal else 1
+    took = f"{time.monotonic() - begun:.0f} s"
+    if not equal:
+        console.print(f"[bold red]The two sides differ[/] after {demo.kills} kills ({took}).")
+        return 1
+    console.print(f"[bold green]Both sides are equal, row for row,[/] after {demo.kills} kills ({took}).")
+    return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        job(*json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    if sys.argv[1:]:
+        job(*sys.argv[1:])
     else:
         sys.exit(main())

@@ -39,3 +39,13 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout == PRINTED[example]
+
+
+@pytest.mark.slow
+def test_the_demonstration_ends_with_both_sides_equal():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=290, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("killed after") == 3
+    assert "Both sides are equal, row for row" in done.stdout

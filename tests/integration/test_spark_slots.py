@@ -1,0 +1,87 @@
+"""A task's slot while the task runs, and what the driver makes of slots that were left."""
+
+import threading
+from functools import partial
+
+import pytest
+from harness.spark import PARTITIONS, ROWS, ArmedTask
+from harness.spark import numbers as numbered
+from sqlalchemy import create_engine
+
+from dualwrite import DecidedTransactionLost
+from dualwrite.deadline import Deadline
+from dualwrite.sinks.spark import foreach_partition, job, write_batch
+from dualwrite.sinks.spark.slot import leased_slot
+from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.state import SqlStateStore
+
+
+class WatchedPool(SlotPool):
+    """Tells when a renewal is over."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.renewals = threading.Semaphore(0)
+
+    def renew(self, lease, ttl_s):
+        try:
+            return super().renew(lease, ttl_s)
+        finally:
+            self.renewals.release()
+
+
+@pytest.fixture
+def pool(numbers):
+    engine = create_engine(numbers.url)
+    yield WatchedPool(engine, "pool")
+    engine.dispose()
+
+
+def test_a_lease_is_renewed_while_the_task_runs_and_given_back_at_its_end(pool):
+    with leased_slot(pool, "me", 0.3) as lease:
+        assert pool.renewals.acquire(timeout=30)
+        assert pool.renewals.acquire(timeout=30)
+        [renewed] = pool.held_by("me")
+        assert renewed.until > lease.until
+    assert not pool.held_by("me")
+    assert pool.lease("you", 60).transactional_id == lease.transactional_id
+
+
+def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
+    with pytest.raises(KeyError), leased_slot(pool, "me", 60):
+        raise KeyError
+    assert pool.held_by("me")
+
+
+def test_a_lost_lease_ends_the_renewals_and_takes_nothing_from_the_new_holder(pool, caplog):
+    with leased_slot(pool, "me", 0.6) as lease:
+        pool.release(lease)
+        other = pool.lease("you", 60)
+        assert other.transactional_id == lease.transactional_id
+        assert pool.renewals.acquire(timeout=30)
+    assert "the lease is lost" in caplog.text
+    assert pool.held_by("you") == [other]
+
+
+def test_a_loss_that_a_task_has_left_is_reported_once(spark, numbers, coordinator, monkeypatch):
+    """A task dies after the decision, and an operator aborts its Kafka transaction before anybody settles."""
+    df = numbered(spark)
+    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point="write.decided"))
+    df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
+    monkeypatch.undo()
+    engine = create_engine(numbers.url)
+    store = SqlStateStore(engine)
+    pending = {
+        row.kafka_id(row.prepared.incarnation): row.prepared
+        for row in store.find(f"{numbers.sink}.spark#")
+        if row.prepared.has_transaction and row.completed is None
+    }
+    assert len(pending) == 1
+    coordinator.end(pending, committed=False, deadline=Deadline(30))
+    with pytest.raises(DecidedTransactionLost, match="aborted by the broker"):
+        write_batch(df, batch_id="1", **numbers.settings)
+    report = write_batch(df, batch_id="1", **numbers.settings)
+    engine.dispose()
+    assert report.rows == ROWS
+    assert len(numbers.rows()) == ROWS
+    assert len(numbers.messages()) == ROWS - ROWS // PARTITIONS
