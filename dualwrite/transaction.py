@@ -62,6 +62,7 @@ class Transaction:
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
         self._session: Session | None = None
         self._produced = False
+        self._refuses_commit = False
         self._database_transaction: str | None = None
         self.prepared: PreparedTxnState | None = None
 
@@ -203,6 +204,7 @@ class Transaction:
                 raise self._fenced(incarnation)
             self._machine.apply(WriteEvent.CHECK)
             event.listen(self._connection, "commit", self._refuse_commit)
+            self._refuses_commit = True
             failpoints.hit("write.checked")
         except BaseException:
             self.abort()
@@ -354,7 +356,8 @@ class Transaction:
         )
 
     def _stop_refusing_commit(self) -> None:
-        if event.contains(self._connection, "commit", self._refuse_commit):
+        if self._refuses_commit:
+            self._refuses_commit = False
             event.remove(self._connection, "commit", self._refuse_commit)
 
     def _fenced(self, found: int | None) -> Fenced:
