@@ -36,7 +36,7 @@ def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Lease, 
         yield lease
     finally:
         stop.set()
-        renewer.join()
+        renewer.join(lease_s)  # a database that hangs does not hold the task longer than its lease
     try:
         pool.release(lease)
     except DualWriteError as error:

@@ -26,6 +26,8 @@ PARTITIONS = 4
 def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
     """A session on the loopback interface, without the web interface, whose workers run this Python and know the tests."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
+    # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
+    os.environ["TZ"] = "America/New_York"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     builder = (
         SparkSession.builder.master(master)
