@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import latency, page, settling, spark_batch
-from bench.servers import machine, servers
+from bench.servers import Ground, machine, servers
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -22,21 +23,20 @@ def main() -> None:
     store = Path(__file__).parent / "figures.json"
     figures = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
     figures["machine"] = machine()
+    measures: dict[str, Callable[[Ground], object]] = {
+        "latency": latency.run,
+        "settling": settling.run,
+        "spark": lambda ground: spark_batch.speed(ground, arguments.rounds, 10),
+        "memory": lambda ground: spark_batch.memory(ground, (1, 10)),
+    }
     with servers() as ground:
-        if "latency" in wanted:
-            print("latency ...", flush=True)
-            figures["latency"] = latency.run(ground)
-        if "settling" in wanted:
-            print("settling ...", flush=True)
-            figures["settling"] = settling.run(ground)
-        if "spark" in wanted:
-            print("spark ...", flush=True)
-            figures["spark"] = spark_batch.speed(ground, arguments.rounds, 10)
-        if "memory" in wanted:
-            print("memory ...", flush=True)
-            figures["memory"] = spark_batch.memory(ground, (1, 10))
-    store.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text(page.render(figures), encoding="utf-8")
+        for name, measure in measures.items():
+            if name in wanted:
+                print(f"{name} ...", flush=True)
+                figures[name] = measure(ground)
+                # After each: what took minutes to measure is not lost to what comes after it.
+                store.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                PAGE.write_text(page.render(figures), encoding="utf-8")
     print(f"written: {PAGE.name}", flush=True)
 
 
