@@ -43,7 +43,8 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or nobody can
             tell. It is recorded.
         Unavailable: A server does not answer. Run it again.
-        pyspark.errors.PySparkException: Tasks failed. What they had written stays; run it again.
+        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, or the job was cancelled. Partitions that
+            were written stay; run it again.
     """
     _require_classic(df)
     options = SinkOptions(**settings)

@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from harness.spark import ROWS, TESTS
+from harness.spark import ROWS, TESTS, ArmedTask
 from harness.spark import numbers as numbered
+from py4j.protocol import Py4JJavaError
 
 from dualwrite.failpoints import ENVIRONMENT
-from dualwrite.sinks.spark import write_batch
+from dualwrite.sinks.spark import job, write_batch
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.slow
@@ -124,6 +127,27 @@ def test_a_paused_worker_of_a_killed_driver_wakes_up_and_changes_nothing(spark, 
         if worker.is_running():
             worker.kill()
     numbers.verify()
+    write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    numbers.verify()
+
+
+@pytest.mark.parametrize("point", ["write.produced", "spark.rows_copied", "write.decided"])
+def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, tmp_path, monkeypatch, point):
+    pid_file = tmp_path / "pid"
+    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=f"{point}:1:stop", pid_file=str(pid_file)))
+    with ThreadPoolExecutor(1) as threads:
+        cancelled = threads.submit(write_batch, numbered(spark), batch_id="1", **numbers.settings)
+        wait_until(lambda: cancelled.done() or (pid_file.exists() and pid_file.read_text()))
+        worker = psutil.Process(int(pid_file.read_text()))
+        try:
+            wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
+            spark.sparkContext.cancelAllJobs()
+            with pytest.raises(Py4JJavaError, match="cancelled"):
+                cancelled.result(120)
+        finally:
+            if worker.is_running():
+                worker.kill()
+    monkeypatch.undo()
     write_batch(numbered(spark), batch_id="1", **numbers.settings)
     numbers.verify()
 
