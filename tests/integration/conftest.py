@@ -4,6 +4,7 @@ import secrets
 from contextlib import ExitStack, closing
 
 import pytest
+from harness.patience import patient
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
 from dualwrite.kafka.config import KafkaConfig
@@ -17,7 +18,7 @@ ORDERS = Table("orders", METADATA, Column("id", Integer, primary_key=True), Colu
 
 @pytest.fixture
 def kafka(dualwrite_kafka):
-    return dualwrite_kafka.client_config()
+    return patient(dualwrite_kafka.client_config())
 
 
 @pytest.fixture(params=["postgresql", "sqlite"])

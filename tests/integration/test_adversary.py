@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
+from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
 from dualwrite import (
@@ -123,7 +124,9 @@ def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
     dualwrite_kafka, engine, dualwrite_topic, orders, both
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
-        with DualWriter("orders", kafka=proxy.client_config(), engine=engine, max_lanes=1, timeout_s=4) as writer:
+        with DualWriter(
+            "orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=4
+        ) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
             proxy.on(DESCRIBE_CONFIGS).drop_request()
             with pytest.raises(Unavailable):
@@ -137,7 +140,9 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
     dualwrite_kafka, engine, dualwrite_topic, orders, both
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
-        with DualWriter("orders", kafka=proxy.client_config(), engine=engine, max_lanes=1, timeout_s=4) as writer:
+        with DualWriter(
+            "orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=4
+        ) as writer:
             by_owner, by_settling = (proxy.on(Api.END_TXN, nth=nth).drop_request() for nth in (1, 2))
             with pytest.raises(CompletionPending):
                 write(writer, dualwrite_topic, orders, 1)
@@ -150,7 +155,7 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 @on_postgresql
 def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:
-        kafka = proxy.client_config()
+        kafka = patient(proxy.client_config())
         with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
         (row,) = SqlStateStore(engine).read(["orders"])
@@ -165,7 +170,7 @@ def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka,
 @on_postgresql
 def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:
-        kafka = proxy.client_config()
+        kafka = patient(proxy.client_config())
         with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
             (row,) = SqlStateStore(engine).read(["orders"])

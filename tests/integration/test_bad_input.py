@@ -6,6 +6,7 @@ import pickle
 import traceback
 
 import pytest
+from harness.patience import patient
 from sqlalchemy import create_engine, inspect, make_url, select, text, update
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, recover
@@ -150,7 +151,10 @@ def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, ord
     for operation in ("write", "describe"):
         guarded.allow("app", operation, "transactional_id", "orders", prefixed=True)
     guarded.allow("app", "read", "topic", "guarded")
-    with DualWriter("orders", kafka=guarded.client_config(), engine=engine) as writer, writer.transaction() as tx:
+    with (
+        DualWriter("orders", kafka=patient(guarded.client_config()), engine=engine) as writer,
+        writer.transaction() as tx,
+    ):
         tx.connection.execute(orders.insert().values(id=1))
         tx.produce("guarded", value="1")
     assert recover(kafka=guarded.client_config(), engine=engine).losses == []

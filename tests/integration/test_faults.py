@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 from harness.checker import Case
+from harness.patience import patient
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
@@ -86,7 +87,7 @@ def wait_for(kafka, kafka_id, *wanted):
 
 def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hasty_kafka, engine, orders):
     topic = hasty_kafka.create_topic("timed-out", 2)
-    kafka = {**hasty_kafka.client_config(), "transaction.timeout.ms": 11_000}
+    kafka = {**patient(hasty_kafka.client_config()), "transaction.timeout.ms": 11_000}
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     wait_for(kafka, kafka_id, TransactionStatus.COMPLETE_ABORT, TransactionStatus.NO_SUCH_ID)
     report = recover(kafka=kafka, engine=engine)
@@ -113,7 +114,7 @@ def test_too_little_of_the_time_out_left_aborts_both(kafka, engine, orders, dual
 
 def test_id_that_the_coordinator_has_forgotten_is_settled_by_the_log(hasty_kafka, engine, orders):
     topic = hasty_kafka.create_topic("forgotten", 2)
-    kafka = hasty_kafka.client_config()
+    kafka = patient(hasty_kafka.client_config())
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
     (row,) = SqlStateStore(engine).read(["orders"])
@@ -131,7 +132,7 @@ def test_outcome_that_the_log_no_longer_shows_is_unverifiable_and_told(hasty_kaf
     from confluent_kafka.admin import AdminClient
 
     topic = hasty_kafka.create_topic("deleted", 2)
-    kafka = hasty_kafka.client_config()
+    kafka = patient(hasty_kafka.client_config())
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
     (row,) = SqlStateStore(engine).read(["orders"])
@@ -154,7 +155,7 @@ def test_another_cluster_is_refused_and_nothing_is_aborted(kafka, hasty_kafka, e
     leave_decided(kafka, engine, dualwrite_topic, orders, 1)
     before = SqlStateStore(engine).read(["orders"])
     with pytest.raises(ConfigurationError, match="cluster"):
-        DualWriter("orders", kafka=hasty_kafka.client_config(), engine=engine).open()
+        DualWriter("orders", kafka=patient(hasty_kafka.client_config()), engine=engine).open()
     assert SqlStateStore(engine).read(["orders"]) == before
     assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
 
@@ -237,7 +238,7 @@ def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, 
     from confluent_kafka import Producer
 
     topic = hasty_kafka.create_topic("operator", 2)
-    kafka = hasty_kafka.client_config()
+    kafka = patient(hasty_kafka.client_config())
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         (row,) = SqlStateStore(engine).read(["orders"])
         hit = failpoints.hit

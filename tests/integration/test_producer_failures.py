@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from harness.patience import patient
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
@@ -28,16 +29,16 @@ from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}
-# What may have been sent twice is known after 0.8 x this.
-IMPATIENT = {"retry.backoff.ms": 500, "retry.backoff.max.ms": 500}
-SLOW_S = 0.6
+# What may have been sent twice is known after 0.8 x this. Long enough for a busy machine to initialise a producer in less.
+IMPATIENT = {"retry.backoff.ms": 3000, "retry.backoff.max.ms": 3000}
+SLOW_S = 2.6
 SHORT_S = 2.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(dualwrite_kafka):
     """A broker that has just been started answers its first InitProducerId late."""
-    with TransactionalProducer(dualwrite_kafka.client_config(), "warm") as producer:
+    with TransactionalProducer(patient(dualwrite_kafka.client_config()), "warm") as producer:
         producer.init_transactions()
 
 
@@ -395,7 +396,7 @@ def guarded():
 
 
 def guarded_producer(kafka, kafka_id, user="app", **settings):
-    return TransactionalProducer({**kafka.client_config(user), **settings}, kafka_id)
+    return TransactionalProducer({**patient(kafka.client_config(user)), **settings}, kafka_id)
 
 
 def test_a_transactional_id_without_a_right_names_the_right(guarded):
@@ -419,7 +420,7 @@ def test_a_topic_without_a_right_names_the_right_and_the_topic(guarded):
 
 def test_a_wrong_password_is_a_configuration_error_and_is_not_shown(guarded, caplog):
     wrong = "canary-of-a-password"
-    settings = {**guarded.client_config("app"), "sasl.password": wrong}
+    settings = {**patient(guarded.client_config("app")), "sasl.password": wrong}
     with TransactionalProducer(settings, "app-2", call_timeout_s=5.0) as producer:
         with pytest.raises((ConfigurationError, Unavailable)) as refused:
             producer.init_transactions()

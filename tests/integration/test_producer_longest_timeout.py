@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from confluent_kafka import Producer
+from harness.patience import patient
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
@@ -20,7 +21,7 @@ HELD_S = 2.5  # librdkafka looks for requests that have timed out once a second
 def patient_kafka():
     with EmbeddedKafka({"transaction.max.timeout.ms": str(NEVER_MS)}) as kafka:
         kafka.create_topic("topic")
-        with TransactionalProducer(kafka.client_config(), "warm") as producer:
+        with TransactionalProducer(patient(kafka.client_config()), "warm") as producer:
             producer.init_transactions()
         yield kafka
 
@@ -54,7 +55,8 @@ def test_the_greatest_timeout_is_asked_for_and_not_warned_of(patient_kafka, capl
 
 
 def test_an_end_that_is_answered_late_is_sent_once(proxy):
-    with TransactionalProducer(proxy.client_config(), "patient") as producer:
+    settings = {"retry.backoff.ms": 2000, "retry.backoff.max.ms": 2000}  # 0.8 x 2 s: shorter than the answer is held
+    with TransactionalProducer({**proxy.client_config(), **settings}, "patient") as producer:
         producer.init_transactions()
         producer.begin_transaction()
         producer.produce("topic", b"x")
