@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PATIENCE = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}
+PATIENCE = {"retry.backoff.ms": "5000", "retry.backoff.max.ms": "5000"}
 
 
 def patient(config: Mapping[str, str]) -> dict[str, str]:
-    """The configuration, so that a call of librdkafka may take 8 s without costing its producer.
+    """The configuration, so that a call of librdkafka may take 4 s without costing its producer.
 
     With the default, a producer whose call took longer than 0.8 s is thrown away, as it must be. A test that is not about
     that would fail on a machine that stands still for a second.
