@@ -1,0 +1,281 @@
+"""A simulated Kafka broker: pure, immutable, deterministic. The rules are those measured on a real one.
+
+Usage::
+
+    broker = new_broker({"orders": 2})
+    broker, answer = handle(broker, InitProducerId("orders.x.1"))
+    broker, answer = handle(broker, AddPartitionsToTxn("orders.x.1", answer.producer_id, 0, (("orders", 0),)))
+    broker, answer = handle(broker, EndTxn("orders.x.1", 0, 0, committed=True))
+    broker = write_marker(broker, "orders.x.1")          # what the real one does by itself, some milliseconds later
+
+A `Broker` is a value: hashable, comparable, to be kept and to be gone back to. `handle` takes one request
+(`dualwrite.testing.simulator.requests`) to the next broker and the answer; it is the moment at which the broker *works* on
+the request. A network that loses an answer throws it away; one that delays or repeats a request calls `handle` later, or
+twice. Nothing else happens by itself. What the environment does are functions from broker to broker, in
+`dualwrite.testing.simulator.environment` (`create_topic` and `new_broker` in `dualwrite.testing.simulator.state`):
+
+=================================  ====================================================================================
+`write_marker`, `write_markers`    the markers of prepared transactions, one partition at a time or all
+`advance_clock`                    time passes; it shows in start times alone
+`time_out`                         an open transaction has reached its timeout: aborted under a raised epoch
+`overdue`                          which have, by the clock
+`expire_transactional_id`          the coordinator forgets an id that is at rest (7 days unused)
+`expire_producer`                  a partition forgets a producer that has nothing open there (1 day unused)
+`restart`                          stopped and started: nothing that was acknowledged is lost
+`delete_topic`, `create_topic`     a topic of the same name gets another id
+`delete_records`                   retention: the log begins later
+`truncate`                         an unclean leader election: the end of the log is lost (never in a healthy cluster)
+=================================  ====================================================================================
+
+Force-terminating a transaction (``kafka-transactions.sh --force-terminate``, ``fenceProducers``) is `InitProducerId` with
+another timeout; aborting one past its coordinator is `WriteTxnMarkers`.
+
+What is left out: authorisation, replication, consumer groups' members, compaction, message formats, quotas. Answers that
+only say "not yet" (coordinator moved, loading) are the network's to make up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from dualwrite.testing.simulator import coordinator as rules
+from dualwrite.testing.simulator import partition as log
+from dualwrite.testing.simulator.coordinator import TransactionMetadata
+from dualwrite.testing.simulator.partition import Partition
+from dualwrite.testing.simulator.requests import (
+    LATEST,
+    READ_COMMITTED,
+    AddOffsetsToTxn,
+    AddPartitionsToTxn,
+    AddPartitionsToTxnResponse,
+    DescribeProducers,
+    DescribeProducersResponse,
+    DescribeTransactions,
+    DescribeTransactionsResponse,
+    EndTxn,
+    ErrorCode,
+    ErrorResponse,
+    Fetch,
+    FetchResponse,
+    InitProducerId,
+    InitProducerIdResponse,
+    ListedTransaction,
+    ListOffsets,
+    ListOffsetsResponse,
+    ListTransactions,
+    ListTransactionsResponse,
+    OffsetFetch,
+    OffsetFetchResponse,
+    Produce,
+    ProduceResponse,
+    Request,
+    Response,
+    TopicPartition,
+    TxnOffsetCommit,
+    WriteTxnMarkers,
+    WriteTxnMarkersResponse,
+)
+from dualwrite.testing.simulator.state import (
+    Broker,
+    offsets_partition,
+    partition,
+    transaction,
+    with_partition,
+    with_transaction,
+)
+
+
+def handle(broker: Broker, request: Request) -> tuple[Broker, Response]:
+    """The broker works on one request: the next broker, and the answer."""
+    return _HANDLERS[type(request)](broker, request)
+
+
+def _init_producer_id(broker: Broker, request: InitProducerId) -> tuple[Broker, InitProducerIdResponse]:
+    if not 0 < request.transaction_timeout_ms <= broker.max_timeout_ms:
+        return broker, InitProducerIdResponse(ErrorCode.INVALID_TRANSACTION_TIMEOUT)
+    known = transaction(broker, request.transactional_id)
+    fresh = broker.next_producer_id
+    if known is None:
+        broker = broker._replace(next_producer_id=fresh + 1)
+        known = TransactionMetadata(
+            request.transactional_id, fresh, timeout_ms=request.transaction_timeout_ms
+        )  # fmt: skip
+    renewed, answer = rules.init_producer_id(known, request, fresh)
+    if renewed.producer_id == fresh:
+        broker = broker._replace(next_producer_id=fresh + 1)
+    return with_transaction(broker, renewed), answer
+
+
+def _add(
+    broker: Broker, transactional_id: str, producer_id: int, producer_epoch: int, added: tuple[TopicPartition, ...]
+) -> tuple[Broker, ErrorCode]:
+    known = transaction(broker, transactional_id)
+    renewed, error = rules.add_partitions(known, producer_id, producer_epoch, added, broker.clock_ms)
+    return (broker if renewed is None else with_transaction(broker, renewed)), error
+
+
+def _add_partitions(broker: Broker, request: AddPartitionsToTxn) -> tuple[Broker, AddPartitionsToTxnResponse]:
+    unknown = [wanted for wanted in request.partitions if partition(broker, wanted) is None]
+    if unknown:
+        return broker, AddPartitionsToTxnResponse(
+            tuple(
+                ErrorCode.UNKNOWN_TOPIC_OR_PARTITION if wanted in unknown else ErrorCode.OPERATION_NOT_ATTEMPTED
+                for wanted in request.partitions
+            )
+        )
+    broker, error = _add(
+        broker, request.transactional_id, request.producer_id, request.producer_epoch, request.partitions
+    )
+    return broker, AddPartitionsToTxnResponse((error,) * len(request.partitions))
+
+
+def _add_offsets(broker: Broker, request: AddOffsetsToTxn) -> tuple[Broker, ErrorResponse]:
+    added = (offsets_partition(broker, request.group_id),)
+    broker, error = _add(broker, request.transactional_id, request.producer_id, request.producer_epoch, added)
+    return broker, ErrorResponse(error)
+
+
+def _verified(
+    broker: Broker, found: Partition, request: Produce | TxnOffsetCommit, base_sequence: int
+) -> tuple[Broker, Partition, ErrorCode]:
+    """Ask the coordinator, where the partition has to, whether the transaction has the partition."""
+    if not log.needs_verification(found, request.producer_id, request.producer_epoch):
+        return broker, found, ErrorCode.NONE
+    found = log.begin_verification(found, request.producer_id, request.producer_epoch, base_sequence)
+    known = transaction(broker, request.transactional_id) if request.transactional_id else None
+    error = rules.verify_partition(known, request.producer_id, request.producer_epoch, found.topic_partition)
+    return with_partition(broker, found), found, error
+
+
+def _produce(broker: Broker, request: Produce) -> tuple[Broker, ProduceResponse]:
+    found = partition(broker, request.partition)
+    if found is None:
+        return broker, ProduceResponse(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+    if request.transactional_id is None:
+        written, answer = log.append_plain(found, request.values)
+        return with_partition(broker, written), answer
+    broker, found, error = _verified(broker, found, request, request.base_sequence)
+    if error is ErrorCode.CONCURRENT_TRANSACTIONS:
+        error = ErrorCode.NOT_ENOUGH_REPLICAS  # what old clients try again
+    if error is not ErrorCode.NONE:
+        return broker, ProduceResponse(error)
+    written, answer = log.append(
+        found, request.producer_id, request.producer_epoch, request.base_sequence, request.values
+    )
+    return with_partition(broker, written), answer
+
+
+def _txn_offset_commit(broker: Broker, request: TxnOffsetCommit) -> tuple[Broker, ErrorResponse]:
+    found = partition(broker, offsets_partition(broker, request.group_id))
+    assert found is not None
+    broker, found, error = _verified(broker, found, request, -1)
+    if error is not ErrorCode.NONE:
+        return broker, ErrorResponse(error)
+    values = tuple((request.group_id, of_partition, offset) for of_partition, offset in request.offsets)
+    written, answer = log.append(found, request.producer_id, request.producer_epoch, -1, values, checks_sequence=False)
+    return with_partition(broker, written), ErrorResponse(answer.error_code)
+
+
+def _end_txn(broker: Broker, request: EndTxn) -> tuple[Broker, ErrorResponse]:
+    renewed, error = rules.end_txn(transaction(broker, request.transactional_id), request)
+    return (broker if renewed is None else with_transaction(broker, renewed)), ErrorResponse(error)
+
+
+def _describe_transactions(
+    broker: Broker, request: DescribeTransactions
+) -> tuple[Broker, DescribeTransactionsResponse]:
+    known = transaction(broker, request.transactional_id)
+    if known is None:
+        return broker, DescribeTransactionsResponse(ErrorCode.TRANSACTIONAL_ID_NOT_FOUND)
+    return broker, DescribeTransactionsResponse(
+        ErrorCode.NONE,
+        known.state,
+        known.producer_id,
+        known.producer_epoch,
+        known.timeout_ms,
+        known.start_ms,
+        known.partitions,
+    )
+
+
+def _list_transactions(broker: Broker, request: ListTransactions) -> tuple[Broker, ListTransactionsResponse]:
+    listed = tuple(
+        ListedTransaction(known.transactional_id, known.producer_id, known.state)
+        for known in broker.transactions
+        if (not request.state_filters or known.state in request.state_filters)
+        and (not request.producer_id_filters or known.producer_id in request.producer_id_filters)
+    )
+    return broker, ListTransactionsResponse(listed)
+
+
+def _describe_producers(broker: Broker, request: DescribeProducers) -> tuple[Broker, DescribeProducersResponse]:
+    found = partition(broker, request.partition)
+    if found is None:
+        return broker, DescribeProducersResponse(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+    return broker, log.describe_producers(found)
+
+
+def _list_offsets(broker: Broker, request: ListOffsets) -> tuple[Broker, ListOffsetsResponse]:
+    found = partition(broker, request.partition)
+    if found is None:
+        return broker, ListOffsetsResponse(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+    if request.timestamp != LATEST:
+        return broker, ListOffsetsResponse(ErrorCode.NONE, found.log_start)
+    committed = request.isolation_level == READ_COMMITTED
+    return broker, ListOffsetsResponse(ErrorCode.NONE, log.last_stable_offset(found) if committed else found.log_end)
+
+
+def _fetch(broker: Broker, request: Fetch) -> tuple[Broker, FetchResponse]:
+    found = partition(broker, request.partition)
+    if found is None:
+        return broker, FetchResponse(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+    return broker, log.fetch(found, request.fetch_offset, request.isolation_level)
+
+
+def _write_txn_markers(broker: Broker, request: WriteTxnMarkers) -> tuple[Broker, WriteTxnMarkersResponse]:
+    errors = []
+    for wanted in request.partitions:
+        found = partition(broker, wanted)
+        if found is None:
+            errors.append(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+            continue
+        written, error = log.append_marker(
+            found,
+            request.producer_id,
+            request.producer_epoch,
+            committed=request.committed,
+            coordinator_epoch=request.coordinator_epoch,
+        )
+        broker = with_partition(broker, written)
+        errors.append(error)
+    return broker, WriteTxnMarkersResponse(tuple(errors))
+
+
+def _offset_fetch(broker: Broker, request: OffsetFetch) -> tuple[Broker, OffsetFetchResponse]:
+    found = partition(broker, offsets_partition(broker, request.group_id))
+    assert found is not None
+    offset = -1
+    for group_id, of_partition, committed in cast(
+        "tuple[tuple[str, TopicPartition, int], ...]", log.committed_values(found)
+    ):
+        if (group_id, of_partition) == request:
+            offset = committed
+    return broker, OffsetFetchResponse(ErrorCode.NONE, offset)
+
+
+_HANDLERS: Final[dict[type, Callable[[Broker, Any], tuple[Broker, Any]]]] = {
+    InitProducerId: _init_producer_id,
+    AddPartitionsToTxn: _add_partitions,
+    AddOffsetsToTxn: _add_offsets,
+    TxnOffsetCommit: _txn_offset_commit,
+    Produce: _produce,
+    EndTxn: _end_txn,
+    DescribeTransactions: _describe_transactions,
+    ListTransactions: _list_transactions,
+    DescribeProducers: _describe_producers,
+    ListOffsets: _list_offsets,
+    Fetch: _fetch,
+    WriteTxnMarkers: _write_txn_markers,
+    OffsetFetch: _offset_fetch,
+}

@@ -1,0 +1,153 @@
+"""The transaction coordinator's rules for one transactional id, for clients without transactions of version 2.
+
+Functions from what is known of the id to what is known of it next, and the answer. They follow Kafka's
+``TransactionCoordinator`` and ``TransactionMetadata`` (4.3), and are held against a real broker by the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dualwrite.testing.simulator.requests import (
+    COMPLETE_ABORT,
+    COMPLETE_COMMIT,
+    EMPTY,
+    ONGOING,
+    PREPARE_ABORT,
+    PREPARE_COMMIT,
+    EndTxn,
+    ErrorCode,
+    InitProducerId,
+    InitProducerIdResponse,
+    TopicPartition,
+)
+
+_NO_EPOCH: Final = -1
+_LAST_EPOCH: Final = 2**15 - 2  # the last one is kept for fencing
+_PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
+
+
+class TransactionMetadata(NamedTuple):
+    """What the coordinator knows of one transactional id.
+
+    ``partitions`` are those whose marker is still to be written, once the transaction is prepared. ``last_producer_epoch``
+    is the epoch before an expected one was raised, by which a repeated ``InitProducerId`` is recognised.
+    """
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int = _NO_EPOCH
+    last_producer_epoch: int = _NO_EPOCH
+    previous_producer_id: int = -1
+    timeout_ms: int = 60_000
+    state: str = EMPTY
+    partitions: tuple[TopicPartition, ...] = ()
+    start_ms: int = -1
+
+
+def init_producer_id(
+    known: TransactionMetadata, request: InitProducerId, new_producer_id: int
+) -> tuple[TransactionMetadata, InitProducerIdResponse]:
+    """``InitProducerId`` for an id that is known, or was made a moment ago with the epoch -1.
+
+    What is ongoing is aborted *before* the expected epoch is compared, and answered with ``CONCURRENT_TRANSACTIONS``.
+
+    Args:
+        known: What is known of the id.
+        request: The request.
+        new_producer_id: The producer id to take where the epochs of the present one are exhausted.
+    """
+    expects = request.producer_id >= 0
+    if expects and not _is_expected_producer(known, request):
+        return known, InitProducerIdResponse(ErrorCode.PRODUCER_FENCED)
+    if known.state in _PREPARED:
+        return known, InitProducerIdResponse(ErrorCode.CONCURRENT_TRANSACTIONS)
+    if known.state == ONGOING:
+        return fence(known), InitProducerIdResponse(ErrorCode.CONCURRENT_TRANSACTIONS)
+    epoch = known.producer_epoch
+    renewed = known._replace(
+        state=EMPTY, partitions=(), start_ms=-1, timeout_ms=request.transaction_timeout_ms,
+        previous_producer_id=known.producer_id,
+    )  # fmt: skip
+    if epoch >= _LAST_EPOCH and (not expects or request.producer_epoch == epoch):
+        renewed = renewed._replace(
+            producer_id=new_producer_id, producer_epoch=0, last_producer_epoch=epoch if expects else _NO_EPOCH
+        )
+    elif not expects:
+        renewed = renewed._replace(producer_epoch=epoch + 1, last_producer_epoch=_NO_EPOCH)
+    elif epoch in {_NO_EPOCH, request.producer_epoch}:
+        renewed = renewed._replace(producer_epoch=epoch + 1, last_producer_epoch=epoch)
+    elif request.producer_epoch != known.last_producer_epoch:
+        return known, InitProducerIdResponse(ErrorCode.PRODUCER_FENCED)
+    return renewed, InitProducerIdResponse(ErrorCode.NONE, renewed.producer_id, renewed.producer_epoch)
+
+
+def _is_expected_producer(known: TransactionMetadata, request: InitProducerId) -> bool:
+    return (
+        known.producer_epoch == _NO_EPOCH
+        or request.producer_id == known.producer_id
+        or (request.producer_id == known.previous_producer_id and request.producer_epoch >= _LAST_EPOCH)
+    )
+
+
+def fence(known: TransactionMetadata) -> TransactionMetadata:
+    """Abort what is ongoing under a raised epoch: by ``InitProducerId``, by time-out, or by force."""
+    return known._replace(state=PREPARE_ABORT, producer_epoch=known.producer_epoch + 1, last_producer_epoch=_NO_EPOCH)
+
+
+def add_partitions(
+    known: TransactionMetadata | None,
+    producer_id: int,
+    producer_epoch: int,
+    partitions: tuple[TopicPartition, ...],
+    now_ms: int,
+) -> tuple[TransactionMetadata | None, ErrorCode]:
+    """``AddPartitionsToTxn`` from a client, and what ``AddOffsetsToTxn`` comes down to."""
+    if known is None or producer_id != known.producer_id:
+        return known, ErrorCode.INVALID_PRODUCER_ID_MAPPING
+    if producer_epoch != known.producer_epoch:
+        return known, ErrorCode.PRODUCER_FENCED
+    if known.state in _PREPARED:
+        return known, ErrorCode.CONCURRENT_TRANSACTIONS
+    added = tuple(sorted({*known.partitions, *partitions}))
+    start_ms = known.start_ms if known.state == ONGOING else now_ms
+    return known._replace(state=ONGOING, partitions=added, start_ms=start_ms), ErrorCode.NONE
+
+
+def verify_partition(
+    known: TransactionMetadata | None, producer_id: int, producer_epoch: int, partition: TopicPartition
+) -> ErrorCode:
+    """What the coordinator tells the leader of a partition before the first batch of a transaction is written there."""
+    if known is None or producer_id != known.producer_id:
+        return ErrorCode.INVALID_PRODUCER_ID_MAPPING
+    if producer_epoch != known.producer_epoch:
+        return ErrorCode.INVALID_PRODUCER_EPOCH
+    if known.state in _PREPARED:
+        return ErrorCode.CONCURRENT_TRANSACTIONS
+    return ErrorCode.NONE if partition in known.partitions else ErrorCode.INVALID_TXN_STATE
+
+
+def end_txn(known: TransactionMetadata | None, request: EndTxn) -> tuple[TransactionMetadata | None, ErrorCode]:
+    """``EndTxn``: the answer in every state."""
+    if known is None or request.producer_id != known.producer_id:
+        return known, ErrorCode.INVALID_PRODUCER_ID_MAPPING
+    if request.producer_epoch != known.producer_epoch:
+        return known, ErrorCode.PRODUCER_FENCED
+    if known.state == ONGOING:
+        return known._replace(state=PREPARE_COMMIT if request.committed else PREPARE_ABORT), ErrorCode.NONE
+    if known.state == (COMPLETE_COMMIT if request.committed else COMPLETE_ABORT):
+        return known, ErrorCode.NONE
+    if known.state == (PREPARE_COMMIT if request.committed else PREPARE_ABORT):
+        return known, ErrorCode.CONCURRENT_TRANSACTIONS
+    return known, ErrorCode.INVALID_TXN_STATE
+
+
+def marker_written(known: TransactionMetadata, partition: TopicPartition) -> TransactionMetadata:
+    """A prepared transaction's marker is in that partition; with the last one it is complete."""
+    left = tuple(other for other in known.partitions if other != partition)
+    if left:
+        return known._replace(partitions=left)
+    state = COMPLETE_COMMIT if known.state == PREPARE_COMMIT else COMPLETE_ABORT
+    return known._replace(
+        state=state, partitions=(), previous_producer_id=known.producer_id, last_producer_epoch=known.producer_epoch
+    )

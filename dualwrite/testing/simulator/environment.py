@@ -1,0 +1,156 @@
+"""What happens to the simulated broker without a request: markers, time, restarts, retention. See `broker` for the list."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dualwrite.testing.simulator import coordinator as rules
+from dualwrite.testing.simulator import partition as log
+from dualwrite.testing.simulator.requests import (
+    COMPLETE_ABORT,
+    COMPLETE_COMMIT,
+    EMPTY,
+    ONGOING,
+    PREPARE_ABORT,
+    PREPARE_COMMIT,
+    ErrorCode,
+    TopicPartition,
+)
+from dualwrite.testing.simulator.state import Broker, partition, transaction, with_partition, with_transaction
+
+_AT_REST: Final = frozenset({EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT})
+_PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
+
+
+def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition | None = None) -> Broker:
+    """Write the marker of a prepared transaction to one of its partitions; with the last one it is complete.
+
+    Does nothing where nothing is prepared, and where the partition refuses the marker: the coordinator then gives up until
+    it is started anew. A partition that does not exist any more needs none.
+
+    Args:
+        broker: The broker.
+        transactional_id: Whose transaction.
+        topic_partition: Which partition; the first of those that are left if not given.
+    """
+    known = transaction(broker, transactional_id)
+    if known is None or known.state not in _PREPARED:
+        return broker
+    wanted = known.partitions[0] if topic_partition is None else topic_partition
+    if wanted not in known.partitions:
+        return broker
+    found = partition(broker, wanted)
+    if found is not None:
+        written, error = log.append_marker(
+            found,
+            known.producer_id,
+            known.producer_epoch,
+            committed=known.state == PREPARE_COMMIT,
+            coordinator_epoch=broker.coordinator_epoch,
+        )
+        if error is not ErrorCode.NONE:
+            return broker
+        broker = with_partition(broker, written)
+    return with_transaction(broker, rules.marker_written(known, wanted))
+
+
+def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker:
+    """Write all markers that are to be written, of one id or of all."""
+    for known in broker.transactions:
+        if transactional_id in {None, known.transactional_id} and known.state in _PREPARED:
+            for wanted in known.partitions:
+                broker = write_marker(broker, known.transactional_id, wanted)
+    return broker
+
+
+def prepared_ids(broker: Broker) -> tuple[str, ...]:
+    """The ids that have markers to be written."""
+    return tuple(known.transactional_id for known in broker.transactions if known.state in _PREPARED)
+
+
+def ongoing_ids(broker: Broker) -> tuple[str, ...]:
+    """The ids that have a transaction open."""
+    return tuple(known.transactional_id for known in broker.transactions if known.state == ONGOING)
+
+
+def advance_clock(broker: Broker, by_ms: int) -> Broker:
+    """Time passes."""
+    return broker._replace(clock_ms=broker.clock_ms + by_ms)
+
+
+def overdue(broker: Broker) -> tuple[str, ...]:
+    """The ids whose open transaction has reached its timeout."""
+    return tuple(
+        known.transactional_id
+        for known in broker.transactions
+        if known.state == ONGOING and known.start_ms + known.timeout_ms < broker.clock_ms
+    )
+
+
+def time_out(broker: Broker, transactional_id: str) -> Broker:
+    """Abort the open transaction of an id under a raised epoch, as the broker does after its timeout."""
+    known = transaction(broker, transactional_id)
+    if known is None or known.state != ONGOING:
+        return broker
+    return with_transaction(broker, rules.fence(known))
+
+
+def expire_transactional_id(broker: Broker, transactional_id: str) -> Broker:
+    """Forget an id that is at rest. Whoever initialises it next gets another producer id."""
+    return broker._replace(
+        transactions=tuple(
+            known
+            for known in broker.transactions
+            if known.transactional_id != transactional_id or known.state not in _AT_REST
+        )
+    )
+
+
+def expire_producer(broker: Broker, topic_partition: TopicPartition, producer_id: int) -> Broker:
+    """Let a partition forget a producer that has nothing open there."""
+    found = partition(broker, topic_partition)
+    if found is None:
+        return broker
+    kept = tuple(entry for entry in found.producers if entry.producer_id != producer_id or entry.txn_start >= 0)
+    waiting = tuple(entry for entry in found.verifications if entry.producer_id != producer_id)
+    return with_partition(broker, found._replace(producers=kept, verifications=waiting))
+
+
+def restart(broker: Broker) -> Broker:
+    """Stop and start the broker. What it keeps in memory alone is forgotten; nothing acknowledged is."""
+    return broker._replace(
+        coordinator_epoch=broker.coordinator_epoch + 1,
+        transactions=tuple(known._replace(last_producer_epoch=-1) for known in broker.transactions),
+        partitions=tuple(
+            found._replace(
+                verifications=(),
+                producers=tuple(entry._replace(kept=entry.kept[-1:]) for entry in found.producers),
+            )
+            for found in broker.partitions
+        ),
+    )
+
+
+def delete_topic(broker: Broker, name: str) -> Broker:
+    """Delete a topic with all that is in it."""
+    kept = tuple(found for found in broker.partitions if found.topic_partition[0] != name)
+    return broker._replace(partitions=kept)
+
+
+def delete_records(broker: Broker, topic_partition: TopicPartition, before: int) -> Broker:
+    """Delete what lies before an offset, as retention and ``DeleteRecords`` do. Never beyond the end."""
+    found = partition(broker, topic_partition)
+    if found is None:
+        return broker
+    start = max(found.log_start, min(before, found.log_end))
+    kept = tuple(batch for batch in found.batches if batch.next_offset > start)
+    aborted = tuple(entry for entry in found.aborted if entry.last_offset >= start)
+    return with_partition(broker, found._replace(log_start=start, batches=kept, aborted=aborted))
+
+
+def truncate(broker: Broker, topic_partition: TopicPartition, to: int) -> Broker:
+    """Lose the end of a log from an offset on, as an unclean leader election does."""
+    found = partition(broker, topic_partition)
+    if found is None:
+        return broker
+    return with_partition(broker, log.truncated(found, to))

@@ -1,0 +1,314 @@
+"""Kafka's requests and answers as the simulated broker takes and gives them: small, immutable, hashable.
+
+Names and fields are those of Kafka's protocol, less what has no meaning here (throttling, authorisation, client ids).
+A request is about one transactional id or one partition where Kafka allows several; ``AddPartitionsToTxn`` is not.
+
+``ErrorCode`` holds the numbers of Kafka's protocol. Versions of ``AddPartitionsToTxn``, ``AddOffsetsToTxn``, ``EndTxn``
+below 2 and of ``InitProducerId`` below 4 say ``INVALID_PRODUCER_EPOCH`` where the newer ones, and so the simulator, say
+``PRODUCER_FENCED``; nothing else depends on the version, as long as it is one of a client that has no transactions of
+version 2 (``EndTxn`` up to 4, ``Produce`` up to 10, ``InitProducerId`` up to 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+TopicPartition = tuple[str, int]
+Marker = str
+
+EMPTY: Final = "Empty"
+ONGOING: Final = "Ongoing"
+PREPARE_COMMIT: Final = "PrepareCommit"
+PREPARE_ABORT: Final = "PrepareAbort"
+COMPLETE_COMMIT: Final = "CompleteCommit"
+COMPLETE_ABORT: Final = "CompleteAbort"
+
+COMMIT: Final[Marker] = "commit"
+ABORT: Final[Marker] = "abort"
+
+READ_UNCOMMITTED: Final = 0
+READ_COMMITTED: Final = 1
+LATEST: Final = -1
+EARLIEST: Final = -2
+
+
+class ErrorCode(IntEnum):
+    """The error codes of Kafka's protocol that the simulator answers with."""
+
+    __hash__ = int.__hash__  # Enum's own is Python code, and a search hashes millions
+
+    NONE = 0
+    OFFSET_OUT_OF_RANGE = 1
+    UNKNOWN_TOPIC_OR_PARTITION = 3
+    NOT_ENOUGH_REPLICAS = 19
+    OUT_OF_ORDER_SEQUENCE_NUMBER = 45
+    INVALID_PRODUCER_EPOCH = 47
+    INVALID_TXN_STATE = 48
+    INVALID_PRODUCER_ID_MAPPING = 49
+    INVALID_TRANSACTION_TIMEOUT = 50
+    CONCURRENT_TRANSACTIONS = 51
+    TRANSACTION_COORDINATOR_FENCED = 52
+    OPERATION_NOT_ATTEMPTED = 55
+    PRODUCER_FENCED = 90
+    TRANSACTIONAL_ID_NOT_FOUND = 105
+
+
+class InitProducerId(NamedTuple):
+    """Version up to 5: -1, -1 for a new producer, else the expected id and epoch."""
+
+    transactional_id: str
+    transaction_timeout_ms: int = 60_000
+    producer_id: int = -1
+    producer_epoch: int = -1
+
+
+class InitProducerIdResponse(NamedTuple):
+    """Id and epoch are -1 after an error."""
+
+    error_code: ErrorCode
+    producer_id: int = -1
+    producer_epoch: int = -1
+
+
+class AddPartitionsToTxn(NamedTuple):
+    """Version up to 3, as clients send it."""
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int
+    partitions: tuple[TopicPartition, ...]
+
+
+class AddPartitionsToTxnResponse(NamedTuple):
+    """One error code for each partition, in the order of the request."""
+
+    error_codes: tuple[ErrorCode, ...]
+
+
+class AddOffsetsToTxn(NamedTuple):
+    """Adds the partition of ``__consumer_offsets`` that belongs to the group."""
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int
+    group_id: str
+
+
+class TxnOffsetCommit(NamedTuple):
+    """``offsets``: for each partition the offset to commit for the group."""
+
+    transactional_id: str
+    group_id: str
+    producer_id: int
+    producer_epoch: int
+    offsets: tuple[tuple[TopicPartition, int], ...]
+
+
+class Produce(NamedTuple):
+    """One batch, acks=all. Without a transactional id and with producer id -1 it is a plain write."""
+
+    transactional_id: str | None
+    producer_id: int
+    producer_epoch: int
+    partition: TopicPartition
+    base_sequence: int
+    values: tuple[Hashable, ...]
+
+
+class ProduceResponse(NamedTuple):
+    """``base_offset``: the offset of the first record, also for a batch that was there already; -1 after an error."""
+
+    error_code: ErrorCode
+    base_offset: int = -1
+
+
+class EndTxn(NamedTuple):
+    """Version up to 4: the epoch stays what it is."""
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int
+    committed: bool
+
+
+class ErrorResponse(NamedTuple):
+    """The answer of requests that answer nothing else."""
+
+    error_code: ErrorCode
+
+
+class DescribeTransactions(NamedTuple):
+    """The coordinator's view of one id."""
+
+    transactional_id: str
+
+
+class DescribeTransactionsResponse(NamedTuple):
+    """``transaction_state`` is one of the words above, empty where the id is not known."""
+
+    error_code: ErrorCode
+    transaction_state: str = ""
+    producer_id: int = -1
+    producer_epoch: int = -1
+    transaction_timeout_ms: int = 0
+    transaction_start_time_ms: int = 0
+    partitions: tuple[TopicPartition, ...] = ()
+
+
+class ListTransactions(NamedTuple):
+    """Empty filters list everything."""
+
+    state_filters: frozenset[str] = frozenset()
+    producer_id_filters: frozenset[int] = frozenset()
+
+
+class ListedTransaction(NamedTuple):
+    """One entry of the list."""
+
+    transactional_id: str
+    producer_id: int
+    transaction_state: str
+
+
+class ListTransactionsResponse(NamedTuple):
+    """In order of the transactional id."""
+
+    transactions: tuple[ListedTransaction, ...]
+
+
+class DescribeProducers(NamedTuple):
+    """What the leader of a partition shows of its producers."""
+
+    partition: TopicPartition
+
+
+class ProducerView(NamedTuple):
+    """One producer of a partition. ``current_txn_start_offset`` is -1 where it has nothing open."""
+
+    producer_id: int
+    producer_epoch: int
+    last_sequence: int
+    coordinator_epoch: int
+    current_txn_start_offset: int
+
+
+class DescribeProducersResponse(NamedTuple):
+    """In order of the producer id."""
+
+    error_code: ErrorCode
+    active_producers: tuple[ProducerView, ...] = ()
+
+
+class ListOffsets(NamedTuple):
+    """``timestamp``: ``LATEST`` or ``EARLIEST``. At ``READ_COMMITTED`` the latest is the last stable offset."""
+
+    partition: TopicPartition
+    isolation_level: int = READ_UNCOMMITTED
+    timestamp: int = LATEST
+
+
+class ListOffsetsResponse(NamedTuple):
+    """``offset`` is -1 after an error."""
+
+    error_code: ErrorCode
+    offset: int = -1
+
+
+class Fetch(NamedTuple):
+    """Reads to the end, or to the last stable offset at ``READ_COMMITTED``."""
+
+    partition: TopicPartition
+    fetch_offset: int
+    isolation_level: int = READ_UNCOMMITTED
+
+
+class Batch(NamedTuple):
+    """One batch of a log. ``control`` is ``COMMIT`` or ``ABORT`` for a marker, which has one offset and no values."""
+
+    base_offset: int
+    next_offset: int
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int
+    values: tuple[Hashable, ...]
+    control: Marker = ""
+
+
+class AbortedTransaction(NamedTuple):
+    """An entry of the list by which a consumer leaves out what was aborted."""
+
+    producer_id: int
+    first_offset: int
+
+
+class FetchResponse(NamedTuple):
+    """``aborted_transactions`` is None at ``READ_UNCOMMITTED``."""
+
+    error_code: ErrorCode
+    high_watermark: int = -1
+    last_stable_offset: int = -1
+    log_start_offset: int = -1
+    aborted_transactions: tuple[AbortedTransaction, ...] | None = None
+    batches: tuple[Batch, ...] = ()
+
+
+class WriteTxnMarkers(NamedTuple):
+    """A marker written past the coordinator, as Kafka's ``kafka-transactions.sh abort`` does."""
+
+    producer_id: int
+    producer_epoch: int
+    committed: bool
+    partitions: tuple[TopicPartition, ...]
+    coordinator_epoch: int = 0
+
+
+class WriteTxnMarkersResponse(NamedTuple):
+    """One error code for each partition, in the order of the request."""
+
+    error_codes: tuple[ErrorCode, ...]
+
+
+class OffsetFetch(NamedTuple):
+    """The committed offset of one partition of a group, not those of open transactions."""
+
+    group_id: str
+    partition: TopicPartition
+
+
+class OffsetFetchResponse(NamedTuple):
+    """``committed_offset`` is -1 where there is none."""
+
+    error_code: ErrorCode
+    committed_offset: int = -1
+
+
+Request = (
+    InitProducerId
+    | AddPartitionsToTxn
+    | AddOffsetsToTxn
+    | TxnOffsetCommit
+    | Produce
+    | EndTxn
+    | DescribeTransactions
+    | ListTransactions
+    | DescribeProducers
+    | ListOffsets
+    | Fetch
+    | WriteTxnMarkers
+    | OffsetFetch
+)
+Response = (
+    InitProducerIdResponse
+    | AddPartitionsToTxnResponse
+    | ProduceResponse
+    | ErrorResponse
+    | DescribeTransactionsResponse
+    | ListTransactionsResponse
+    | DescribeProducersResponse
+    | ListOffsetsResponse
+    | FetchResponse
+    | WriteTxnMarkersResponse
+    | OffsetFetchResponse
+)
