@@ -11,6 +11,7 @@ proxy could not run otherwise.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from typing import TYPE_CHECKING, Generic
 
@@ -46,17 +47,15 @@ class Proxy(Generic[RequestT]):
         self._requests: list[RequestT] = []
         self._connections: dict[Connection[RequestT], asyncio.Task[None]] = {}
         self._failures: list[Exception] = []
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
 
     def __enter__(self) -> Self:
+        self._listener = socket.create_server((LOOPBACK, self._asked_port), backlog=128)
+        self._listener.setblocking(False)
         self._running = asyncio.new_event_loop()
+        self._running.add_reader(self._listener, self._accept, self._listener)
         self._thread = threading.Thread(target=self._running.run_forever, name="dualwrite-proxy", daemon=True)
         self._thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        except BaseException:
-            self._end_loop()
-            raise
         return self
 
     def __exit__(
@@ -66,15 +65,12 @@ class Proxy(Generic[RequestT]):
         traceback: TracebackType | None,
     ) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._end_loop()
-        if self._failures and exc is None:
-            raise self._failures[0]
-
-    def _end_loop(self) -> None:
         loop, self._running = self._loop, None
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()
         loop.close()
+        if self._failures and exc is None:
+            raise self._failures[0]
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -82,32 +78,37 @@ class Proxy(Generic[RequestT]):
             raise IllegalStateError("a proxy works only inside its with block")
         return self._running
 
-    async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._accept, LOOPBACK, self._asked_port)
+    # Not asyncio's own server: what that has accepted when it is closed stays open, and nobody can reach it.
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone before we came
+            return
+        connection = Connection(self._codec(), client, self._rule_for)
+        self._connections[connection] = asyncio.ensure_future(self._serve(connection))
 
     async def _close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        self._server = None
-        # Also those that were accepted a moment ago, and whose connection nobody has noted yet.
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # a transport that was aborted closes its socket in the loop's next round
+        assert self._listener is not None
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        for serving in self._connections.values():
+            serving.cancel()
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+        # A task that was cancelled has closed nothing, and one that was cancelled early did not know what to close.
+        for connection, serving in self._connections.items():
+            connection.abort()
+            await connection.closed()
+            if not serving.cancelled() and isinstance(error := serving.exception(), Exception):
+                self._failures.append(error)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connection = Connection(self._codec(), reader, writer, self._rule_for)
-        self._connections[connection] = task
+    async def _serve(self, connection: Connection[RequestT]) -> None:
         try:
             await connection.serve(self._upstream_port)
-        except asyncio.CancelledError:
-            connection.reset_client()
         finally:
             self._failures += connection.failures  # raised when the with block ends
-            del self._connections[connection]
+        del self._connections[connection]
 
     @property
     def port(self) -> int:
@@ -116,9 +117,9 @@ class Proxy(Generic[RequestT]):
         Raises:
             IllegalStateError: Outside the with block.
         """
-        if self._server is None:
+        if self._listener is None:
             raise IllegalStateError("a proxy works only inside its with block")
-        number: int = self._server.sockets[0].getsockname()[1]
+        number: int = self._listener.getsockname()[1]
         return number
 
     @property

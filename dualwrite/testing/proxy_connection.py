@@ -27,23 +27,22 @@ class Connection(Generic[RequestT]):
 
     Args:
         codec: Cuts the streams.
-        reader: From the client.
-        writer: To the client.
+        client: The client's socket, connected.
         rule_for: Finds the rule that takes a unit.
     """
 
     def __init__(
         self,
         codec: Codec[RequestT],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        client: socket.socket,
         rule_for: Callable[[Unit[RequestT], Connection[RequestT]], Rule[RequestT] | None],
     ) -> None:
         self.failures: list[Exception] = []
         """What went wrong in the proxy itself, once `serve` has ended."""
         self._codec = codec
-        self._client_reader = reader
-        self._client = writer
+        self._socket = client
+        self._client: asyncio.StreamWriter | None = None
+        self._server: asyncio.StreamWriter | None = None
         self._rule_for = rule_for
         self._unanswered: dict[int, Rule[RequestT]] = {}
         self._copies: set[int] = set()
@@ -52,45 +51,64 @@ class Connection(Generic[RequestT]):
         self._less_is_owed = asyncio.Event()
 
     async def serve(self, upstream_port: int) -> None:
-        """Forward until the server has gone, or the client has and nothing is owed any more."""
+        """Forward until the server has gone, or the client has and nothing is owed any more.
+
+        When it has failed or was cancelled, `abort` and `closed` are still to be called.
+        """
         try:
+            client_reader, self._client = await asyncio.open_connection(sock=self._socket)
             server_reader, self._server = await asyncio.open_connection(LOOPBACK, upstream_port)
         except OSError:  # the server is down: the client is to see just that
-            self.reset_client()
+            self.abort()
+            await self.closed()
             return
-        requests = asyncio.ensure_future(self._forward_requests())
+        requests = asyncio.ensure_future(self._forward_requests(client_reader, self._client))
         answers = asyncio.ensure_future(self._forward_answers(server_reader))
+        owed: asyncio.Future[None] | None = None
         try:
             await asyncio.wait({requests, answers}, return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
                 owed = asyncio.ensure_future(self._until_nothing_is_owed())
                 await asyncio.wait({owed, answers}, return_when=asyncio.FIRST_COMPLETED)
-                owed.cancel()
-        except asyncio.CancelledError:  # the proxy closes, and does not wait for a client that does not read
-            self.reset_client()
-            raise
         finally:
-            tasks = (requests, answers, *self._later)
+            tasks = [task for task in (requests, answers, owed, *self._later) if task is not None]
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             self.failures = [result for result in results if isinstance(result, Exception)]
+        self._server.transport.abort()
+        self._client.close()
+        await self.closed()
+
+    def abort(self) -> None:
+        """Reset the client's connection and drop the server's; not while `serve` runs."""
+        self.reset_client()
+        if self._client is None:
+            self._socket.close()
+        if self._server is not None:
             self._server.transport.abort()
-            self._client.close()
-            await asyncio.gather(self._server.wait_closed(), self._client.wait_closed(), return_exceptions=True)
+
+    async def closed(self) -> None:
+        """Wait until the sockets of both connections, which somebody has closed or aborted, are closed."""
+        writers = [writer for writer in (self._client, self._server) if writer is not None]
+        await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
     def reset_client(self) -> None:
         """Reset the client's connection: an RST, not an orderly end."""
-        transport = self._client.transport
-        if not transport.is_closing():
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        transport.abort()
+        if self._socket.fileno() < 0:
+            return
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if self._client is not None:
+            self._client.transport.abort()
+        else:  # asyncio is about to take the socket over, and would stumble over one that is closed
+            with contextlib.suppress(OSError):  # the client was quicker
+                self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def _forward_requests(self) -> None:
+    async def _forward_requests(self, client_reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         with contextlib.suppress(*GONE):
-            await self._send(await self._codec.opening(self._client_reader, self._client))
+            await self._send(await self._codec.opening(client_reader, client))
             while True:
-                unit = await self._codec.next_request(self._client_reader)
+                unit = await self._codec.next_request(client_reader)
                 rule = self._rule_for(unit, self)
                 if rule is None:
                     await self._send(unit.data)
@@ -128,6 +146,7 @@ class Connection(Generic[RequestT]):
         self._less_is_owed.set()
 
     async def _send(self, data: bytes) -> None:
+        assert self._server is not None
         self._server.write(data)
         await self._server.drain()
 
@@ -161,6 +180,7 @@ class Connection(Generic[RequestT]):
         self._less_is_owed.set()
 
     async def _hand_over(self, data: bytes) -> None:
+        assert self._client is not None
         with contextlib.suppress(ConnectionError):  # the client has gone; later answers may still be waited for
             self._client.write(data)
             await self._client.drain()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import select
+import socket
 from contextlib import closing
 from threading import Thread
 
@@ -191,6 +194,21 @@ def test_after_a_cut_clients_come_back(proxy):
     admin.list_topics(timeout=10)
     # A new connection begins with ApiVersions.
     assert 18 in [request.api_key for request in proxy.requests[before:]]
+
+
+@pytest.mark.parametrize("leaving", ["before the proxy closes", "after it has closed"])
+def test_nothing_stays_open_whatever_moment_the_proxy_closes_at(dualwrite_kafka, leaving):
+    """Each connection may be just accepted, half made, or about to end: a socket left open is a ResourceWarning."""
+    for count in range(1, 120):
+        with KafkaProxy(dualwrite_kafka) as proxy:
+            clients = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(1 + count % 4)]
+            select.select(clients, [], [], count % 30 / 10_000)  # so long that the moment differs
+            if leaving == "before the proxy closes":
+                for client in clients:
+                    client.close()
+        for client in clients:
+            client.close()
+    gc.collect()
 
 
 def test_the_proxy_outlives_a_killed_broker():
