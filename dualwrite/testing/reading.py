@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AT_ONCE = 10_000
+_ANSWER_S = 10.0
+"""What a broker is given to answer one question, also at the very end of the time: no answer would say nothing."""
 
 
 class Record(NamedTuple):
@@ -85,7 +87,7 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
 
 
 def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) -> dict[int, int]:
-    metadata = admin.list_topics(topic, timeout=max(0.1, deadline.remaining_s())).topics[topic]
+    metadata = admin.list_topics(topic, timeout=max(_ANSWER_S, deadline.remaining_s())).topics[topic]
     if metadata.error is not None:
         raise KafkaException(metadata.error)
     partitions = sorted(metadata.partitions)
@@ -105,6 +107,6 @@ def _ends(
     admin: AdminClient, topic: str, partitions: list[int], isolation: IsolationLevel, deadline: Deadline
 ) -> dict[int, int]:
     asked = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in partitions}
-    timeout_s = max(0.1, deadline.remaining_s())
+    timeout_s = max(_ANSWER_S, deadline.remaining_s())
     answers = admin.list_offsets(asked, isolation_level=isolation, request_timeout=timeout_s)
-    return {where.partition: answer.result(timeout_s).offset for where, answer in answers.items()}
+    return {where.partition: answer.result().offset for where, answer in answers.items()}
