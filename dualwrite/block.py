@@ -66,4 +66,4 @@ def dual_write(
             # Neither the connection nor the producer may be used again before the id is claimed anew, which waits for
             # the old backend and settles.
             lane.discard()
-            connection.invalidate()
+            ground.store.discard(connection)

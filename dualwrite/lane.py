@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,37 @@ logger = logging.getLogger(__name__)
 def lane_id(name: str, number: int) -> str:
     """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
     return name if number == 0 else f"{name}#{number}"
+
+
+def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
+    """Claim and settle the first lane, then every other that has a row: from then on the former owner can add none.
+
+    Args:
+        ground: The servers.
+        name: The writer's transactional id.
+        count: How many lanes there are to be at least.
+        deadline: Bounds the whole.
+
+    Returns:
+        The rows by id, claimed and settled.
+
+    Raises:
+        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim goes on.
+        ConfigurationError, Fenced, Unavailable: As claiming and settling.
+    """
+    rows = {row.transactional_id: row for row in claim_rows(ground, [name], deadline)}
+    others = [
+        row.transactional_id
+        for row in ground.store.find(f"{name}#")
+        if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(name) + 1 :])
+    ]
+    if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
+        guard = (name, rows[name].incarnation)
+        rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
+    report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+    failpoints.hit("claim.settled")
+    report.raise_losses()
+    return rows
 
 
 class Lane:

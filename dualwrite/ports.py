@@ -217,6 +217,8 @@ class StateStore(Protocol):
         """Begin the database transaction of a dual write on the caller's connection.
 
         On SQLite it takes the write lock. On PostgreSQL nothing is sent yet: the snapshot begins with the next statement.
+        Until :meth:`commit`, :meth:`rollback` or :meth:`discard` a COMMIT of anybody else's on this connection is refused,
+        and rolls back.
 
         Raises:
             IllegalStateError: The connection is already in a transaction, or closed. It is left as it is.
@@ -291,4 +293,8 @@ class StateStore(Protocol):
 
     def rollback(self, connection: Connection) -> None:
         """Roll back what the connection has open, if anything. Never raises: a dead connection is thrown away."""
+        ...
+
+    def discard(self, connection: Connection) -> None:
+        """Throw the connection away, whatever it has open: nobody may go on with it. Never raises."""
         ...

@@ -12,8 +12,9 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from sqlalchemy import Engine, create_engine
 
@@ -24,7 +25,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import lane_id
 from dualwrite.observations import TransactionStatus
-from dualwrite.ports import StateRow
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.settling import Loss, SettleReport, Unsettled, inspect, settle
 from dualwrite.stores.schema import check_schema
@@ -147,38 +148,73 @@ def recover(
 
     Source: KIP-939, "recovery recipe".
     """
-    deadline = Deadline(timeout_s)
-    report = RecoveryReport()
     with _connected(engine, schema) as store:
-        rows = _select(store, transactional_id, prefix)
-        with _coordinator(kafka) as coordinator:
-            found = _inspect(rows, coordinator, deadline)
-            raise_to = _known_incarnations(rows, coordinator, deadline) if after_restore else {}
-        for item in found:
-            if item.needs_recovery and (item.open_for_s is None or item.open_for_s >= open_for_s):
-                report.planned.append(item)
-            elif item.needs_recovery:
-                report.skipped.append(item.row.transactional_id)
-        on_planned(report.planned)
-        if dry_run:
-            return report
-        ids = sorted({item.row.transactional_id for item in report.planned} | raise_to.keys())
-        batches = [ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH)]
+        return recover_rows(
+            partial(_select, store, transactional_id, prefix),
+            store=store,
+            connect=partial(_coordinator, kafka),
+            open_for_s=open_for_s,
+            dry_run=dry_run,
+            after_restore=after_restore,
+            deadline=Deadline(timeout_s),
+            owner=owner or default_owner(),
+            on_settled=on_settled,
+            on_planned=on_planned,
+        )
 
-        def settle_batch(batch: Sequence[str]) -> SettleReport:
-            with _coordinator(kafka) as own:
-                ground = Ground(own, store, owner or default_owner())
-                claimed = claim_rows(
-                    ground, batch, deadline, raise_to={key: raise_to[key] for key in batch if key in raise_to}
-                )
-                return settle(claimed, coordinator=own, store=store, deadline=deadline, on_settled=on_settled)
 
-        with ThreadPoolExecutor(_WORKERS) as threads:
-            for batch, done in zip(batches, threads.map(settle_batch, batches), strict=True):
-                report.settled.extend(batch)
-                report.rolled_forward.extend(done.rolled_forward)
-                report.losses.extend(done.losses)
+def recover_rows(
+    select: Callable[[], Sequence[StateRow]],
+    *,
+    store: StateStore,
+    connect: Callable[[], AbstractContextManager[TransactionCoordinator]],
+    open_for_s: float = 0.0,
+    dry_run: bool = False,
+    after_restore: bool = False,
+    deadline: Deadline,
+    owner: str,
+    on_settled: Callable[[str], None] = lambda _: None,
+    on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
+) -> RecoveryReport:
+    """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens."""
+    report = RecoveryReport()
+    rows = select()
+    with connect() as coordinator:
+        found = _inspect(rows, coordinator, deadline)
+        raise_to = _known_incarnations(rows, coordinator, deadline) if after_restore else {}
+    for item in found:
+        if item.needs_recovery and (item.open_for_s is None or item.open_for_s >= open_for_s):
+            report.planned.append(item)
+        elif item.needs_recovery:
+            report.skipped.append(item.row.transactional_id)
+    on_planned(report.planned)
+    if dry_run:
+        return report
+    ids = sorted({item.row.transactional_id for item in report.planned} | raise_to.keys())
+    batches = [ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH)]
+
+    def settle_batch(batch: Sequence[str]) -> SettleReport:
+        with connect() as own:
+            ground = Ground(own, store, owner)
+            claimed = claim_rows(
+                ground, batch, deadline, raise_to={key: raise_to[key] for key in batch if key in raise_to}
+            )
+            return settle(claimed, coordinator=own, store=store, deadline=deadline, on_settled=on_settled)
+
+    for batch, done in zip(batches, _each(settle_batch, batches), strict=True):
+        report.settled.extend(batch)
+        report.rolled_forward.extend(done.rolled_forward)
+        report.losses.extend(done.losses)
     return report
+
+
+def _each(
+    settle_batch: Callable[[Sequence[str]], SettleReport], batches: Sequence[Sequence[str]]
+) -> Iterable[SettleReport]:
+    if len(batches) <= 1:  # most recoveries, and they need no threads
+        return [settle_batch(batch) for batch in batches]
+    with ThreadPoolExecutor(_WORKERS) as threads:
+        return list(threads.map(settle_batch, batches))
 
 
 def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
@@ -189,7 +225,7 @@ def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | No
     return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 
-def _inspect(rows: Sequence[StateRow], coordinator: KafkaCoordinator, deadline: Deadline) -> list[IdStatus]:
+def _inspect(rows: Sequence[StateRow], coordinator: TransactionCoordinator, deadline: Deadline) -> list[IdStatus]:
     check_cluster(rows, coordinator.cluster_id(deadline))
     return [_describe(item, step) for item, step in inspect(rows, coordinator=coordinator, deadline=deadline)]
 
@@ -226,7 +262,9 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
 _MATTERS = frozenset({SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT})
 
 
-def _known_incarnations(rows: Iterable[StateRow], coordinator: KafkaCoordinator, deadline: Deadline) -> dict[str, int]:
+def _known_incarnations(
+    rows: Iterable[StateRow], coordinator: TransactionCoordinator, deadline: Deadline
+) -> dict[str, int]:
     """For each id that Kafka knows newer incarnations of than the database, the first number above them all."""
     result = {}
     for row in rows:

@@ -7,12 +7,11 @@ each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
 from dualwrite.observations import EndAnswer, Outcome
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
@@ -198,7 +197,7 @@ class _Settling:
             item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
 
     def _wait(self, items: list[Unsettled]) -> None:
-        time.sleep(min(self._wait_s, self._deadline.remaining_s()))
+        pause(min(self._wait_s, self._deadline.remaining_s()))
         self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
         for item in items:
             item.known = replace(item.known, view=None)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from dualwrite import failpoints
@@ -15,7 +14,6 @@ from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
-    IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
@@ -62,7 +60,6 @@ class Transaction:
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
         self._session: Session | None = None
         self._produced = False
-        self._refuses_commit = False
         self._database_transaction: str | None = None
         self.prepared: PreparedTxnState | None = None
 
@@ -203,8 +200,6 @@ class Transaction:
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             self._machine.apply(WriteEvent.CHECK)
-            event.listen(self._connection, "commit", self._refuse_commit)
-            self._refuses_commit = True
             failpoints.hit("write.checked")
         except BaseException:
             self.abort()
@@ -226,7 +221,6 @@ class Transaction:
         try:
             state = self._prepare()
             self._record(state)
-            self._stop_refusing_commit()
         except Unavailable as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -329,7 +323,6 @@ class Transaction:
         if self._machine.state is WriteState.ABORTED:
             return
         failpoints.hit("write.before_abort")
-        self._stop_refusing_commit()
         self._ground.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")
         if self._produced:
@@ -342,23 +335,8 @@ class Transaction:
 
     def release(self) -> None:
         """Let go of the session, once the block has ended. Its objects stay readable."""
-        self._stop_refusing_commit()
         if self._session is not None:
             self._session.close()
-
-    def _refuse_commit(self, connection: Connection) -> None:
-        # Here and now: once a commit has failed, SQLAlchemy sends no ROLLBACK for that transaction any more.
-        connection.connection.rollback()
-        raise IllegalStateError(
-            "the connection was committed inside the block",
-            transactional_id=self.transactional_id,
-            next_step="the dual write commits when the block ends: remove the commit()",
-        )
-
-    def _stop_refusing_commit(self) -> None:
-        if self._refuses_commit:
-            self._refuses_commit = False
-            event.remove(self._connection, "commit", self._refuse_commit)
 
     def _fenced(self, found: int | None) -> Fenced:
         shown = "no longer names" if found is None else f"names incarnation {found} instead of"

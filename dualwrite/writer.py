@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -17,16 +16,14 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, create_engine, exc
 from sqlalchemy.orm import Session
 
-from dualwrite import failpoints
 from dualwrite.block import dual_write, session_of_block
-from dualwrite.claiming import Ground, claim_rows, default_owner
+from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane, lane_id
-from dualwrite.settling import settle
+from dualwrite.lane import Lane, claim_lanes, lane_id
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
@@ -148,21 +145,9 @@ class DualWriter:
         self._recorder.start()
 
     def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
-        """Claim the first lane, then every other that has a row: from then on the former owner can add none."""
-        rows = {row.transactional_id: row for row in claim_rows(ground, [self.transactional_id], deadline)}
-        others = [
-            row.transactional_id
-            for row in ground.store.find(f"{self.transactional_id}#")
-            if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(self.transactional_id) + 1 :])
-        ]
-        wanted = [lane_id(self.transactional_id, n) for n in range(min(_LANES_FROM_THE_START, self._max_lanes))]
-        if more := sorted({*others, *wanted[1:]}):
-            guard = (self.transactional_id, rows[self.transactional_id].incarnation)
-            rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
-        report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
-        failpoints.hit("claim.settled")
-        report.raise_losses()
-        lanes = [self._new_lane(ground, number) for number in range(len(wanted))]
+        count = min(_LANES_FROM_THE_START, self._max_lanes)
+        rows = claim_lanes(ground, self.transactional_id, count, deadline)
+        lanes = [self._new_lane(ground, number) for number in range(count)]
         for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
         try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import Fenced, TransactionAborted
 from dualwrite.kafka.deliveries import Deliveries
 from dualwrite.observations import TransactionStatus, TransactionView
@@ -113,14 +112,14 @@ class _TopicIds:
         self._newest: dict[tuple[str, int], int] = {}
 
     def of(self, offsets: Mapping[tuple[str, int], int], deadline: Deadline) -> Mapping[str, str | None]:
-        now_s = time.monotonic()
+        now = now_s()
         for (topic, partition), first in offsets.items():
             if first <= self._newest.get((topic, partition), -1):
                 self._known.pop(topic, None)
             self._newest[(topic, partition)] = first
         topics = {topic for topic, _ in offsets}
-        stale = [topic for topic in topics if now_s > self._known.get(topic, (None, 0.0))[1]]
+        stale = [topic for topic in topics if now > self._known.get(topic, (None, 0.0))[1]]
         if stale:
             ids = self._coordinator.topic_ids(stale, deadline)
-            self._known.update({topic: (ids.get(topic), now_s + _TOPIC_ID_LIFE_S) for topic in stale})
+            self._known.update({topic: (ids.get(topic), now + _TOPIC_ID_LIFE_S) for topic in stale})
         return {topic: self._known[topic][0] for topic in topics}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from dualwrite.deadline import Deadline, now_s
 from dualwrite.kafka.bounded_call import BoundedCaller, NoAnswer
 from dualwrite.kafka.config import KafkaConfig, Setting
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
-
-    from dualwrite.deadline import Deadline
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
@@ -107,9 +105,9 @@ class Handle:
             NoAnswer: The deadline came first: the instance must be thrown away.
         """
         raw, left_s = self.raw, deadline.remaining_s()
-        began = time.monotonic()
+        began = now_s()
         self._caller.call(lambda: function(raw, left_s), deadline)
-        return time.monotonic() - began
+        return now_s() - began
 
     def close(self) -> None:
         """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.
@@ -137,3 +135,7 @@ class Handle:
         self._log.warning("%s (%s)", error.str(), error.name())
         if callable(self._users_error_cb):
             self._users_error_cb(error)
+
+
+MakeHandle = Callable[[Mapping[str, object], str, Deadline], Handle]
+"""Makes a handle of settings, a transactional id and a deadline, as :class:`Handle` itself does."""

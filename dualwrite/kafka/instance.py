@@ -7,13 +7,12 @@ doubtful, also where the call itself has answered success.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import (
     CompletionPending,
     DualWriteError,
@@ -25,7 +24,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.bounded_call import NoAnswer
 from dualwrite.kafka.deliveries import Deliveries, DeliveryCallback
 from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
-from dualwrite.kafka.handle import Handle, IdLogger
+from dualwrite.kafka.handle import Handle, IdLogger, MakeHandle
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
@@ -66,11 +65,20 @@ class ProducerInstance:
     Args:
         transactional_id: Kafka's ``transactional.id``.
         evidence: Makes the prepared states.
+        make_handle: Makes the librdkafka instance.
         bulk: Whether only failures are reported by message.
         silent_retry_after_s: A call that took longer may have been sent twice.
     """
 
-    def __init__(self, transactional_id: str, evidence: Evidence, *, bulk: bool, silent_retry_after_s: float) -> None:
+    def __init__(
+        self,
+        transactional_id: str,
+        evidence: Evidence,
+        make_handle: MakeHandle,
+        *,
+        bulk: bool,
+        silent_retry_after_s: float,
+    ) -> None:
         self.machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
         self.log = IdLogger(transactional_id)
         self.transaction = _Transaction()
@@ -78,6 +86,7 @@ class ProducerInstance:
         self._evidence = evidence
         self._bulk = bulk
         self._silent_retry_after_s = silent_retry_after_s
+        self._make_handle = make_handle
         self._handle: Handle | None = None
 
     def check(self, event: ProducerEvent) -> None:
@@ -98,7 +107,7 @@ class ProducerInstance:
     def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
         """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
         try:
-            self._handle = Handle(settings, self._id, deadline)
+            self._handle = self._make_handle(settings, self._id, deadline)
         except NoAnswer:
             self._raise(self._no_answer(Phase.CREATE))
         except KafkaException as error:
@@ -137,7 +146,7 @@ class ProducerInstance:
         deliveries = transaction.deliveries
         report = deliveries.report if on_delivery is None else deliveries.reporting_to(on_delivery)
         if transaction.first_write_at is None:
-            transaction.first_write_at = time.monotonic()
+            transaction.first_write_at = now_s()
         message = (topic, value, key, partition, report, report, timestamp_ms, headers)
         try:
             self._raw.produce(*message)
@@ -160,7 +169,7 @@ class ProducerInstance:
         transaction = self.transaction
         deliveries, report, produce = transaction.deliveries, transaction.deliveries.report, self._raw.produce
         if transaction.first_write_at is None:
-            transaction.first_write_at = time.monotonic()
+            transaction.first_write_at = now_s()
         for value, key in zip(values, keys, strict=True):
             try:
                 produce(topic, value, key, -1, report, report)
@@ -219,7 +228,7 @@ class ProducerInstance:
         """Commit consumed offsets as a part of the transaction."""
         transaction = self.transaction
         if transaction.first_write_at is None:
-            transaction.first_write_at = time.monotonic()
+            transaction.first_write_at = now_s()
         took_s = self._call(
             Phase.SEND_OFFSETS,
             lambda producer, left_s: producer.send_offsets_to_transaction(list(offsets), group_metadata, left_s),
@@ -272,7 +281,7 @@ class ProducerInstance:
     def begun_for_s(self) -> float:
         """Seconds since the first write of this transaction; 0 if there is none."""
         first = self.transaction.first_write_at
-        return 0.0 if first is None else time.monotonic() - first
+        return 0.0 if first is None else now_s() - first
 
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit what is prepared."""

@@ -6,10 +6,9 @@ transaction is left alone, and ended by ``EndTxn`` with the producer id and epoc
 
 from __future__ import annotations
 
-import time
 from enum import Enum
 
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
@@ -182,7 +181,7 @@ class KeptTransaction:
     def _wait(self, wait_s: float, deadline: Deadline, what: str) -> float:
         if deadline.expired:
             raise Unavailable(what, transactional_id=self._kafka_id)
-        time.sleep(min(wait_s, deadline.remaining_s()))
+        pause(min(wait_s, deadline.remaining_s()))
         return min(2 * wait_s, _LONGEST_WAIT_S)
 
 

@@ -26,7 +26,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.deliveries import DeliveryCallback
 from dualwrite.kafka.evidence import Evidence
 from dualwrite.kafka.forks import ForkGuard
-from dualwrite.kafka.handle import producer_settings
+from dualwrite.kafka.handle import Handle, MakeHandle, producer_settings
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.kept import Completion, KeptTransaction
 from dualwrite.kafka.transaction_timeout import agree_on_transaction_timeout_ms
@@ -55,6 +55,7 @@ class TransactionalProducer:
         call_timeout_s: How long each call may take.
         bulk: For many messages in a transaction: only failures are reported by message, and ``prepare_transaction`` asks the
             partitions for the first offsets. ``on_delivery`` is not offered then.
+        make_handle: Makes the librdkafka instance; for simulators.
 
     Raises:
         ConfigurationError: A setting is missing, unknown or unsafe.
@@ -70,6 +71,7 @@ class TransactionalProducer:
         transaction_timeout_ms: int | None = None,
         call_timeout_s: float = 30.0,
         bulk: bool = False,
+        make_handle: MakeHandle = Handle,
     ) -> None:
         if not transactional_id:
             raise ConfigurationError("the transactional id is empty")
@@ -84,8 +86,9 @@ class TransactionalProducer:
         self._bulk = bulk
         self._evidence = Evidence(self._coordinator, transactional_id, incarnation)
         self._kept = KeptTransaction(self._coordinator, transactional_id)
+        retry_s = self._config.silent_retry_after_s
         self._instance = ProducerInstance(
-            transactional_id, self._evidence, bulk=bulk, silent_retry_after_s=self._config.silent_retry_after_s
+            transactional_id, self._evidence, make_handle, bulk=bulk, silent_retry_after_s=retry_s
         )
         self._fork_guard = ForkGuard(transactional_id)
 
@@ -213,7 +216,7 @@ class TransactionalProducer:
             value=value,
             key=key,
             partition=-1 if partition is None else partition,
-            headers=headers if headers is None or isinstance(headers, (dict, list)) else _plain(headers),
+            headers=None if headers is None else dict(headers) if isinstance(headers, Mapping) else list(headers),
             timestamp_ms=timestamp_ms or 0,
             on_delivery=on_delivery,
             timeout_s=self._call_timeout_s,
@@ -394,7 +397,3 @@ class TransactionalProducer:
     def _check(self, event: ProducerEvent) -> None:
         self._fork_guard.check()
         self._instance.check(event)
-
-
-def _plain(headers: Headers) -> dict[str, str | bytes | None] | list[tuple[str, str | bytes | None]]:
-    return dict(headers) if isinstance(headers, Mapping) else list(headers)

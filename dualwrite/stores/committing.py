@@ -1,13 +1,13 @@
-"""COMMIT with the truth about its outcome, and ROLLBACK of whatever is left of a connection."""
+"""COMMIT with the truth about its outcome, and ROLLBACK of whatever is left of a connection. Nobody else's COMMIT."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 
-from dualwrite.errors import TransactionAborted, TransactionInDoubt
+from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
 from dualwrite.stores.dialect import Dialect, Standing
 from dualwrite.stores.failures import Meaning, driver_words, meaning_of
 
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
+
+
+def refuse_commits(connection: Connection) -> None:
+    """Refuse every COMMIT of the connection's transaction until :func:`commit` or :func:`rollback`."""
+    event.listen(connection, "commit", _refuse)
+
+
+def _refuse(connection: Connection) -> None:
+    _roll_back_driver(connection.connection.dbapi_connection)  # now: work may go on, and must not join what is refused
+    raise IllegalStateError(
+        "the connection was committed inside the block",
+        next_step="the dual write commits when the block ends: remove the commit()",
+    )
+
+
+def _stop_refusing(connection: Connection) -> None:
+    if event.contains(connection, "commit", _refuse):
+        event.remove(connection, "commit", _refuse)
 
 
 def commit(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
@@ -33,6 +51,7 @@ def commit(connection: Connection, dialect: Dialect, transactional_id: str | Non
         TransactionInDoubt: It may have been committed, or may yet be: the answer is missing. Also for an interruption of
             any kind (``KeyboardInterrupt``) while the answer was awaited. The connection was thrown away.
     """
+    _stop_refusing(connection)
     driver = _driver_of(connection)
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
@@ -50,7 +69,7 @@ def commit(connection: Connection, dialect: Dialect, transactional_id: str | Non
             retryable=False,
         )
     if standing is Standing.ENDED:
-        _discard(connection, None)
+        discard(connection)
         raise TransactionInDoubt(
             "the database transaction was ended by somebody else before COMMIT was sent",
             transactional_id=transactional_id,
@@ -59,13 +78,12 @@ def commit(connection: Connection, dialect: Dialect, transactional_id: str | Non
         connection.commit()
     except BaseException as error:
         if dialect.certainly_rolled_back(driver, error):
-            _roll_back_driver(driver)
             rollback(connection)
             retryable = isinstance(error, exc.SQLAlchemyError) and meaning_of(error) in _RETRYABLE
             raise TransactionAborted(
                 f"COMMIT failed: {driver_words(error)}", transactional_id=transactional_id, retryable=retryable
             ) from error
-        _discard(connection, error)
+        discard(connection, error)
         raise TransactionInDoubt(
             f"the answer to COMMIT is missing: {driver_words(error)}", transactional_id=transactional_id
         ) from error
@@ -76,11 +94,15 @@ def rollback(connection: Connection) -> None:
 
     The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
     """
+    _stop_refusing(connection)
+    driver = _driver_of(connection)
     try:
         connection.rollback()
     except Exception as error:  # noqa: BLE001 - the caller has an error of its own to report; this one is logged
         logger.warning("the database connection did not roll back and is thrown away: %s", driver_words(error))
-        _discard(connection, error)
+        discard(connection, error)
+        return
+    _roll_back_driver(driver)
 
 
 def _driver_of(connection: Connection) -> DBAPIConnection | None:
@@ -89,16 +111,18 @@ def _driver_of(connection: Connection) -> DBAPIConnection | None:
     return connection.connection.dbapi_connection
 
 
-def _roll_back_driver(driver: DBAPIConnection) -> None:
-    """Roll back below SQLAlchemy, which sends nothing after a COMMIT that it has sent."""
+def _roll_back_driver(driver: DBAPIConnection | None) -> None:
+    """Roll back below SQLAlchemy, which sends nothing once a COMMIT was called, not even where a listener stopped it."""
     try:
-        driver.rollback()
+        if driver is not None:
+            driver.rollback()
     except Exception as error:  # noqa: BLE001 - drivers differ in what they raise; the pool rolls back or closes it too
         logger.warning("the database connection did not roll back: %s", driver_words(error))
 
 
-def _discard(connection: Connection, error: BaseException | None) -> None:
-    """Close the driver's connection for good, and leave SQLAlchemy's outside a transaction."""
+def discard(connection: Connection, error: BaseException | None = None) -> None:
+    """Close the driver's connection for good, and leave SQLAlchemy's outside a transaction. Never raises."""
+    _stop_refusing(connection)
     if connection.closed:
         return
     connection.invalidate(error)

@@ -118,9 +118,11 @@ class SqlStateStore:
             try:
                 self._dialect.begin(connection, self._tables)
             except BaseException:
-                committing.rollback(connection)
+                if connection.in_transaction():  # else it is somebody else's, below SQLAlchemy
+                    committing.rollback(connection)
                 raise
             connection.info[_DECIDED] = set()
+            committing.refuse_commits(connection)
 
     def read_incarnation(
         self, connection: Connection, transactional_id: str, *, namespace: str | None = None
@@ -172,6 +174,10 @@ class SqlStateStore:
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.rollback`."""
         committing.rollback(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.discard`."""
+        committing.discard(connection)
 
     @contextmanager
     def _mapped(self, transactional_id: str | None = None) -> Generator[None, None, None]:

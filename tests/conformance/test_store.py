@@ -251,6 +251,53 @@ def test_a_listener_that_stops_the_commit_is_a_definite_abort(
     assert (store.read(["orders"]), orders(database)) == ([row], [])
 
 
+def test_nobody_elses_commit_gets_through_and_what_it_would_have_committed_is_gone_at_once(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    insert(connection, 1)
+    with pytest.raises(IllegalStateError, match="committed inside the block"):
+        connection.commit()
+    connection.rollback()
+    insert(connection, 2)
+    store.rollback(connection)
+    insert(connection, 3)
+    connection.commit()
+    assert orders(database) == [3]
+
+
+def test_a_rollback_after_a_listener_stopped_somebody_elses_commit_leaves_nothing_open(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    def stop(_: Connection) -> None:
+        raise KeyboardInterrupt
+
+    event.listen(connection, "commit", stop)
+    database.claim(store, "orders")
+    store.begin(connection)
+    insert(connection, 1)
+    with pytest.raises(KeyboardInterrupt):
+        connection.commit()
+    event.remove(connection, "commit", stop)
+    store.rollback(connection)
+    insert(connection, 2)
+    connection.commit()
+    assert orders(database) == [2]
+
+
+def test_a_discarded_connection_leaves_nothing_and_is_free_for_the_next_transaction(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    store.begin(connection)
+    insert(connection, 1)
+    store.discard(connection)
+    insert(connection, 2)
+    connection.commit()
+    assert orders(database) == [2]
+
+
 def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
     database: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
