@@ -97,6 +97,7 @@ class Lane:
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
+        self._untold: DecidedTransactionLost | OutcomeUnverifiable | None = None
         self._is_fresh = False
 
     @property
@@ -116,6 +117,13 @@ class Lane:
         """A row whose ``prepared`` is complete in Kafka while the database does not say so yet."""
         return self._unrecorded
 
+    @property
+    def needs_settling(self) -> bool:
+        """Whether a transaction of ours may be open in Kafka that no producer of ours is going to end."""
+        if self._row is None or self._is_fresh:
+            return False
+        return self._producer is None or self._producer.state is not ProducerState.READY
+
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
         self._row = row
@@ -130,11 +138,36 @@ class Lane:
             DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. Nothing is begun; the next call goes on.
             ConfigurationError, Unavailable: It could not be made usable now.
         """
+        self.tell()
         if self._producer is not None and self._producer.state is ProducerState.READY:
             return
         if not self._is_fresh:
             self._renew(deadline).raise_losses()  # before anything else can fail: no later settling would tell of them
         self._start(deadline)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Claim anew and settle, for a lane that nobody uses now. What it finds lost is raised by :meth:`tell`.
+
+        On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so.
+
+        Raises:
+            Fenced: Another owner has taken over, and settles.
+            ConfigurationError, Unavailable: It could not be settled now.
+        """
+        try:
+            self._renew(deadline).raise_losses()
+        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
+            self._untold = loss
+
+    def tell(self) -> None:
+        """Raise what :meth:`settle` has found lost, once. It is recorded; no later settling would tell of it.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: As recorded.
+        """
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
@@ -197,7 +230,18 @@ class Lane:
     def _renew(self, deadline: Deadline) -> SettleReport:
         """Throw the producer away and claim anew, unless another owner has taken over."""
         self.discard()
-        with self._claiming:
+        row = self._claim(deadline)
+        report = settle([row], coordinator=self._ground.coordinator, store=self._ground.store, deadline=deadline)
+        failpoints.hit("claim.settled")
+        self.adopt(row)
+        return report
+
+    def _claim(self, deadline: Deadline) -> StateRow:
+        if not self._claiming.acquire(timeout=deadline.remaining_s()):
+            raise Unavailable(
+                "another lane of this writer was being claimed all the time", transactional_id=self.transactional_id
+            )
+        try:
             if self._row is not None:
                 guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
             else:
@@ -205,10 +249,9 @@ class Lane:
             (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
             # Ours from here on, also if settling fails: the next attempt must not take our own claim for another owner's.
             self._row = row
-            report = settle([row], coordinator=self._ground.coordinator, store=self._ground.store, deadline=deadline)
-            failpoints.hit("claim.settled")
-            self.adopt(row)
-        return report
+        finally:
+            self._claiming.release()
+        return row
 
     def _start(self, deadline: Deadline) -> None:
         """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +17,12 @@ from sqlalchemy.orm import Session
 from dualwrite.block import dual_write, session_of_block
 from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.errors import ConfigurationError, DecidedTransactionLost, IllegalStateError, OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, claim_lanes, lane_id
+from dualwrite.lanes import Lanes
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
@@ -97,22 +96,23 @@ class DualWriter:
         self._schema = schema
         self._max_lanes = max_lanes
         self._timeout_s = timeout_s
-        self._lane_timeout_s = lane_timeout_s
         self._margin_s = margin_s
-        self._idle_after_s = idle_after_s
         self._paused_owner_timeout_s = paused_owner_timeout_s
         self._session_factory = session_factory
         self._bulk = bulk
         self._owner = owner or default_owner()
         self._pid = os.getpid()
         self._ground: Ground | None = None
-        self._lanes: list[Lane] = []
-        self._idle: deque[tuple[float, Lane]] = deque()
-        self._changed = threading.Condition()
+        self._lanes = Lanes(
+            transactional_id,
+            self._new_lane,
+            max_lanes=max_lanes,
+            timeout_s=timeout_s,
+            lane_timeout_s=lane_timeout_s,
+            idle_after_s=idle_after_s,
+        )
         self._claiming = threading.Lock()
         self._inside = threading.local()
-        self._closing = threading.Event()
-        self._recorder: threading.Thread | None = None
 
     def open(self) -> None:
         """Claim the transactional id, settle what former owners left, and make the producers.
@@ -128,7 +128,7 @@ class DualWriter:
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
-        if self._ground is not None or self._closing.is_set():
+        if self._ground is not None or self._lanes.closed:
             raise IllegalStateError("the writer was opened before", transactional_id=self.transactional_id)
         check_schema(self._engine, self._schema)
         coordinator = KafkaCoordinator(self._config)
@@ -139,15 +139,11 @@ class DualWriter:
         except BaseException:
             self.close()
             raise
-        self._recorder = threading.Thread(
-            target=self._record_idle, name=f"dualwrite {self.transactional_id}", daemon=True
-        )
-        self._recorder.start()
 
     def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
         count = min(_LANES_FROM_THE_START, self._max_lanes)
         rows = claim_lanes(ground, self.transactional_id, count, deadline)
-        lanes = [self._new_lane(ground, number) for number in range(count)]
+        lanes = [self._new_lane(number) for number in range(count)]
         for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
         try:
@@ -158,10 +154,11 @@ class DualWriter:
             for lane in lanes:
                 lane.discard()
             raise
-        self._lanes = lanes
-        self._idle.extend((time.monotonic(), lane) for lane in lanes)
+        self._lanes.open(lanes)
 
-    def _new_lane(self, ground: Ground, number: int) -> Lane:
+    def _new_lane(self, number: int) -> Lane:
+        ground = self._opened()
+
         def make_producer(row: StateRow) -> TransactionalProducer:
             return TransactionalProducer(
                 self._config,
@@ -174,7 +171,7 @@ class DualWriter:
             )
 
         def first_lane() -> tuple[str, int]:
-            return self.transactional_id, self._lanes[0].row.incarnation
+            return self.transactional_id, self._lanes.first.row.incarnation
 
         return Lane(
             lane_id(self.transactional_id, number),
@@ -214,7 +211,7 @@ class DualWriter:
             )
         self._inside.transaction = True
         try:
-            lane = self._acquire(ground)
+            lane = self._lanes.take()
             try:
                 lane.ready(Deadline(self._timeout_s))
                 with (
@@ -230,74 +227,26 @@ class DualWriter:
                 ):
                     yield transaction
             finally:
-                self._release(lane)
+                self._lanes.give_back(lane)
         finally:
             self._inside.transaction = False
 
-    def _acquire(self, ground: Ground) -> Lane:
-        """The lane that was idle for longest, a new one, or the first to become free."""
-        deadline = Deadline(self._lane_timeout_s)
-        with self._changed:
-            while True:
-                if self._closing.is_set():
-                    raise IllegalStateError("the writer is closed", transactional_id=self.transactional_id)
-                if self._idle:
-                    return self._idle.popleft()[1]
-                if len(self._lanes) < self._max_lanes:
-                    lane = self._new_lane(ground, len(self._lanes))
-                    self._lanes.append(lane)
-                    return lane
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise Unavailable(
-                        f"all {self._max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
-                        transactional_id=self.transactional_id,
-                        next_step="raise max_lanes, or make transactions shorter",
-                    )
-
-    def _release(self, lane: Lane) -> None:
-        with self._changed:
-            self._idle.append((time.monotonic(), lane))
-            self._changed.notify_all()
-
-    def _record_idle(self) -> None:
-        """Record completion for lanes that have nothing to do, so that a forgotten id raises no alarm a week later."""
-        while not self._closing.wait(self._idle_after_s / 2):
-            with self._changed:
-                due = [lane for since, lane in self._idle if time.monotonic() - since > self._idle_after_s]
-                due = [lane for lane in due if lane.unrecorded is not None]
-                self._idle = deque(item for item in self._idle if item[1] not in due)
-            for lane in due:
-                try:
-                    lane.record_completed()
-                except Exception:
-                    logger.exception("%s: completion was not recorded; tried again later", lane.transactional_id)
-                finally:
-                    self._release(lane)
-
     def close(self) -> None:
-        """Wait for running transactions, record that all is complete, and let go of the servers. May be called again.
+        """Wait for running transactions, settle and record what there is, and let go of the servers. May be called again.
 
-        Transactions that have not ended after ``timeout_s`` are left to whoever settles next. In a forked process it does
-        nothing: the connections are the parent's.
+        Transactions that have not ended after ``timeout_s``, and what cannot be settled within seconds, are left to whoever
+        settles next. In a forked process it does nothing: the connections are the parent's.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided, which was found in
+                the background. It is recorded.
+            Unavailable: The database does not take the record that all is complete; the next opening proves it by the log.
         """
         if os.getpid() != self._pid:
             return
-        self._closing.set()
-        if self._recorder is not None:
-            self._recorder.join(self._timeout_s)
-            self._recorder = None
-        deadline = Deadline(self._timeout_s)
-        with self._changed:
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._idle) >= len(self._lanes), deadline.remaining_s())
-            idle = [lane for _, lane in self._idle]
-            self._lanes, self._idle = [], deque()
         try:
-            for lane in idle:
-                lane.record_completed()
+            self._lanes.close()
         finally:
-            for lane in idle:
-                lane.discard()
             if self._ground is not None:
                 self._ground.coordinator.close()
                 self._ground = None
@@ -326,10 +275,15 @@ class DualWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except (DecidedTransactionLost, OutcomeUnverifiable):
+            if error is None:
+                raise
+            logger.exception("%s: told here only: the block ends by an error of its own", self.transactional_id)
 
     def __repr__(self) -> str:
-        shown = "closed" if self._closing.is_set() else "open" if self._ground else "not open"
+        shown = "closed" if self._lanes.closed else "open" if self._ground else "not open"
         return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
 
 

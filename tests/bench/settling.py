@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from harness.death import mortal
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
 from bench.servers import Ground
@@ -19,7 +20,7 @@ def leave_decided(ground: Ground, ids: int, topic: str) -> None:
     engine = create_engine(ground.url)
     METADATA.create_all(engine)
     for number in range(ids):
-        writer = DualWriter(f"left-{number:05d}", kafka=ground.kafka, engine=engine, max_lanes=1)
+        writer = mortal(DualWriter(f"left-{number:05d}", kafka=ground.kafka, engine=engine, max_lanes=1))
         with writer:
             failpoints.arm("write.decided:1:raise")
             try:

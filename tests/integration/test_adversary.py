@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
+from harness.death import ended_by_hand, mortal
 from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
@@ -156,7 +157,7 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient(proxy.client_config())
-        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
         (row,) = SqlStateStore(engine).read(["orders"])
         Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
@@ -168,13 +169,15 @@ def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka,
 
 
 @on_postgresql
-def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(dualwrite_kafka, engine, dualwrite_topic, orders):
+def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(
+    dualwrite_kafka, engine, dualwrite_topic, orders, monkeypatch
+):
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient(proxy.client_config())
         with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4) as writer:
-            lose_the_producer(writer, dualwrite_topic, orders, 1)
-            (row,) = SqlStateStore(engine).read(["orders"])
-            Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+            with monkeypatch.context() as patched:
+                patched.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
+                lose_the_producer(writer, dualwrite_topic, orders, 1)
             making = proxy.on(DESCRIBE_CONFIGS).drop_request()
             with pytest.raises(DecidedTransactionLost):
                 write(writer, dualwrite_topic, orders, 2)
@@ -311,7 +314,7 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
     group = {**kafka, "group.id": f"group-{dualwrite_topic}", "enable.auto.commit": False}
     offset = TopicPartition(dualwrite_topic, 0, 7)
     with closing(Consumer(group)) as consumer:
-        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)) as writer:
             failpoints.arm("write.decided:1:raise")
             with pytest.raises(FailpointError), writer.transaction() as tx:
                 tx.connection.execute(insert(orders).values(id=1))

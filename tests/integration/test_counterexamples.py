@@ -5,6 +5,7 @@ import threading
 import pytest
 from confluent_kafka import Producer
 from harness.checker import Case
+from harness.death import mortal
 from sqlalchemy import create_engine, insert, select, text, update
 
 from dualwrite import (
@@ -60,7 +61,7 @@ def write(writer, topic, orders, number):
 
 def crash_after_decision(kafka, engine, topic, orders, number, name="orders"):
     """A writer whose owner is gone after the database commit, before Kafka's."""
-    writer = DualWriter(name, kafka=kafka, engine=engine, max_lanes=1)
+    writer = mortal(DualWriter(name, kafka=kafka, engine=engine, max_lanes=1))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -140,7 +141,7 @@ def test_a_newer_transaction_of_the_same_epoch_is_never_committed_by_an_older_ro
 def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualwrite_topic, both):
     """The claim returns the state in the same statement that raises the incarnation."""
     store = SqlStateStore(engine)
-    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer = mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1))
     writer.open()
     (stale,) = store.read(["orders"])
     failpoints.arm("write.decided:1:raise")
@@ -252,7 +253,7 @@ def test_lost_commit_with_the_database_out_of_reach_is_in_doubt_and_never_guesse
 ):
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        writer = DualWriter("orders", kafka=kafka, engine=through, max_lanes=1, timeout_s=3)
+        writer = mortal(DualWriter("orders", kafka=kafka, engine=through, max_lanes=1, timeout_s=3))
         writer.open()
         proxy.on("COMMIT").reset_answer()
         proxy.on("SELECT PG_IS_IN_RECOVERY", nth=None).reset_request()  # how every transaction of our own begins

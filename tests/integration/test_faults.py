@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 from harness.checker import Case
+from harness.death import ended_by_hand, mortal
 from harness.patience import patient
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
@@ -63,7 +64,7 @@ def write(writer, topic, orders, number):
 
 def leave_decided(kafka, engine, topic, orders, number, name="orders"):
     """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
-    writer = DualWriter(name, kafka=kafka, engine=engine, max_lanes=1)
+    writer = mortal(DualWriter(name, kafka=kafka, engine=engine, max_lanes=1))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -235,20 +236,11 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(engine,
 
 def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, orders):
     """The owner's own commit finds that an operator has ended its decided transaction."""
-    from confluent_kafka import Producer
-
     topic = hasty_kafka.create_topic("operator", 2)
     kafka = patient(hasty_kafka.client_config())
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-        (row,) = SqlStateStore(engine).read(["orders"])
         hit = failpoints.hit
-
-        def end_it(name):
-            if name == "write.decided":
-                Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
-            hit(name)
-
-        failpoints.hit = end_it
+        failpoints.hit = ended_by_hand(kafka, engine)
         try:
             with pytest.raises(DecidedTransactionLost):
                 write(writer, topic, orders, 1)
@@ -262,7 +254,7 @@ def test_an_abort_marker_that_a_tool_wrote_past_the_coordinator_is_a_loss_that_i
     kafka, engine, orders, dualwrite_topic
 ):
     """The coordinator committed it afterwards and shows CompleteCommit: the log has the last word."""
-    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer = mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1))
     writer.open()
     hit = failpoints.hit
 
@@ -287,7 +279,6 @@ def test_an_abort_marker_that_a_tool_wrote_past_the_coordinator_is_a_loss_that_i
     (incident,) = SqlStateStore(engine).incidents("orders")
     assert incident.outcome.value == "lost"
     assert read_committed(kafka, dualwrite_topic) == []
-    writer._lanes[0]._unrecorded = None  # its owner has died
     writer.close()
 
 

@@ -1,0 +1,36 @@
+"""An owner that dies inside this process: as after SIGKILL, nobody tidies up behind it. An operator who ends transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from confluent_kafka import Producer
+from sqlalchemy import Engine
+
+from dualwrite import DualWriter, failpoints
+from dualwrite.stores.state import SqlStateStore
+
+
+def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], None]:
+    """For ``failpoints.hit``: somebody aborts the transaction of ``orders`` at the moment of its decision."""
+    hit = failpoints.hit
+
+    def end_it(name):
+        if name == "write.decided":
+            (row,) = SqlStateStore(engine).read(["orders"])
+            Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+        hit(name)
+
+    return end_it
+
+
+def mortal(writer: DualWriter) -> DualWriter:
+    """From now on a lane that is given back is dead: the writer neither settles it nor records anything of it."""
+    lanes = writer._lanes
+
+    def give_back(lane):
+        lanes._all.remove(lane)
+        lane.discard()
+
+    lanes.give_back = give_back
+    return writer

@@ -1,0 +1,232 @@
+"""What a broken dual write has left open in Kafka is settled by the writer itself, while nobody uses it."""
+
+import threading
+
+import pytest
+from harness.death import ended_by_hand
+from harness.patience import patient
+from sqlalchemy import insert, select
+
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import CompletionPending
+from dualwrite.failpoints import FailpointError
+from dualwrite.recovery import status
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+
+@pytest.fixture
+def both(engine, orders, kafka, dualwrite_topic):
+    """What both sides show, once no transaction is open on the topic any more."""
+
+    def read():
+        messages = sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+        with engine.connect() as connection:
+            return sorted(connection.execute(select(orders.c.id)).scalars()), messages
+
+    return read
+
+
+@pytest.fixture
+def proxy(dualwrite_kafka):
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through(proxy, engine):
+    """A writer through the proxy, with one lane, that waits 8 s for each of librdkafka's answers."""
+    with DualWriter("orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=16) as writer:
+        yield writer
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), partition=0)
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+def fail_at(point, writer, topic, orders, number):
+    failpoints.arm(f"{point}:1:raise")
+    with pytest.raises(FailpointError):
+        write(writer, topic, orders, number)
+    failpoints.arm("")
+
+
+def wait_for_log(caplog, text, count=1):
+    deadline = Deadline(90)
+    while sum(text in record.getMessage() for record in caplog.records) < count:
+        assert not deadline.expired, caplog.text
+
+
+@pytest.mark.parametrize("lost", ["drop_request", "drop_answer"])
+def test_an_abort_that_kafka_did_not_answer_holds_no_reader_back(through, proxy, dualwrite_topic, orders, both, lost):
+    rule = getattr(proxy.on(Api.END_TXN), lost)()
+    fail_at("write.prepared", through, dualwrite_topic, orders, 1)
+    rule.wait()
+    assert both() == ([], [])
+
+
+def test_an_abort_with_messages_on_their_way_holds_no_reader_back(through, proxy, dualwrite_topic, orders, both):
+    held = proxy.on(Api.PRODUCE).hold_request()
+    with pytest.raises(LookupError), through.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1", partition=0)
+        held.wait()
+        raise LookupError
+    held.release()
+    assert both() == ([], [])
+    write(through, dualwrite_topic, orders, 2)
+    assert both() == ([2], [2])
+
+
+def test_messages_that_were_not_delivered_hold_no_reader_back(through, proxy, dualwrite_topic, orders, both):
+    """The first message opens the transaction; the second is never answered, so that nothing can be aborted any more."""
+    with pytest.raises(LookupError), through.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1", partition=0)
+        tx._lane.producer._instance._raw.flush(30)
+        proxy.on(Api.PRODUCE, nth=None).drop_request()
+        proxy.on(Api.END_TXN).drop_request()
+        tx.produce(dualwrite_topic, value="2", partition=0)
+        raise LookupError
+    assert both() == ([], [])
+
+
+def test_a_decision_whose_owner_could_not_go_on_is_completed(through, dualwrite_topic, orders, both):
+    fail_at("write.decided", through, dualwrite_topic, orders, 1)
+    deadline = Deadline(90)
+    while both() != ([1], [1]):
+        assert not deadline.expired, both()
+
+
+def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_topic, orders, both):
+    by_owner, by_settling = (proxy.on(Api.END_TXN, nth=nth).drop_request() for nth in (1, 2))
+    with pytest.raises(CompletionPending):
+        write(through, dualwrite_topic, orders, 1)
+    by_owner.wait()
+    by_settling.wait()
+    assert both() == ([1], [1])
+
+
+def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, orders, both, caplog):
+    with pytest.raises(LookupError), through.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1", partition=0)
+        tx._lane.producer._instance._raw.flush(30)
+        proxy.on(Api.END_TXN).drop_request()
+        held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
+        raise LookupError
+    wait_for_log(caplog, "not settled, tried again later")
+    held.release()
+    assert both() == ([], [])
+
+
+def test_other_lanes_go_on_while_one_is_settled(proxy, engine, dualwrite_topic, orders, both):
+    kafka = patient(proxy.client_config())
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=2, timeout_s=8) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        write(writer, dualwrite_topic, orders, 2)
+        held = proxy.on(Api.DESCRIBE_TRANSACTIONS).hold_request()
+        fail_at("write.decided", writer, dualwrite_topic, orders, 3)
+        held.wait()
+        write(writer, dualwrite_topic, orders, 4)
+        write(writer, dualwrite_topic, orders, 5)
+        held.release()
+    assert both() == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+
+
+@pytest.fixture
+def operator(kafka, engine, monkeypatch):
+    monkeypatch.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
+
+
+def wait_for_incident(engine):
+    deadline = Deadline(90)
+    while not SqlStateStore(engine).incidents("orders"):
+        assert not deadline.expired
+
+
+def test_a_loss_found_in_the_background_is_raised_by_the_next_use_once(
+    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch
+):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        fail_at("write.decided", writer, dualwrite_topic, orders, 1)
+        monkeypatch.undo()
+        wait_for_incident(engine)
+        with pytest.raises(DecidedTransactionLost) as caught:
+            write(writer, dualwrite_topic, orders, 2)
+        assert dualwrite_topic in str(caught.value)
+        write(writer, dualwrite_topic, orders, 3)
+    assert both() == ([1, 3], [3])
+
+
+def test_a_loss_that_nobody_was_told_is_raised_by_close(
+    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch
+):
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    fail_at("write.decided", writer, dualwrite_topic, orders, 1)
+    monkeypatch.undo()
+    with pytest.raises(DecidedTransactionLost):
+        writer.close()
+    writer.close()
+    assert len(SqlStateStore(engine).incidents("orders")) == 1
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:
+        write(second, dualwrite_topic, orders, 2)
+    assert both() == ([1, 2], [2])
+
+
+def test_a_loss_does_not_take_the_place_of_the_error_that_ends_the_writers_block(
+    kafka, engine, dualwrite_topic, orders, operator, caplog
+):
+    with pytest.raises(FailpointError), DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        failpoints.arm("write.decided:1:raise")
+        write(writer, dualwrite_topic, orders, 1)
+    assert len(SqlStateStore(engine).incidents("orders")) == 1
+    assert "told here only" in caplog.text
+
+
+def test_a_fenced_writer_leaves_settling_to_the_new_owner(kafka, engine, dualwrite_topic, orders, both, caplog):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
+        with pytest.raises(LookupError), first.transaction() as tx:
+            tx.produce(dualwrite_topic, value="1", partition=0)
+            second = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+            second.open()
+            raise LookupError
+        wait_for_log(caplog, "left to the new owner to settle")
+        with pytest.raises(Fenced):
+            write(first, dualwrite_topic, orders, 2)
+        wait_for_log(caplog, "left to the new owner to settle", count=2)
+        write(second, dualwrite_topic, orders, 3)
+        second.close()
+    assert sum("left to the new owner" in record.getMessage() for record in caplog.records) == 2, "tried for ever"
+    assert both() == ([3], [3])
+
+
+def test_closing_settles_what_is_open(through, proxy, dualwrite_topic, orders, both, engine, kafka):
+    proxy.on(Api.END_TXN).drop_request()
+    fail_at("write.prepared", through, dualwrite_topic, orders, 1)
+    through.close()
+    assert not [item for item in status(kafka=kafka, engine=engine) if item.needs_recovery]
+    assert both() == ([], [])
+
+
+def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, dualwrite_topic):
+    with pytest.raises(LookupError), through.transaction() as tx:
+        tx.produce(dualwrite_topic, value="1", partition=0)
+        tx._lane.producer._instance._raw.flush(30)
+        proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).drop_request()
+        proxy.on(Api.END_TXN, nth=None).drop_request()
+        raise LookupError
+    closed = threading.Thread(target=through.close)
+    closed.start()
+    closed.join(40)
+    assert not closed.is_alive()
