@@ -101,6 +101,7 @@ _REFUSED = {
 
 _DEFINITE_PHASES = frozenset({Phase.PRODUCE, Phase.DELIVERY, Phase.SEND_OFFSETS})
 NOT_ANSWERED = "it was to be committed and may be: complete it with a new producer, do not run the work again"
+_LOST = "without setting an exception"
 _NEW_PRODUCER = "throw this producer away and make a new one"
 
 
@@ -114,13 +115,16 @@ def kafka_exception_behind(error: KafkaException | SystemError) -> KafkaExceptio
     """The exception of librdkafka that one of Python's stands for.
 
     A fatal error is raised from inside ``poll`` and ``flush``. Where a delivery callback runs after it, Python complains with
-    a ``SystemError`` that the callback returned with an exception set.
+    a ``SystemError`` that the callback returned with an exception set; or, where confluent-kafka has lost the exception by
+    then, that ``flush`` failed without one. What the fatal error was can no longer be told then.
 
     Raises:
         SystemError: It is another one.
     """
     cause: BaseException | None = error
     while isinstance(cause, SystemError):
+        if cause.__cause__ is None and _LOST in str(cause):
+            return KafkaException(KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True))
         cause = cause.__cause__
     if not isinstance(cause, KafkaException):
         raise error

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import String, bindparam, create_engine, exc, null, or_, select, update
+from sqlalchemy import String, bindparam, create_engine, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
@@ -207,7 +207,13 @@ class SqlStateStore:
                 claim.check_guard(connection, *guard, claimed=guard[0] in ids)
             rows = claim.run(connection, ids)
             if verify is not None:
-                verify(rows)
+                try:
+                    verify(rows)
+                except ConfigurationError:
+                    # It counts only while the rows are ours: if our session was ended meanwhile (we were paused for too long),
+                    # another owner has claimed, and what was found is that owner's. Then this raises instead.
+                    connection.execute(select(literal(1)))
+                    raise
             return rows
 
         return self._own.run(work) if ids else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from dualwrite.deadline import Deadline
-from dualwrite.errors import Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.ports import StateRow
 from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores.short_transactions import ShortTransactions
 from dualwrite.stores.state import SqlStateStore
@@ -363,3 +364,25 @@ def test_claims_that_wait_for_each_other_are_run_again(postgres: Database) -> No
 def test_the_verdict_on_another_servers_transaction_is_unknown(postgres: Database, store: SqlStateStore) -> None:
     number = postgres.query("SELECT pg_current_xact_id()::text")[0][0]
     assert store.transaction_verdict(f"{number}@1.5") is DatabaseVerdict.UNKNOWN
+
+
+def test_a_claim_whose_session_was_ended_meanwhile_says_nothing_of_a_database_gone_back_in_time(
+    postgres: Database, store: SqlStateStore
+) -> None:
+    """Paused inside its claim for too long: what it finds at Kafka afterwards is of the owner who came in its place."""
+    other = postgres.store()
+    found: list[int] = []
+
+    def verify(rows: Sequence[StateRow]) -> None:
+        found.append(rows[0].incarnation)
+        if len(found) > 1:
+            return
+        pid = postgres.query(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+        )[0][0]
+        terminate(postgres, pid)
+        assert postgres.claim(other, "orders").incarnation == rows[0].incarnation
+        raise ConfigurationError("the database has gone back in time")
+
+    assert postgres.claim(store, "orders", verify=verify).incarnation == 2
+    assert found == [1, 2]

@@ -148,6 +148,16 @@ def test_the_error_behind_a_callback_that_returned_with_an_exception_set_is_foun
     assert kafka_exception_behind(outer) is fatal
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_fatal_error_that_confluent_kafka_has_lost_is_fatal_all_the_same(wrapped):
+    lost = SystemError("<built-in method flush of cimpl.Producer object> returned NULL without setting an exception")
+    error = SystemError("and again") if wrapped else lost
+    error.__cause__ = lost if wrapped else None
+    found = failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id="tx-1")
+    assert type(found.error) is TransactionAborted
+    assert found.event is ProducerEvent.DOUBT
+
+
 def test_another_system_error_stays_what_it_is():
     other = SystemError("something else")
     other.__context__ = KafkaException(KafkaError(KafkaError._FENCED))
