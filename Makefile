@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test lint types bench chaos docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -35,6 +35,13 @@ types: venv wheel ## mypy, strict, on the library as it is installed
 
 bench: venv jars ## the figures of docs/benchmarks.md
 	cd tests && $(CURDIR)/$(PY) -m bench
+
+# How many processes are killed, what draws the plan, how many sets of servers work at once.
+N ?= 500
+SEED ?= 1
+ARENAS ?= 1
+chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
+	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -1,4 +1,4 @@
-"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, proxies that misbehave, pytest fixtures.
+"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, proxies that misbehave, journal and checker, fixtures.
 
 Install ``dualwrite[testing]``. The fixtures (`dualwrite.testing.plugin`) are known to pytest then.
 """
@@ -8,21 +8,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dualwrite.testing.checker import Checker
+    from dualwrite.testing.follower import Follower
+    from dualwrite.testing.journal import History, Journal
     from dualwrite.testing.kafka import EmbeddedKafka
     from dualwrite.testing.postgresql import EmbeddedPostgres
     from dualwrite.testing.proxy_kafka import Api, KafkaProxy
     from dualwrite.testing.proxy_postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
+    from dualwrite.testing.verdict import Finding, Kind, Verdict
 
-__all__ = ["Api", "EmbeddedKafka", "EmbeddedPostgres", "KafkaProxy", "PostgresProxy", "Record", "read_committed"]
+__all__ = [
+    "Api",
+    "Checker",
+    "EmbeddedKafka",
+    "EmbeddedPostgres",
+    "Finding",
+    "Follower",
+    "History",
+    "Journal",
+    "KafkaProxy",
+    "Kind",
+    "PostgresProxy",
+    "Record",
+    "Verdict",
+    "read_committed",
+]
 
 _HOMES = {
     "Api": "dualwrite.testing.proxy_kafka",
+    "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.kafka",
     "EmbeddedPostgres": "dualwrite.testing.postgresql",
+    "Finding": "dualwrite.testing.verdict",
+    "Follower": "dualwrite.testing.follower",
+    "History": "dualwrite.testing.journal",
+    "Journal": "dualwrite.testing.journal",
+    "Kind": "dualwrite.testing.verdict",
     "KafkaProxy": "dualwrite.testing.proxy_kafka",
     "PostgresProxy": "dualwrite.testing.proxy_postgresql",
     "Record": "dualwrite.testing.reading",
+    "Verdict": "dualwrite.testing.verdict",
     "read_committed": "dualwrite.testing.reading",
 }
 

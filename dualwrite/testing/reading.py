@@ -86,6 +86,21 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
     return records
 
 
+def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 30.0) -> dict[int, int]:
+    """The end of each partition, once no transaction is open on the topic.
+
+    Args:
+        config: As for `read_committed`.
+        topic: The topic.
+        timeout_s: How long it may take.
+
+    Raises:
+        Unavailable: A transaction stayed open.
+        confluent_kafka.KafkaException: The brokers refused, with their reason.
+    """
+    return _wait_for_stable_ends(AdminClient(dict(config)), topic, Deadline(timeout_s))
+
+
 def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) -> dict[int, int]:
     metadata = admin.list_topics(topic, timeout=max(_ANSWER_S, deadline.remaining_s())).topics[topic]
     if metadata.error is not None:

@@ -1,32 +1,47 @@
-"""A process that dual-writes operations with unique ids over two partitions, and journals what it was told.
+"""A process that dual-writes operations with unique names over all partitions, and journals what it was told.
 
-Run as ``python -m harness.worker JOB.json``; killed by fail points from outside. Each line of the journal is flushed to disk
-before the next operation begins, so it survives SIGKILL.
+Run as ``python -m harness.worker JOB.json``, or forked by the chaos run; killed by fail points and from outside.
 """
 
+from __future__ import annotations
+
 import json
-import os
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, event
+from sqlalchemy import Column, Engine, MetaData, Table, Text, create_engine, event, exc
 
-from dualwrite import CompletionPending, DualWriter, TransactionAborted
+from dualwrite import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.testing import Journal
 
 METADATA = MetaData()
-OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True), Column("position", Integer))
+OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True))
+QUERY = "SELECT id FROM operations"
+
+UNAVAILABLE, FENCED, LOST = 3, 4, 5
+"""Exit codes of a worker that ended as it may: a server did not answer; another owner; and, never, a loss."""
 
 
-def journal(path: str, word: str, operation: str) -> None:
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(f"{word} {operation}\n")
-        file.flush()
-        os.fsync(file.fileno())
+class OnPurpose(Exception):
+    """Leaves a dual write, which then aborts."""
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    engine = create_engine(job["url"])
+def make_engine(url: str) -> Engine:
+    """An engine for the worker's database."""
+    engine = create_engine(url)
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "connect")
@@ -34,34 +49,79 @@ def main() -> None:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
 
-    METADATA.create_all(engine)
-    with DualWriter(
-        job["transactional_id"],
-        kafka=job["kafka"],
-        engine=engine,
-        max_lanes=job.get("max_lanes", 1),
-        paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
-    ) as writer:
-        print("open", flush=True)  # noqa: T201 - the parent waits for it
-        for position in range(job["operations"]):
-            operation = f"{job['name']}-{position}"
-            journal(job["journal"], "begin", operation)
+    return engine
+
+
+def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
+    """Open the writer, write the operations, close it. The exit code."""
+    started = time.monotonic()
+    try:
+        with DualWriter(
+            job["transactional_id"],
+            kafka=job["kafka"],
+            engine=engine,
+            max_lanes=job.get("max_lanes", 1),
+            paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
+            timeout_s=job.get("timeout_s", 60),
+        ) as writer:
+            tell(f"open {time.monotonic() - started:.3f}")
+            threads = job.get("threads", 1)
+            with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:
+                writing = _Writing(job, writer, journal)
+                for future in [pool.submit(writing.run, number) for number in range(threads)]:
+                    future.result()
+    except Fenced:
+        return FENCED
+    except Unavailable:
+        return UNAVAILABLE
+    except (DecidedTransactionLost, OutcomeUnverifiable):
+        return LOST
+    return 0
+
+
+class _Writing:
+    """The operations of one worker; ``run`` is one thread's share."""
+
+    def __init__(self, job: dict, writer: DualWriter, journal: Journal) -> None:
+        self._job = job
+        self._writer = writer
+        self._journal = journal
+        self._over = threading.Event()
+
+    def run(self, thread: int) -> None:
+        stream = f"{self._job['transactional_id']}/{thread}"
+        for position in range(self._job["operations"]):
+            if self._over.is_set():
+                return
+            # The first thread's names are plain: most tests have one.
+            operation = f"{self._job['name']}-{position}" + (f"-{thread}" if thread else "")
             try:
-                with writer.transaction() as tx:
-                    for partition in (0, 1):
-                        tx.produce(job["topic"], value=operation, key=str(partition), partition=partition)
-                    tx.connection.execute(OPERATIONS.insert().values(id=operation, position=position))
-                    if position in job.get("abort", []):
-                        raise KeyError(operation)
-            except KeyError:
-                journal(job["journal"], "aborted", operation)
-            except TransactionAborted:
-                journal(job["journal"], "aborted", operation)
-            except CompletionPending:
-                journal(job["journal"], "acknowledged", operation)
-            else:
-                journal(job["journal"], "acknowledged", operation)
+                with self._journal.operation(operation, stream=stream):
+                    self._one(operation, abort=position in self._job.get("abort", []))
+            except (OnPurpose, exc.DBAPIError):
+                # Raised by the block itself, the second by its INSERT: the dual write has aborted.
+                self._journal.aborted(operation)
+            except Fenced:
+                self._over.set()
+                raise
+            except (TransactionAborted, CompletionPending, TransactionInDoubt, Unavailable):
+                continue  # the journal has it; the next operation is another one
+
+    def _one(self, operation: str, *, abort: bool) -> None:
+        with self._writer.transaction() as tx:
+            for partition in range(self._job.get("partitions", 2)):
+                tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
+            tx.connection.execute(OPERATIONS.insert().values(id=operation))
+            if abort:
+                raise OnPurpose(operation)
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    engine = make_engine(job["url"])
+    METADATA.create_all(engine)
+    return write(job, engine, lambda line: print(line, flush=True))  # noqa: T201 - the parent waits for it
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

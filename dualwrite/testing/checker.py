@@ -1,0 +1,180 @@
+"""Compares what the writers were told, what the database has, and what ``read_committed`` consumers see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from confluent_kafka import KafkaException
+from sqlalchemy import Engine, create_engine, text
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import DualWriteError, Unavailable
+from dualwrite.recovery import RecoveryReport, recover
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing.follower import Follower
+from dualwrite.testing.journal import History, Journal
+from dualwrite.testing.reading import Record, read_committed, stable_ends
+from dualwrite.testing.verdict import Finding, Kind, Place, Verdict, compare, compare_readings
+
+if TYPE_CHECKING:
+    from dualwrite.ports import Incident, StateRow
+
+
+def value_as_text(record: Record) -> str:
+    """The operation of a message whose value is the operation's name."""
+    return "" if record.value is None else record.value.decode()
+
+
+class _Sight(NamedTuple):
+    """What can be seen at one moment: rows, messages by topic, rows of the library, recorded losses."""
+
+    rows: list[str]
+    messages: dict[str, list[Place]]
+    states: Sequence[StateRow]
+    incidents: Sequence[Incident]
+
+
+class Checker:
+    """Settles, then holds journal, database and Kafka against each other. To be used when no writer runs any more.
+
+    Run it in a process of its own, which no fail point kills.
+
+    Args:
+        journal: The writers' journal.
+        kafka: librdkafka configuration.
+        topics: The topics that the operations publish to.
+        engine: A SQLAlchemy engine or a database URL.
+        query: SQL whose first column is the operation's name, once for each row that an operation has inserted.
+        operation_of: The operation's name in a message; its value, if not given.
+        rows_per_operation: How many rows each operation inserts.
+        messages_per_operation: How many messages each operation publishes.
+        prefix: The transactional ids to settle begin so; all if empty.
+        schema: The database schema of the library's tables.
+        timeout_s: Bounds each step, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Path | str,
+        kafka: Mapping[str, str],
+        topics: Sequence[str],
+        engine: Engine | str,
+        query: str,
+        operation_of: Callable[[Record], str] = value_as_text,
+        rows_per_operation: int = 1,
+        messages_per_operation: int = 1,
+        prefix: str = "",
+        schema: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._journal = Path(journal)
+        self._kafka = dict(kafka)
+        self._topics = list(topics)
+        self._engine = engine
+        self._query = query
+        self._operation_of = operation_of
+        self._rows_per_operation = rows_per_operation
+        self._messages_per_operation = messages_per_operation
+        self._prefix = prefix
+        self._schema = schema
+        self._timeout_s = timeout_s
+
+    def check(self, follower: Follower | None = None) -> Verdict:
+        """Settle, compare, settle once more, and see that nothing has changed by it.
+
+        A server or a transaction that does not come to an end in time is a finding (`Kind.HANGING`), not an error.
+
+        Args:
+            follower: A consumer that has run all the time; what it saw must be what a new one sees.
+
+        Raises:
+            ConfigurationError: The journal, or the database, is not as it should be.
+            confluent_kafka.KafkaException: The brokers refuse, with their reason.
+        """
+        history = Journal.read(self._journal)
+        with ExitStack() as disposed_later:
+            engine = self._engine
+            if isinstance(engine, str):
+                engine = create_engine(engine)
+                disposed_later.callback(engine.dispose)
+            try:
+                findings, present = self._findings(history, engine, follower)
+            except Unavailable as error:
+                findings, present = [Finding(Kind.HANGING, self._prefix or "all", str(error))], 0
+        return Verdict(findings, len(history.begun), len(history.acknowledged), len(history.aborted), present)
+
+    def _findings(self, history: History, engine: Engine, follower: Follower | None) -> tuple[list[Finding], int]:
+        self._settle(engine)
+        sight = self._look(engine)
+        findings = compare(
+            history,
+            sight.rows,
+            [place for topic in self._topics for place in sight.messages[topic]],
+            rows_per_operation=self._rows_per_operation,
+            messages_per_operation=self._messages_per_operation,
+        )
+        findings += [
+            Finding(Kind.LOST, incident.transactional_id, f"recorded as {incident.outcome.value}: {incident.detail}")
+            for incident in sight.incidents
+        ]
+        findings += self._second_settling(engine, sight)
+        if follower is not None:
+            findings += self._followed(follower, sight)
+        return findings, len(set(sight.rows))
+
+    def _settle(self, engine: Engine) -> RecoveryReport:
+        return recover(
+            kafka=self._kafka,
+            engine=engine,
+            schema=self._schema,
+            prefix=self._prefix,
+            timeout_s=self._timeout_s,
+            owner="checker",
+        )
+
+    def _look(self, engine: Engine) -> _Sight:
+        messages = {
+            topic: [
+                Place(topic, record.partition, record.offset, self._operation_of(record))
+                for record in read_committed(self._kafka, topic, timeout_s=self._timeout_s)
+            ]
+            for topic in self._topics
+        }
+        with engine.connect() as connection:
+            rows = [str(row[0]) for row in connection.execute(text(self._query))]
+        store = SqlStateStore(engine, schema=self._schema)
+        return _Sight(rows, messages, store.find(self._prefix), store.incidents(self._prefix))
+
+    def _second_settling(self, engine: Engine, first: _Sight) -> list[Finding]:
+        report = self._settle(engine)
+        findings = [
+            Finding(Kind.UNSTABLE, item.row.transactional_id, f"needs {item.step.value} after it was settled")
+            for item in report.planned
+        ]
+        second = self._look(engine)
+        if sorted(first.rows) != sorted(second.rows):
+            findings.append(Finding(Kind.UNSTABLE, "rows", f"{len(first.rows)} before, {len(second.rows)} after"))
+        changed = {row.transactional_id for row in {*first.states} ^ {*second.states}}
+        findings += [Finding(Kind.UNSTABLE, key, "the row of its state has changed") for key in sorted(changed)]
+        if len(first.incidents) != len(second.incidents):
+            findings.append(Finding(Kind.UNSTABLE, "incidents", f"{second.incidents[len(first.incidents) :]}"))
+        return findings + compare_readings(first.messages, second.messages, "before and after the second settling")
+
+    def _followed(self, follower: Follower, sight: _Sight) -> list[Finding]:
+        deadline = Deadline(self._timeout_s)
+        ends = {topic: stable_ends(self._kafka, topic, timeout_s=deadline.remaining_s()) for topic in self._topics}
+        try:
+            records = follower.seen(ends, timeout_s=self._timeout_s)
+        except (DualWriteError, KafkaException) as error:
+            return [Finding(Kind.HANGING, "the consumer that ran all the time", str(error))]
+        seen = {
+            topic: [Place(topic, record.partition, record.offset, self._operation_of(record)) for record in found]
+            for topic, found in records.items()
+        }
+        return compare_readings(
+            seen, sight.messages, "the consumer that ran all the time, and one that reads afterwards"
+        )

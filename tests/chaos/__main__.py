@@ -1,0 +1,43 @@
+"""Kill processes and servers, compare both sides: ``make chaos N=1000 SEED=1``. Exit code 0: clean; 1: something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from chaos.plan import KILLS_PER_ROUND
+from chaos.run import CACHE, Run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=500, help="how many processes are to be killed (500)")
+    parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
+    parser.add_argument("--arenas", type=int, default=1, help="sets of servers that work at once (1)")
+    parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks")
+    parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
+    parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no round after that time")
+    parser.add_argument("--directory", type=Path, help="where results and evidence go")
+    parser.add_argument("--again", action="store_true", help="forget what an earlier run of the directory has done")
+    options = parser.parse_args()
+    name = f"seed-{options.seed}-{options.mistake}" if options.mistake else f"seed-{options.seed}"
+    directory = (options.directory or CACHE / name).resolve()
+    if options.again and directory.exists():
+        shutil.rmtree(directory)
+    results = Run(
+        directory,
+        kills=options.kills,
+        seed=options.seed,
+        arenas=options.arenas,
+        kills_per_round=options.kills_per_round,
+        mistake=options.mistake,
+        stop_after_s=options.stop_after_s,
+    ).run()
+    sys.stdout.write(f"{len(results.findings)} findings; results: {directory / 'results.json'}\n")
+    return 1 if results.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""One round: every id lives through its episodes, servers die meanwhile, and at the end a checker compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from harness.worker import FENCED, LOST, UNAVAILABLE
+
+from chaos.plan import Episode, Round, Step
+from chaos.processes import Forks, Process
+from chaos.results import Results
+from chaos.servers import Servers
+
+BOUND_S = 300.0
+"""A process that has not ended by then hangs: every call in it is bounded by less, outages included."""
+TIMEOUT_S = 40.0
+ATTEMPTS = 4
+"""How often a process is started again that ended because a server was away."""
+PAUSED_OWNER_S = 1.0
+LEASE_S = 5.0
+EXITS = {0: "done", UNAVAILABLE: "a server did not answer", FENCED: "fenced", LOST: "told of a loss"}
+TAIL = 4000
+
+
+class Conductor:
+    """Carries one round out. Every id has a thread; what it waits for are processes.
+
+    Args:
+        servers: Where it happens.
+        forks: Makes the processes.
+        round_: What is to happen.
+        directory: For journal, logs and verdict; it must be empty.
+        results: The counts of this round.
+    """
+
+    def __init__(self, servers: Servers, forks: Forks, round_: Round, directory: Path, results: Results) -> None:
+        self._servers = servers
+        self._forks = forks
+        self._round = round_
+        self._directory = directory
+        self._results = results
+        self._results.rounds = [round_.number]
+        for name in ("killed", "missed", "zombies"):
+            getattr(results, name)[round_.database] = Counter()
+        self._changed = threading.Condition()
+        self._kills = 0
+        self._over = False
+        self._started: Counter[str] = Counter()
+        self._cpu_before_s = forks.cpu_s["processes"]
+
+    def run(self) -> None:
+        """Carry it out. What is wrong stands in the results."""
+        number = self._round.number
+        topic = self._servers.kafka.create_topic(f"round-{number}", self._round.partitions, timeout_s=120)
+        name = f"round_{number}"
+        if self._round.database == "sqlite":
+            url = f"sqlite:///{self._directory / 'rows.db'}"
+        else:
+            url = self._servers.postgres.create_database(name)
+        self._forks.prepare(url)
+        self._job = {
+            "kafka": {**self._servers.kafka.client_config(), "log_level": "2"},
+            "url": url,
+            "topic": topic,
+            "partitions": self._round.partitions,
+            "journal": str(self._directory / "journal"),
+            "timeout_s": TIMEOUT_S,
+            "paused_owner_timeout_s": PAUSED_OWNER_S,
+            "lease_s": LEASE_S,
+        }
+        (self._directory / "journal").touch()
+        (self._directory / "plan.json").write_text(json.dumps(asdict(self._round), indent=1), encoding="utf-8")
+        checker = self._start_checker()
+        self._live()
+        self._check(checker)
+        self._results.cpu_s = self._forks.cpu_s["processes"] - self._cpu_before_s
+        if self._results.findings:
+            (self._directory / "broker.log").write_text(self._servers.kafka.log_tail(2000), encoding="utf-8")
+            return
+        self._servers.kafka.delete_topic(topic)
+        if self._round.database == "postgresql":
+            self._servers.postgres.drop_database(name)
+        shutil.rmtree(self._directory)
+
+    def _live(self) -> None:
+        disturbers = [
+            _thread(self._disturb, self._round.broker_kills, self._servers.kill_broker, "broker_kills"),
+            _thread(self._disturb, self._round.database_stops, self._servers.stop_database, "database_stops"),
+        ]
+        lives = [_thread(self._life, name, episodes) for name, episodes in self._round.episodes.items()]
+        for life in lives:
+            life.join()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        for disturber in disturbers:
+            disturber.join()
+
+    def _disturb(self, after: Iterable[int], disturb: Callable[[], None], name: str) -> None:
+        for threshold in after:
+            with self._changed:
+                self._changed.wait_for(lambda due=threshold: self._over or self._kills >= due)
+                if self._over:
+                    return
+            try:
+                disturb()
+            except Exception as error:  # noqa: BLE001 - a server that does not come back ends the round as a finding
+                self._find("error", name, f"{error}\n{traceback.format_exc()}")
+                return
+            with self._changed:
+                setattr(self._results, name, getattr(self._results, name) + 1)
+
+    def _life(self, name: str, episodes: list[Episode]) -> None:
+        play = {"killed": self._killed, "zombie": self._zombie, "rivals": self._rivals}
+        for episode in episodes:
+            try:
+                play[episode.kind](name, episode.steps)
+            except Exception as error:  # noqa: BLE001 - the harness's own failure is a finding as well
+                self._find("error", name, f"{error}\n{traceback.format_exc()}")
+                return
+
+    def _killed(self, name: str, steps: Iterable[Step]) -> None:
+        for index, step in enumerate(steps):
+            if self._play(name, step) and index:
+                with self._changed:
+                    self._results.killed_again += 1
+
+    def _play(self, name: str, step: Step) -> bool:
+        """One process, started again as a supervisor would where a server was away. Whether it was killed."""
+        for _ in range(ATTEMPTS):
+            process = self._start(name, step)
+            self._moment(process, step)
+            killed = self._end(name, process, step)
+            if killed or process.code != UNAVAILABLE:
+                return killed
+            self._servers.wait_up(BOUND_S)
+        return False
+
+    def _rivals(self, name: str, steps: tuple[Step, ...]) -> None:
+        left, *rivals = steps
+        self._play(name, left)
+        started = [self._start(name, step) for step in rivals]
+        again = [self._end(name, process, step) for process, step in zip(started, rivals, strict=True)]
+        with self._changed:
+            self._results.rivals += 1
+            self._results.killed_again += sum(again)
+
+    def _zombie(self, name: str, steps: tuple[Step, ...]) -> None:
+        paused, heir = steps
+        for _ in range(ATTEMPTS):
+            zombie = self._start(name, paused)
+            self._moment(zombie, paused)
+            if zombie.wait_stopped(BOUND_S) and zombie.stops:
+                break
+            self._end(name, zombie, paused)
+            if zombie.code != UNAVAILABLE:
+                return
+            self._servers.wait_up(BOUND_S)
+        else:
+            return
+        took_over = False
+        for _ in range(ATTEMPTS):
+            successor = self._start(name, heir)
+            self._end(name, successor, heir, opening="paused")
+            took_over = successor.opened_at is not None
+            if took_over:
+                break
+            self._servers.wait_up(BOUND_S)
+        zombie.signal(signal.SIGCONT)
+        self._end(name, zombie, paused, resumed=True)
+        if took_over:
+            with self._changed:
+                self._results.zombies[self._round.database][_point(paused)] += 1
+                self._results.zombies_ended[EXITS.get(zombie.code, str(zombie.code))] += 1
+
+    @staticmethod
+    def _moment(process: Process, step: Step) -> None:
+        if step.after_ms is not None and not process.wait(step.after_ms / 1000):
+            process.signal(signal.Signals[step.moment])
+
+    def _start(self, name: str, step: Step) -> Process:
+        with self._changed:
+            self._started[name] += 1
+            label = f"{name}.{self._started[name]}"
+        threads = self._round.threads[name]
+        job = {
+            **self._job,
+            "do": step.do,
+            "name": label,
+            "transactional_id": name,
+            "pool": name,
+            "batch": f"{name}-batch-{self._started[name] // 4}",
+            "operations": step.operations,
+            "abort": step.abort,
+            "threads": threads,
+            "max_lanes": threads,
+        }
+        with (self._directory / "processes").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"at": time.monotonic(), "name": label, **asdict(step)}) + "\n")
+        return self._forks.start(job, self._directory / f"{name}.log", step.failpoint)
+
+    def _end(self, name: str, process: Process, step: Step, *, opening: str = "", resumed: bool = False) -> bool:
+        """Wait for its end and count it. Whether it was killed as it should."""
+        if not process.wait(BOUND_S):
+            process.signal(signal.SIGCONT)
+            process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
+            process.wait(2)
+            process.signal(signal.SIGKILL)
+            process.wait(30)
+            self._find("hanging", name, f"{step} did not end in {BOUND_S} s: see the stacks in its log")
+            return False
+        armed = not resumed and (step.failpoint or step.after_ms is not None)
+        with self._changed:
+            if not resumed and process.open_s is not None and self._started[name] > 1 and step.do != "settle":
+                self._record_opening(process, opening)
+            if process.killed and armed:
+                self._results.killed[self._round.database][_point(step)] += 1
+                self._kills += 1
+                self._changed.notify_all()
+                return True
+            self._results.ended[EXITS.get(process.code, str(process.code))] += 1
+            if armed and process.code != UNAVAILABLE:
+                self._results.missed[self._round.database][_point(step)] += 1
+        if process.code == LOST:
+            self._find("lost", name, f"{step} was told of a loss")
+        elif process.code not in EXITS:
+            log = (self._directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+            self._find("error", name, f"{step} ended with {process.code}: {log[-TAIL:]}")
+        return False
+
+    def _record_opening(self, process: Process, opening: str) -> None:
+        assert process.opened_at is not None
+        assert process.open_s is not None
+        if not opening:
+            opening = "up" if self._servers.were_up(process.started_at, process.opened_at) else "away"
+        self._results.recovery_s[opening].append(process.open_s)
+
+    def _start_checker(self) -> Process:
+        os.mkfifo(self._directory / "go")
+        job = {
+            **self._job,
+            "do": "check",
+            "name": "checker",
+            "go": str(self._directory / "go"),
+            "verdict": str(self._directory / "verdict.json"),
+            "prefix": f"r{self._round.number}-",
+            "timeout_s": 120.0,
+        }
+        checker = self._forks.start(job, self._directory / "checker.log")
+        assert checker.wait_opened(120), "the checker does not start"
+        return checker
+
+    def _check(self, checker: Process) -> None:
+        if checker.code is None:
+            os.close(os.open(self._directory / "go", os.O_WRONLY | os.O_NONBLOCK))
+        if not checker.wait(600):
+            checker.signal(signal.SIGUSR1)
+            checker.wait(2)
+            checker.signal(signal.SIGKILL)
+            checker.wait(30)
+        verdict = self._directory / "verdict.json"
+        if not verdict.exists():
+            log = (self._directory / "checker.log").read_text(encoding="utf-8", errors="replace")
+            self._find("error", "checker", f"no verdict, ended with {checker.code}: {log[-TAIL:]}")
+            return
+        document = json.loads(verdict.read_text(encoding="utf-8"))
+        for finding in document.pop("findings"):
+            self._find(**finding)
+        self._results.operations.update(document)
+
+    def _find(self, kind: str, subject: str, detail: str) -> None:
+        with self._changed:
+            self._results.findings.append(
+                {"round": self._round.number, "kind": kind, "subject": subject, "detail": detail}
+            )
+
+
+def _point(step: Step) -> str:
+    return step.failpoint.partition(":")[0] or "any moment"
+
+
+def _thread(call: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    return thread

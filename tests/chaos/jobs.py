@@ -1,0 +1,201 @@
+"""What the forked processes do: write, settle from outside, work as tasks on leased slots, check."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABLE, make_engine, write
+from sqlalchemy import Engine, exc
+
+from dualwrite import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+    recover,
+)
+from dualwrite.block import dual_write
+from dualwrite.claiming import Ground, default_owner
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.lane import Lane
+from dualwrite.migrations import upgrade
+from dualwrite.stores.ledger import Ledger
+from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import Checker, Follower, Journal
+
+Tell = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(url: str) -> Engine:
+    """Make the tables, and an engine that has no connection but knows its statements: forks start warm."""
+    engine = make_engine(url)
+    with engine.connect() as connection:
+        upgrade(connection)
+    METADATA.create_all(engine)
+    store = SqlStateStore(engine)
+    store.find("warm")
+    store.incidents("warm")
+    with engine.connect() as connection:
+        connection.execute(OPERATIONS.select())
+    engine.dispose()
+    return engine
+
+
+def settle(job: dict, engine: Engine, tell: Tell) -> int:
+    """Recover one id from outside, as an operator's command does."""
+    started = time.monotonic()
+    try:
+        report = recover(job["transactional_id"], kafka=job["kafka"], engine=engine, timeout_s=job["timeout_s"])
+    except Fenced:
+        return FENCED
+    except Unavailable:
+        return UNAVAILABLE
+    except (DecidedTransactionLost, OutcomeUnverifiable):
+        return LOST
+    tell(f"open {time.monotonic() - started:.3f}")
+    return LOST if report.losses else 0
+
+
+def task(job: dict, engine: Engine, tell: Tell) -> int:
+    """Write the partitions of a batch that the ledger does not have yet, as a Spark task does it."""
+    started = time.monotonic()
+    pool = SlotPool(engine, job["pool"])
+    store = SqlStateStore(engine, paused_owner_timeout_s=job["paused_owner_timeout_s"])
+    try:
+        with closing(KafkaCoordinator(KafkaConfig.parse(job["kafka"]))) as coordinator:
+            ground = Ground(coordinator, store, default_owner())
+            lease = pool.lease(job["name"], job["lease_s"])
+            lane = Lane(lease.transactional_id, ground, _producer_maker(job, ground))
+            try:
+                lane.ready(Deadline(job["timeout_s"]))
+                tell(f"open {time.monotonic() - started:.3f}")
+                with Journal(job["journal"]) as journal:
+                    for partition in range(job["operations"]):
+                        _write_partition(job, engine, ground, lane, journal, partition)
+                lane.record_completed()
+            finally:
+                lane.discard()
+            pool.release(lease)
+    except Fenced:
+        return FENCED
+    except (Unavailable, TransactionAborted, TransactionInDoubt, CompletionPending, exc.DBAPIError):
+        return UNAVAILABLE
+    except (DecidedTransactionLost, OutcomeUnverifiable):
+        return LOST
+    return 0
+
+
+class _WrittenByOther(Exception):
+    """The ledger has the partition: another attempt was faster."""
+
+
+def _write_partition(job: dict, engine: Engine, ground: Ground, lane: Lane, journal: Journal, partition: int) -> None:
+    sink, batch = job["pool"], job["batch"]
+    ledger = Ledger()
+    with engine.connect() as connection:
+        if ledger.seen(connection, sink, batch, partition):
+            return
+    lane.ready(Deadline(job["timeout_s"]))
+    operation = f"{batch}-{partition}"
+    # Attempts of one partition run at once: what one is told says nothing of the others. So nothing but success, which
+    # the ledger grants to one of them, is journaled as certain.
+    journal.begun(operation)
+    try:
+        with (
+            engine.connect() as connection,
+            dual_write(lane, ground, connection, margin_s=10, timeout_s=job["timeout_s"]) as tx,
+        ):
+            for number in range(job["partitions"]):
+                tx.produce(job["topic"], value=operation, key=str(number), partition=number)
+            if not ledger.insert(
+                tx.connection, sink, batch, partition, row_count=1, message_count=1, partition_count=job["operations"]
+            ):
+                raise _WrittenByOther
+            tx.connection.execute(OPERATIONS.insert().values(id=operation))
+    except _WrittenByOther:
+        return
+    except CompletionPending:
+        journal.acknowledged(operation)
+        raise
+    journal.acknowledged(operation)
+
+
+def _producer_maker(job: dict, ground: Ground):
+    config = KafkaConfig.parse(job["kafka"])
+
+    def make_producer(row):
+        return TransactionalProducer(
+            config,
+            row.kafka_id(row.incarnation),
+            coordinator=ground.coordinator,
+            incarnation=row.incarnation,
+            call_timeout_s=job["timeout_s"],
+            bulk=True,
+        )
+
+    return make_producer
+
+
+def check(job: dict, engine: Engine, tell: Tell) -> int:
+    """Follow the topic from now on; check when told to; leave the verdict in a file."""
+    checker = Checker(
+        journal=job["journal"],
+        kafka=job["kafka"],
+        topics=[job["topic"]],
+        engine=engine,
+        query=QUERY,
+        messages_per_operation=job["partitions"],
+        prefix=job["prefix"],
+        timeout_s=job["timeout_s"],
+    )
+    with Follower(job["kafka"], [job["topic"]]) as follower:
+        tell("open 0")
+        Path(job["go"]).read_text(encoding="utf-8")  # a pipe with a name: it opens when the round is over
+        verdict = checker.check(follower)
+    document = {
+        "operations": verdict.operations,
+        "acknowledged": verdict.acknowledged,
+        "aborted": verdict.aborted,
+        "present": verdict.present,
+        "findings": [
+            {"kind": finding.kind.value, "subject": finding.subject, "detail": finding.detail}
+            for finding in verdict.findings
+        ],
+    }
+    Path(job["verdict"]).write_text(json.dumps(document), encoding="utf-8")
+    return 0
+
+
+JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {"write": write, "settle": settle, "task": task, "check": check}
+
+
+def run(job: dict, engine: Engine, told_to: int) -> int:
+    """Do one job in a process of its own; the exit code."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {job['name']} %(levelname)s %(name)s: %(message)s")
+    for noisy in ("kafka", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+
+    def tell(line: str) -> None:
+        os.write(told_to, line.encode() + b"\n")
+
+    try:
+        return JOBS[job["do"]](job, engine, tell)
+    except DualWriteError:
+        logger.exception("ended by an error that a worker should not meet")
+        return 1

@@ -1,0 +1,108 @@
+"""What a run has counted, kept in a file after each round, so that a run that is stopped can be gone on with."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def machine() -> str:
+    """What this ran on, in one line."""
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+@dataclass
+class Results:
+    """Counts of one run.
+
+    Attributes:
+        command: How to run it again.
+        seed: The seed.
+        mistake: What was planted, if anything.
+        began: Date and time (UTC).
+        machine: What it ran on.
+        seconds: How long it has run.
+        rounds: The rounds that are done.
+        killed: Killed processes, by database and fail point.
+        killed_again: How many of them died while they recovered what another had left.
+        missed: Armed processes that ended before they came to their point, by database and fail point.
+        ended: How the others ended, by exit.
+        zombies: Paused processes that were resumed after another had taken over, by database and fail point.
+        zombies_ended: How the resumed ones ended, by exit.
+        rivals: How often several recovered one id at once.
+        broker_kills: How often the broker was killed.
+        database_stops: How often PostgreSQL was stopped.
+        operations: Begun, acknowledged, aborted, present on both sides.
+        recovery_s: How long opening took after a kill: all servers up, and with a server away meanwhile,
+            and where a paused former owner held the row.
+        cpu_s: CPU time of the processes.
+        spark: Counts of the Spark part.
+        findings: What is wrong.
+    """
+
+    command: str
+    seed: int
+    mistake: str = ""
+    began: str = field(default_factory=lambda: dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M"))
+    machine: str = field(default_factory=machine)
+    seconds: float = 0
+    rounds: list[int] = field(default_factory=list)
+    killed: dict[str, Counter[str]] = field(default_factory=dict)
+    killed_again: int = 0
+    missed: dict[str, Counter[str]] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    zombies: dict[str, Counter[str]] = field(default_factory=dict)
+    zombies_ended: Counter[str] = field(default_factory=Counter)
+    rivals: int = 0
+    broker_kills: int = 0
+    database_stops: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    recovery_s: dict[str, list[float]] = field(default_factory=lambda: {"up": [], "away": [], "paused": []})
+    cpu_s: float = 0
+    spark: dict[str, Counter[str]] = field(default_factory=dict)
+    findings: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        return sum(counter.total() for counter in self.killed.values())
+
+    @property
+    def zombie_count(self) -> int:
+        return sum(counter.total() for counter in self.zombies.values())
+
+    def add(self, other: Results) -> None:
+        """Take in the counts of one more round, or of another run."""
+        self.rounds = sorted({*self.rounds, *other.rounds})
+        for name in ("killed", "missed", "zombies", "spark"):
+            mine = getattr(self, name)
+            for key, counter in getattr(other, name).items():
+                mine.setdefault(key, Counter()).update(counter)
+        for name in ("ended", "zombies_ended", "operations"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("killed_again", "rivals", "broker_kills", "database_stops", "cpu_s", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for key, values in other.recovery_s.items():
+            self.recovery_s[key] = [*self.recovery_s[key], *values]
+        self.findings += other.findings
+
+    def save(self, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(vars(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        partial.rename(path)
+
+    @classmethod
+    def from_document(cls, document: dict) -> Results:
+        for name in ("killed", "missed", "zombies", "spark"):
+            document[name] = {key: Counter(value) for key, value in document[name].items()}
+        for name in ("ended", "zombies_ended", "operations"):
+            document[name] = Counter(document[name])
+        return cls(**document)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        return cls.from_document(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,121 @@
+"""A run: rounds until enough processes were killed, on one or more sets of servers at once."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from chaos.conductor import Conductor
+from chaos.plan import KILLS_PER_ROUND, make_round
+from chaos.processes import Forks
+from chaos.results import Results
+from chaos.servers import Servers
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "chaos"
+
+
+class Run:
+    """One run of a seed. Goes on where an earlier one of the same directory has stopped.
+
+    Args:
+        directory: Results, and the evidence of what was found.
+        kills: How many processes are to be killed.
+        seed: Draws the plan.
+        arenas: How many sets of servers work at once.
+        kills_per_round: How often the checker compares.
+        mistake: What is planted into the product, by name; empty for nothing.
+        stop_after_s: No new round begins after that time.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        kills: int,
+        seed: int,
+        arenas: int = 1,
+        kills_per_round: int = KILLS_PER_ROUND,
+        mistake: str = "",
+        stop_after_s: float = float("inf"),
+    ) -> None:
+        self._directory = directory
+        self._kills = kills
+        self._seed = seed
+        self._arenas = arenas
+        self._kills_per_round = kills_per_round
+        self._mistake = mistake
+        self._stop_after_s = stop_after_s
+        self._file = directory / "results.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        planted = f" MISTAKE={mistake}" if mistake else ""
+        command = f"make chaos N={kills} SEED={seed}{planted}"
+        self.results = Results.load(self._file) if self._file.exists() else Results(command, seed, mistake)
+        self._numbers = (number for number in itertools.count() if number not in self.results.rounds)
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._before_s = self.results.seconds
+        self._stopped = False
+
+    def run(self) -> Results:
+        """Carry it out; results are saved after each round."""
+        arenas = [threading.Thread(target=self._arena, args=(index,), daemon=True) for index in range(self._arenas)]
+        for arena in arenas:
+            arena.start()
+        for arena in arenas:
+            arena.join()
+        return self.results
+
+    def _next(self) -> int | None:
+        with self._lock:
+            late = time.monotonic() - self._began > self._stop_after_s
+            if self._stopped or late or self.results.kills >= self._kills:
+                return None
+            return next(self._numbers)
+
+    def _arena(self, index: int) -> None:
+        try:
+            with Servers(CACHE / "broker.jsa") as servers, Forks(self._directory, self._mistake) as forks:
+                while (number := self._next()) is not None:
+                    self._round(servers, forks, number)
+        except Exception as error:  # noqa: BLE001 - an arena that breaks is a finding, not a shorter run
+            detail = f"{error}\n{traceback.format_exc()}"
+            with self._lock:
+                self._stopped = True
+                self.results.findings.append({"kind": "error", "subject": f"arena {index}", "detail": detail})
+                self.results.save(self._file)
+
+    def _round(self, servers: Servers, forks: Forks, number: int) -> None:
+        directory = self._directory / f"round-{number}"
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir()
+        began = time.monotonic()
+        own = Results("", self._seed)
+        round_ = make_round(self._seed, number, kills=self._kills_per_round)
+        Conductor(servers, forks, round_, directory, own).run()
+        with self._lock:
+            self.results.add(own)
+            self.results.seconds = self._before_s + time.monotonic() - self._began
+            self.results.save(self._file)
+            self._say(own, round_.database, time.monotonic() - began)
+        servers.forget_logs()
+
+    def _say(self, own: Results, database: str, seconds: float) -> None:
+        total = self.results
+        sys.stdout.write(
+            f"round {own.rounds[0]} ({database}): {own.kills} killed, {own.zombie_count} zombies, "
+            f"{own.broker_kills} broker kills, {own.database_stops} database stops, "
+            f"{own.operations['present']} of {own.operations['operations']} operations present, "
+            f"{len(own.findings)} findings, {seconds:.0f} s; "
+            f"in all {total.kills} of {self._kills} killed, {total.zombie_count} zombies, {total.broker_kills} + "
+            f"{total.database_stops}, {len(total.findings)} findings, {total.seconds / 60:.1f} min\n"
+        )
+        for finding in own.findings:
+            sys.stdout.write(f"  FOUND {finding['kind']}: {finding['subject']}: {str(finding['detail'])[:1500]}\n")
+        sys.stdout.flush()

@@ -1,0 +1,63 @@
+"""A short run of the kill -9 harness: processes die, a zombie wakes up, both servers die under them; nothing is wrong."""
+
+import pytest
+from chaos.conductor import Conductor
+from chaos.plan import Episode, Round, Step
+from chaos.processes import Forks
+from chaos.results import Results
+from chaos.servers import Servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ZOMBIE = Episode("zombie", (Step(failpoint="write.prepared:2:stop"), Step(failpoint="write.decided:2")))
+PAUSED_CLAIM = Episode("zombie", (Step(failpoint="claim.settled:1:stop"), Step(failpoint="write.completed:1")))
+KILLED_TWICE = Episode(
+    "killed",
+    (Step(failpoint="write.decided:2"), Step(failpoint="settle.before_commit"), Step("settle", "settle.retired")),
+)
+RIVALS = Episode("rivals", (Step(failpoint="write.decided:1"), Step("settle"), Step(failpoint="settle.looked"), Step()))
+ANY_MOMENT = Episode("killed", (Step(after_ms=400, operations=50),))
+TASKS = [
+    Episode("killed", (Step("task", f"{point}:1", operations=3),))
+    for point in ("slot.leased", "ledger.checked", "ledger.inserted", "write.decided", "slot.released")
+]
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory):
+    with Servers() as servers, Forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield servers, forks
+
+
+def play(arena, directory, round_):
+    directory.mkdir()
+    results = Results("", 0)
+    Conductor(*arena, round_, directory, results).run()
+    assert results.findings == []
+    return results
+
+
+def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, tmp_path):
+    episodes = {
+        "r0-w0": [ZOMBIE, KILLED_TWICE, RIVALS],
+        "r0-w1": [KILLED_TWICE, ANY_MOMENT, PAUSED_CLAIM, ANY_MOMENT],
+        "r0-pool": TASKS,
+    }
+    round_ = Round(
+        0, "postgresql", 2, episodes, {"r0-w0": 1, "r0-w1": 3, "r0-pool": 1}, broker_kills=[2], database_stops=[1, 4]
+    )
+    results = play(arena, tmp_path / "round", round_)
+    assert results.broker_kills == 1
+    assert results.database_stops == 2
+    assert results.zombie_count >= 1
+    assert results.kills >= 8
+    assert results.operations["present"] > 0
+    assert not (tmp_path / "round").exists(), "the evidence of a clean round is kept"
+
+
+def test_both_sides_are_equal_with_sqlite(arena, tmp_path):
+    episodes = {"r1-w0": [KILLED_TWICE, PAUSED_CLAIM], "r1-w1": [ANY_MOMENT, RIVALS], "r1-pool": TASKS[:3]}
+    round_ = Round(1, "sqlite", 2, episodes, dict.fromkeys(episodes, 1))
+    results = play(arena, tmp_path / "round", round_)
+    assert results.zombie_count >= 1
+    assert results.kills >= 5
