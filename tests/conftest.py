@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from harness.planting import plant_from_environment
 
 MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql}
+
+
+def pytest_configure() -> None:
+    # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
+    plant_from_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy import create_engine, text
 from dualwrite import failpoints
 from dualwrite.sinks.spark.task import PartitionTask
 from dualwrite.testing.reading import read_committed
+from harness.planting import plant_from_environment
 
 TESTS = Path(__file__).parents[1]
 ROWS = 1000
@@ -136,3 +137,10 @@ class ArmedTask(PartitionTask):
                 os.setsid()
                 Path(self.pid_file).write_text(str(os.getpid()))
             failpoints.arm(self.point)
+
+
+class SameTask(PartitionTask):
+    """The product's task, by a name that a worker can find only here: so the worker imports this module, too."""
+
+
+plant_from_environment()

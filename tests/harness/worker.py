@@ -26,6 +26,7 @@ from dualwrite import (
     Unavailable,
 )
 from dualwrite.testing import Journal
+from harness.planting import plant_from_environment
 
 METADATA = MetaData()
 OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True))
@@ -117,6 +118,7 @@ class _Writing:
 
 
 def main() -> int:
+    plant_from_environment()
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     engine = make_engine(job["url"])
     METADATA.create_all(engine)

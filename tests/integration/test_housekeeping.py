@@ -230,3 +230,16 @@ def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, 
     closed.start()
     closed.join(40)
     assert not closed.is_alive()
+
+
+def test_an_owner_that_was_taken_over_can_add_no_lane(kafka, engine, dualwrite_topic, orders, both):
+    """The new owner has claimed the lanes that there were; it knows nothing of one that is added later."""
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=3) as first:
+        busy = [first._lanes.take(), first._lanes.take()]
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=2) as second:
+            with pytest.raises(Fenced):
+                write(first, dualwrite_topic, orders, 1)
+            write(second, dualwrite_topic, orders, 2)
+        for lane in busy:
+            first._lanes.give_back(lane)
+    assert both() == ([2], [2])

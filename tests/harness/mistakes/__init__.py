@@ -1,0 +1,26 @@
+"""Planted protocol mistakes: the product with one rule broken, to show that the checks would catch it.
+
+Nothing of this is in the product. A mistake patches its functions from here, while ``with planted(name)`` lasts, or, by the
+environment variable ``DUALWRITE_MISTAKE``, in a whole process::
+
+    DUALWRITE_MISTAKE=unconditional_update python -m pytest tests/integration/test_faults.py
+
+``python -m controls`` (in the directory of the tests) plants each of them and runs the checks that must fail.
+"""
+
+from harness.mistakes import database, kafka, settling, spark, writing
+from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
+from harness.planting import ENVIRONMENT
+
+__all__ = [
+    "ENVIRONMENT",
+    "MISTAKES",
+    "Check",
+    "Mistake",
+    "database",
+    "kafka",
+    "planted",
+    "settling",
+    "spark",
+    "writing",
+]

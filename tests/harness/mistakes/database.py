@@ -1,0 +1,140 @@
+"""Mistakes about the database: which rows are read when, what is conditional, what COMMIT's answer means."""
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import bindparam, exc, null, update
+
+from dualwrite.stores import postgresql
+from dualwrite.stores.claims import Claim
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.dialect import Standing
+from dualwrite.stores.postgresql import PostgreSQL
+from dualwrite.stores.records import Records
+from dualwrite.stores.rows import check_decidable
+from dualwrite.stores.state import SqlStateStore
+from harness.mistakes.registry import Check, mistake, performed
+
+
+@mistake(performed("paused_owner_cannot_decide", "not Fenced"))
+def unconditional_update(patch: pytest.MonkeyPatch) -> None:
+    """An owner writes its state into the row whoever owns the id by now."""
+
+    def decide(self, connection, transactional_id, incarnation, state, *, namespace=None):
+        text = check_decidable(transactional_id, incarnation, state)
+        table = self._tables.state
+        statement = (
+            update(table)
+            .where(table.c.transactional_id == transactional_id)
+            .values(prepared_transaction_state=text, completed=null(), updated_at=database_now())
+            .returning(*self._dialect.end_columns())
+        )
+        return True, self._dialect.check_end(connection, tuple(connection.execute(statement).one()))
+
+    patch.setattr(SqlStateStore, "decide", decide)
+
+
+@mistake(performed("statement_fails_and_nobody_minds", "told None, not TransactionAborted"))
+def failed_commit_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
+    """The state is written in one go with COMMIT, and PostgreSQL's ROLLBACK in answer to it is taken for success."""
+    decide, standing = SqlStateStore.decide, PostgreSQL.standing
+
+    def unchecked_decide(self, connection, *args, **kwargs):
+        try:
+            return decide(self, connection, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error.__cause__, exc.InternalError):  # "current transaction is aborted"
+                return True, None
+            raise
+
+    def unchecked_standing(self, driver):
+        found = standing(self, driver)
+        return Standing.OPEN if found is Standing.FAILED else found
+
+    patch.setattr(SqlStateStore, "decide", unchecked_decide)
+    patch.setattr(PostgreSQL, "standing", unchecked_standing)
+
+
+@mistake(performed("claim_meets_a_decision_under_way", "shows \\[\\]|told DecidedTransactionLost"))
+def claim_returns_a_row_read_before(patch: pytest.MonkeyPatch) -> None:
+    """A claim returns the state as it was read before the claim had the row's lock."""
+    real = SqlStateStore.claim
+
+    def claim(self, transactional_ids, **kwargs):
+        before = {row.transactional_id: row for row in self.read(transactional_ids)}
+        return [
+            replace(
+                row,
+                prepared=before[row.transactional_id].prepared,
+                completed=before[row.transactional_id].completed,
+            )
+            if row.transactional_id in before
+            else row
+            for row in real(self, transactional_ids, **kwargs)
+        ]
+
+    patch.setattr(SqlStateStore, "claim", claim)
+
+
+@mistake(performed("commit_arrives_after_its_connection_broke", "did not have to wait"))
+def row_in_doubt_read_without_its_lock(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered reads the row at once, while its old session may yet commit."""
+
+    def read(self, transactional_id, _):
+        return self.read([transactional_id])[0]
+
+    patch.setattr(SqlStateStore, "read_locked", read)
+
+
+@mistake(performed("database_killed_after_it_decided", "database shows \\[\\]"))
+def commit_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """A decision is committed with synchronous_commit off, if the session says so."""
+    patch.setattr(postgresql, "_DURABLE", "NULL")
+
+
+@mistake(performed("row_deleted_under_its_owner", "told None, not Fenced"))
+def namespace_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A row that was deleted and made anew is taken for ours if it has come to our incarnation again."""
+    for name in ("read_incarnation", "decide", "hold"):
+        real = getattr(SqlStateStore, name)
+        patch.setattr(SqlStateStore, name, _without_namespace(real))
+
+
+def _without_namespace(real):
+    def call(*args, namespace=None, **kwargs):
+        return real(*args, **kwargs)
+
+    return call
+
+
+@mistake(
+    Check(
+        "integration/test_faults.py::test_another_cluster_is_refused_and_nothing_is_aborted[postgresql]",
+        "OutcomeUnverifiable",
+    )
+)
+def another_cluster_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A claim does not ask whether the bootstrap servers lead to the cluster that the row belongs to."""
+    patch.setattr(Claim, "_check", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "conformance/test_records.py::test_the_settled_mark_only_rises[postgresql]",
+        "settled_incarnation|assert",
+    )
+)
+def settled_mark_may_sink(patch: pytest.MonkeyPatch) -> None:
+    """A slow settler writes its mark over the higher one of a faster one."""
+    real = Records.__init__
+
+    def init(self, tables, dialect):
+        real(self, tables, dialect)
+        state = tables.state
+        self._settle = (
+            update(state)
+            .where(state.c.transactional_id == bindparam("id_"))
+            .values(settled_incarnation=bindparam("mark_"))
+        )
+
+    patch.setattr(Records, "__init__", init)

@@ -1,0 +1,114 @@
+"""Mistakes about Kafka: what a transaction is known by, what librdkafka's answers mean, what the log proves."""
+
+from dataclasses import replace
+
+import pytest
+from kafka.protocol.producer.transaction import InitProducerIdRequest
+
+from dualwrite import settling
+from dualwrite.kafka import log
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.evidence import Evidence
+from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.kafka.log import _Scan
+from dualwrite.kafka.partitions import Place
+from dualwrite.stores import rows, state
+from harness.mistakes.registry import MISTAKES, Check, mistake, performed
+
+
+@mistake(performed("half_of_the_next", "shows \\['m1', 'm2'\\]"))
+def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
+    """The row names a transaction by producer id and epoch alone, as KIP-939 does."""
+    real = Evidence.state_of
+
+    def state_of(self, *args, **kwargs):
+        return replace(real(self, *args, **kwargs), first_offsets=(), started_ms=None)
+
+    patch.setattr(Evidence, "state_of", state_of)
+    patch.setattr(rows, "_incomplete", lambda *_: None)
+    patch.setattr(state, "check_decidable", lambda _, __, prepared: str(prepared))
+    patch.setattr(settling, "is_open", lambda *_: True)
+
+
+@mistake(performed("late_first_copy_of_a_commit", "shows \\['m1', 'm2'\\]"))
+def kept_after_a_doubtful_end(patch: pytest.MonkeyPatch) -> None:
+    """A producer goes on after a commit that may have been sent twice, because it answered success."""
+    patch.setattr(ProducerInstance, "_judge", lambda *_: None)
+
+
+@mistake(performed("delivery_fails_after_flush", "not TransactionAborted"))
+def delivery_failures_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A prepare is good because flush returned 0, whatever the delivery reports said."""
+    patch.setattr(ProducerInstance, "_require_all_delivered", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_adversary.py::test_consumed_offsets_alone_are_rolled_forward_with_their_rows[postgresql]",
+        r"\[\] == \['orders'\]",
+    )
+)
+def offsets_alone_taken_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A transaction of nothing but consumed offsets is taken for empty: the row does not name it."""
+    real = ProducerInstance.prepare
+
+    def prepare(self, deadline):
+        self.transaction.sent_offsets = False
+        return real(self, deadline)
+
+    patch.setattr(ProducerInstance, "prepare", prepare)
+
+
+@mistake(
+    Check(
+        "integration/test_coordinator_log.py::test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does",
+        "UNKNOWABLE",
+    )
+)
+def topic_id_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A topic that was deleted and made anew under its name is taken for the one that was written to."""
+    patch.setattr(_Scan, "place", property(lambda self: Place(self.first.topic, self.first.partition)))
+
+
+@mistake(
+    Check(
+        "integration/test_coordinator_log.py::test_records_of_somebody_else_at_the_offset_prove_nothing",
+        "UNKNOWABLE",
+    )
+)
+def anybodys_marker_taken_for_ones_own(patch: pytest.MonkeyPatch) -> None:
+    """The proof takes the next marker of the producer for the transaction's own, though its records are gone."""
+    patch.setattr(log._Scan, "_is_own_first", lambda *_: True)
+
+
+@mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
+def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> None:
+    """All owners share a Kafka id, and whoever retires it names the producer id and epoch that it has seen, to be safe."""
+    MISTAKES["one_kafka_id_for_all_incarnations"].plant(patch)
+    describe, seen = KafkaCoordinator.describe, {}
+
+    def describe_and_remember(self, kafka_ids, deadline):
+        views = describe(self, kafka_ids, deadline)
+        for kafka_id, view in views.items():
+            seen.setdefault(kafka_id, view)
+        return views
+
+    def retire(self, kafka_ids, deadline):
+        def requests(ids):
+            for kafka_id in ids:
+                request = InitProducerIdRequest(
+                    transactional_id=kafka_id,
+                    transaction_timeout_ms=1000,
+                    producer_id=seen[kafka_id].producer_id,
+                    producer_epoch=seen[kafka_id].epoch,
+                    max_version=5,
+                )
+                yield request, [kafka_id]
+
+        def read(ids, _):
+            yield ids[0], True  # fenced: then it is somebody else's, who was left alone
+
+        self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+
+    patch.setattr(KafkaCoordinator, "describe", describe_and_remember)
+    patch.setattr(KafkaCoordinator, "retire", retire)

@@ -1,0 +1,104 @@
+"""Mistakes of a settler: what it does next, and in which order it asks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from dualwrite import settling
+from dualwrite.observations import TransactionStatus
+from dualwrite.ports import StateRow
+from dualwrite.protocol.settle import Knowledge, SettleStep, is_open
+from harness.mistakes.registry import mistake, performed
+
+
+def _instead(patch: pytest.MonkeyPatch, choose: Callable[[Knowledge, SettleStep], SettleStep]) -> None:
+    """Let another choice than the product's be taken."""
+    real = settling.next_step
+    patch.setattr(settling, "next_step", lambda known: choose(known, real(known)))
+
+
+@mistake(performed("half_of_the_next", "shows \\['m1', 'm2'\\]"))
+def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
+    """A settler commits what is ongoing under the id and epoch of the row, though it began at other offsets."""
+
+    def choose(known, step):
+        return SettleStep.COMMIT if known.evidence is False and step is SettleStep.PROVE else step
+
+    _instead(patch, choose)
+
+
+@mistake(performed("decided_owner_dead", "shows \\['m2'\\]"))
+def retire_before_complete(patch: pytest.MonkeyPatch) -> None:
+    """A settler retires an incarnation whose decided transaction it should have committed first."""
+    _instead(patch, lambda _, step: SettleStep.RETIRE if step is SettleStep.COMMIT else step)
+
+
+@mistake(performed("operator_aborts_a_decided_transaction", "told None, not DecidedTransactionLost"))
+def loss_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """A settler that finds a decided transaction aborted retires its id and tells nobody."""
+    _instead(patch, lambda _, step: SettleStep.RETIRE if step is SettleStep.RECORD_LOST else step)
+
+
+@mistake(performed("forgotten_id_and_a_loss", "told None, not DecidedTransactionLost"))
+def no_such_id_means_nothing_to_do(patch: pytest.MonkeyPatch) -> None:
+    """A settler takes an id that the coordinator has forgotten for settled, though the row names a transaction of it."""
+
+    def choose(known, step):
+        forgotten = known.view is not None and known.view.status is TransactionStatus.NO_SUCH_ID
+        return SettleStep.FINISH if forgotten else step
+
+    _instead(patch, choose)
+
+
+@mistake(performed("nothing_left_to_prove", "told None, not OutcomeUnverifiable"))
+def absence_taken_for_proof(patch: pytest.MonkeyPatch) -> None:
+    """A settler takes a transaction for committed because the log shows no sign of its abort."""
+    _instead(patch, lambda _, step: SettleStep.RECORD_COMMITTED if step is SettleStep.RECORD_UNVERIFIABLE else step)
+
+
+@mistake(performed("marker_written_past_the_coordinator", "told None, not DecidedTransactionLost"))
+def coordinator_outweighs_the_log(patch: pytest.MonkeyPatch) -> None:
+    """A settler believes the coordinator's CompleteCommit without reading the log."""
+
+    def choose(known, step):
+        done = known.view is not None and known.view.status is TransactionStatus.COMPLETE_COMMIT
+        return SettleStep.RECORD_COMMITTED if done and step is SettleStep.PROVE else step
+
+    _instead(patch, choose)
+
+
+@mistake(performed("second_settler_waits", "came not to settle.looked"))
+def marked_settled_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    """A second settler finds the first one's commit or abort under way, and marks the incarnation settled at once."""
+    _instead(patch, lambda _, step: SettleStep.FINISH if step is SettleStep.WAIT else step)
+
+
+@mistake(performed("undecided_owner_dead", "stays open"))
+def never_retired(patch: pytest.MonkeyPatch) -> None:
+    """A settler leaves what is open and undecided to the broker's time-out, which may be weeks."""
+    _instead(patch, lambda _, step: SettleStep.FINISH if step is SettleStep.RETIRE else step)
+
+
+@mistake(performed("next_transaction_meets_late_markers", "shows \\['m1', 'm2'\\]"))
+def partition_asked_before_the_coordinator(patch: pytest.MonkeyPatch) -> None:
+    """A settler asks the partitions what is open before it asks the coordinator."""
+    real = settling._Settling._look
+
+    def look(self, items):
+        shown = self._coordinator.open_offsets([item.row.prepared for item in items], self._deadline)
+        settling.failpoints.hit("settle.looked")
+        real(self, items)
+        for item, offsets in zip(items, shown, strict=True):
+            item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
+
+    patch.setattr(settling._Settling, "_look", look)
+
+
+@mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
+def one_kafka_id_for_all_incarnations(patch: pytest.MonkeyPatch) -> None:
+    """Every owner initialises the same Kafka id, as programs do that know nothing of incarnations."""
+    from dualwrite import claiming
+
+    patch.setattr(StateRow, "kafka_id", lambda self, _: f"{self.transactional_id}.{self.namespace}")
+    patch.setattr(claiming, "_check_new_ids", lambda *_: None)

@@ -1,0 +1,112 @@
+"""Mistakes of an owner: in a dual write, in what becomes of its lane, and in becoming an owner."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualwrite import claiming, lane, recovery, transaction
+from dualwrite.errors import Fenced
+from dualwrite.lane import Lane
+from dualwrite.protocol.doubt import Doubt, DoubtStep
+from dualwrite.settling import SettleReport
+from dualwrite.transaction import Transaction
+from harness.mistakes.registry import Check, mistake, performed
+
+
+@mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
+def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
+    """An owner does not read the row's incarnation before it produces."""
+    real = Transaction.begin
+
+    def begin(self):
+        store = self._ground.store
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(store, "read_incarnation", lambda *_, **__: self._lane.row.incarnation)
+            real(self)
+
+    patch.setattr(Transaction, "begin", begin)
+
+
+@mistake(performed("too_little_time_left", "not TransactionAborted"))
+def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """An owner decides although the broker is about to time the transaction out."""
+    patch.setattr(Transaction, "_check_time_left", lambda _: None)
+
+
+@mistake(performed("commit_answer_lost", "told TransactionAborted"))
+def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered takes it for rolled back, aborts in Kafka, and may run the work again."""
+    patch.setattr(transaction, "resolve_commit", lambda *_: DoubtStep.ABORTED)
+
+
+@mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
+def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
+    from dualwrite import resolving
+
+    real = resolving.next_doubt_step
+
+    def next_step(doubt: Doubt) -> DoubtStep:
+        return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
+
+    assert real is not next_step
+    patch.setattr(resolving, "next_doubt_step", next_step)
+
+
+@mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
+def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose commit in Kafka is answered with "fenced" believes that whoever fenced it has committed."""
+    real = Lane.complete
+
+    def complete(self, state, deadline):
+        commit = self.producer.commit_transaction
+
+        def commit_or_fenced():
+            try:
+                commit()
+            except Fenced:
+                return
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self.producer, "commit_transaction", commit_or_fenced)
+            real(self, state, deadline)
+
+    patch.setattr(Lane, "complete", complete)
+
+
+@mistake(performed("decided_owner_dead", "transaction stays open|shows"))
+def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
+    """A new owner begins without settling what former owners have left."""
+    patch.setattr(lane, "settle", lambda *_, **__: SettleReport())
+
+
+@mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
+def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
+    """A recovery command settles what it finds in the rows without raising their incarnations first."""
+
+    def only_read(ground, ids, deadline, **_):
+        return [replace(row, incarnation=row.incarnation + 1) for row in ground.store.read(ids)]
+
+    patch.setattr(recovery, "claim_rows", only_read)
+
+
+@mistake(performed("database_restored", "told None, not ConfigurationError"))
+def known_new_id_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A claim accepts a new Kafka id that the coordinator knows already: the database was restored."""
+    patch.setattr(claiming, "_check_new_ids", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_housekeeping.py::test_an_owner_that_was_taken_over_can_add_no_lane[postgresql]",
+        "DID NOT RAISE Fenced",
+    )
+)
+def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
+    """An owner that was taken over adds a lane that the new owner knows nothing of."""
+    real = Lane.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **{**kwargs, "guard": None})
+
+    patch.setattr(Lane, "__init__", init)

@@ -1,0 +1,13 @@
+"""Plants the mistake that the environment names, in a process that was started to make it. Costs nothing where none is named."""
+
+import os
+
+ENVIRONMENT = "DUALWRITE_MISTAKE"
+
+
+def plant_from_environment() -> None:
+    """Plant it, for the life of this process. Does nothing where nothing is named or it is planted already."""
+    if name := os.environ.get(ENVIRONMENT):
+        from harness.mistakes.registry import plant_for_good
+
+        plant_for_good(name)

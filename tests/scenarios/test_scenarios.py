@@ -1,0 +1,122 @@
+"""Every scenario file, performed where it says that it runs."""
+
+import os
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from scenarios.language import STATEMENTS, ScenarioError, load, parse
+from scenarios.real import RealStage
+
+SCENARIOS = load(Path(__file__).parent)
+BROKERS = {
+    # One that looks for timed-out transactions and forgotten ids all the time.
+    "a hasty broker": {
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "100",
+        "transaction.remove.expired.transaction.cleanup.interval.ms": "200",
+        "transactional.id.expiration.ms": "2500",
+        "producer.id.expiration.ms": "2500",
+        "producer.id.expiration.check.interval.ms": "200",
+    },
+    # Its markers go through the proxy, as they go over the network between the brokers of a cluster.
+    "a broker that reaches itself over the network": {"inter.broker.listener.name": "PROXIED"},
+    "a broker of its own": {},
+}
+DATABASES = {
+    "a database that commits lazily": {"synchronous_commit": "off", "wal_writer_delay": "10000"},
+    "a database server of its own": {},
+}
+
+
+SPECIAL = BROKERS.keys() | DATABASES.keys() | {"short deadlines", "short sessions"}
+# Those that need servers of their own only if asked for: they take minutes.
+REAL = [
+    scenario
+    for scenario in SCENARIOS
+    if "real servers" in scenario.runs_on and (os.environ.get("SCENARIOS") == "all" or not scenario.given & SPECIAL)
+]
+
+
+@pytest.fixture(scope="module")
+def special():
+    """Servers with settings of their own, each started when the first scenario asks for it."""
+    started = {}
+    with ExitStack() as stack:
+
+        def get(kind, name, settings):
+            if name not in started:
+                started[name] = stack.enter_context(kind(settings))
+            return started[name]
+
+        yield get
+
+
+@pytest.fixture
+def kafka(request, scenario, special):
+    for name in scenario.given & BROKERS.keys():
+        return special(EmbeddedKafka, name, BROKERS[name])
+    return request.getfixturevalue("dualwrite_kafka")
+
+
+@pytest.fixture
+def postgres(request, scenario, special):
+    for name in scenario.given & DATABASES.keys():
+        return special(EmbeddedPostgres, name, DATABASES[name])
+    return request.getfixturevalue("dualwrite_postgres")
+
+
+@pytest.mark.parametrize("scenario", REAL, ids=lambda scenario: scenario.name)
+def test_scenario_on_real_servers(scenario, kafka, postgres, tmp_path):
+    with RealStage(scenario, kafka, postgres, tmp_path) as stage:
+        for statement in scenario.statements:
+            try:
+                stage.perform(statement)
+            except AssertionError as error:
+                where = f"{scenario.name}.txt:{statement.line}: {statement.text}"
+                raise AssertionError(f"{where}\n{error}\n{_logs(tmp_path)}") from error
+
+
+def _logs(directory):
+    return "\n".join(
+        f"{path.name}: {line}"
+        for path in sorted(directory.glob("*.log"))
+        for line in path.read_text().splitlines()[-8:]
+    )
+
+
+def test_every_hazard_of_the_readme_is_shown_or_said_to_be_shown_elsewhere():
+    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|([^|]*)\|([^|\n]*)\|?$", readme, re.MULTILINE)
+    facts = {int(number) for number, _, elsewhere in rows if not elsewhere}
+    failures = {int(number): elsewhere.strip() for number, _, elsewhere in rows if elsewhere}
+    assert facts == frozenset().union(*(scenario.facts for scenario in SCENARIOS))
+    shown = frozenset().union(*(scenario.failures for scenario in SCENARIOS))
+    assert {number for number, elsewhere in failures.items() if not elsewhere} <= shown <= failures.keys()
+
+
+def test_every_statement_of_the_language_is_used_and_in_the_readme():
+    used = {statement.verb for scenario in SCENARIOS for statement in scenario.statements}
+    assert used == STATEMENTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("A flies", "not a statement: 'A flies'"),
+        ("A opens, up to nowhere", "not a statement"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_named(text, says):
+    with pytest.raises(ScenarioError, match=says):
+        parse("odd", f"# Title\n# Hazard: none\n# Runs on: simulator, real servers\n\n{text}\n")
+
+
+@pytest.mark.parametrize(
+    "head", ["# Title", "# Title\n# Hazard: one\n# Runs on: the moon", "# T\n# Hazard: x\n# Runs on: simulator"]
+)
+def test_a_head_that_is_not_complete_is_refused(head):
+    with pytest.raises(ScenarioError):
+        parse("odd", f"{head}\n\nA opens\n")
