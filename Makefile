@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench chaos docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test lint types bench chaos scenarios controls docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -42,6 +42,12 @@ SEED ?= 1
 ARENAS ?= 1
 chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
+
+scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
+	SCENARIOS=all $(PY) -m pytest tests/scenarios
+
+controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
+	cd tests && $(CURDIR)/$(PY) -m controls
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
