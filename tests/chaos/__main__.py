@@ -17,6 +17,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
     parser.add_argument("--arenas", type=int, default=1, help="sets of servers that work at once (1)")
     parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks")
+    parser.add_argument(
+        "--spark", type=int, default=0, help="so many times through the fail points of Spark, afterwards"
+    )
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no round after that time")
     parser.add_argument("--directory", type=Path, help="where results and evidence go")
@@ -26,7 +29,7 @@ def main() -> int:
     directory = (options.directory or CACHE / name).resolve()
     if options.again and directory.exists():
         shutil.rmtree(directory)
-    results = Run(
+    run = Run(
         directory,
         kills=options.kills,
         seed=options.seed,
@@ -34,7 +37,10 @@ def main() -> int:
         kills_per_round=options.kills_per_round,
         mistake=options.mistake,
         stop_after_s=options.stop_after_s,
-    ).run()
+    )
+    results = run.run()
+    if options.spark:
+        run.spark(options.spark)
     sys.stdout.write(f"{len(results.findings)} findings; results: {directory / 'results.json'}\n")
     return 1 if results.findings else 0
 

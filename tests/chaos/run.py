@@ -71,6 +71,16 @@ class Run:
             arena.join()
         return self.results
 
+    def spark(self, times: int) -> None:
+        """The Spark part, so many times through its fail points; results are saved at its end."""
+        from chaos.spark import SparkPart  # starts no JVM, but takes seconds to import
+
+        began = time.monotonic()
+        with Servers() as servers:
+            SparkPart(servers, self._directory, self.results).run(times, times)
+        self.results.seconds += time.monotonic() - began
+        self.results.save(self._file)
+
     def _next(self) -> int | None:
         with self._lock:
             late = time.monotonic() - self._began > self._stop_after_s

@@ -82,3 +82,24 @@ def test_first_code_that_a_reader_copies_writes_to_both_sides(
     messages = [record.value for record in read_committed(dualwrite_kafka.client_config(), dualwrite_topic)]
     assert rows == [(1, "tea")]
     assert messages == [b'{"id": 1, "item": "tea"}']
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eleven processes and two servers that start, one after the other
+def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path):
+    """It starts servers of its own, and kills them."""
+    page = (ROOT / "docs" / "prove-your-own-pipeline.md").read_text(encoding="utf-8")
+    files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in files] == ["pipeline.py", "test_pipeline.py"]
+    for name, code in files:
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

@@ -1,0 +1,256 @@
+"""The report: ``python -m chaos.page RUN...`` takes the results of runs, adds them up, and writes page and picture.
+
+Without runs it writes them anew from the figures that the repository keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos.plot import shares
+from chaos.results import Results
+from dualwrite.failpoints import FAILPOINTS
+from dualwrite.testing import Kind
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PICTURE = DOCS / "proof-chaos.md", DOCS / "proof-chaos-recovery.svg"
+FIGURES = Path(__file__).with_name("figures.json")
+SERIES = {
+    "up": "all servers up",
+    "away": "a server was away meanwhile",
+    "paused": "a paused owner held the row",
+}
+MOMENT = "any moment"
+
+
+def summary(runs: Sequence[Results]) -> dict[str, Any]:
+    """The figures of the page, of several runs together."""
+    total = Results("", 0)
+    for run in runs:
+        total.add(run)
+    return {
+        "runs": [
+            {
+                "command": run.command,
+                "seed": run.seed,
+                "began": run.began,
+                "machine": run.machine,
+                "minutes": round(run.seconds / 60),
+                "rounds": len(run.rounds),
+                "kills": run.kills,
+            }
+            for run in runs
+        ],
+        "killed": total.killed,
+        "missed": total.missed,
+        "killed_again": total.killed_again,
+        "zombies": total.zombies,
+        "zombies_ended": total.zombies_ended,
+        "rivals": total.rivals,
+        "broker_kills": total.broker_kills,
+        "database_stops": total.database_stops,
+        "operations": total.operations,
+        "ended": total.ended,
+        "spark": total.spark,
+        "findings": total.findings,
+        "recovery": {
+            key: {"count": len(values), "percentiles": _percentiles(values)} for key, values in total.recovery_s.items()
+        },
+    }
+
+
+def _percentiles(values: Iterable[float]) -> list[float]:
+    ordered = sorted(values)
+    return [round(ordered[round(percent * (len(ordered) - 1) / 100)], 3) for percent in range(101)] if ordered else []
+
+
+def render(figures: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    kills, zombies = _sum(figures["killed"]), _sum(figures["zombies"])
+    kinds = Counter(finding["kind"] for finding in figures["findings"])
+    operations = figures["operations"]
+    wrong = ", ".join(f"**{kinds.get(kind.value, 0)}** {kind.value}" for kind in Kind)
+    parts = [
+        "# What killing it has shown",
+        "",
+        f"**{kills:,} processes** killed with SIGKILL, of them {figures['killed_again']:,} while they recovered what another "
+        f"had left; **{zombies:,} zombies** (SIGSTOP, resumed after another owner had taken over); "
+        f"**{figures['broker_kills']:,} broker kills** (SIGKILL, restarted with its data); "
+        f"**{figures['database_stops']:,} immediate stops of PostgreSQL**; {figures['rivals']:,} times several recovered one "
+        "id at once.",
+        "",
+        f"{operations['operations']:,} operations were begun, {operations['acknowledged']:,} acknowledged, "
+        f"{operations['present']:,} are on both sides.",
+        "",
+        f"What was wrong: {wrong}, **{kinds.get('error', 0)}** unexpected errors.",
+        "",
+        "| run | date (UTC) | seed | minutes | rounds | killed | machine |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| `{run['command']}` | {run['began']} | {run['seed']} | {run['minutes']} | {run['rounds']} | {run['kills']:,} | "
+            f"{run['machine']} |"
+            for run in figures["runs"]
+        ),
+        "",
+        *_method(),
+        *_by_point(figures),
+        *_zombies(figures),
+        *_recovery(figures["recovery"]),
+        *_spark(figures["spark"]),
+        *_limits(),
+    ]
+    return "\n".join(parts)
+
+
+def _method() -> list[str]:
+    return [
+        "## How it runs",
+        "",
+        "In rounds, each with a fresh topic and database. Several writers (six with PostgreSQL, three with SQLite; a third of "
+        "them with three threads on lanes of their own) publish each operation to every one of two or three partitions and "
+        "insert its row; processes on leased slots write the partitions of batches under a ledger. Each process is armed with "
+        "a fail point, or is killed at any moment; the next one of its id recovers, and is perhaps killed at that. Meanwhile "
+        "the broker and PostgreSQL are killed. All is drawn from the seed.",
+        "",
+        "At the end of a round a [checker](prove-your-own-pipeline.md) of its own process settles twice and compares: the "
+        "workers' journal, which is on disk before their next step; the rows; a `read_committed` consumer that ran all the "
+        "time; and one that reads afterwards. A process that does not end in five minutes hangs.",
+        "",
+    ]
+
+
+def _by_point(figures: Mapping[str, Any]) -> list[str]:
+    killed, missed = figures["killed"], figures["missed"]
+    databases = sorted(killed)
+    points = [*FAILPOINTS, MOMENT]
+    rows = []
+    for point in points:
+        counts = [killed[database].get(point, 0) for database in databases]
+        if any(counts):
+            rows.append(f"| `{point}` | " + " | ".join(f"{count:,}" for count in counts) + " |")
+    sums = " | ".join(f"{sum(killed[database].values()):,}" for database in databases)
+    return [
+        "## Killed processes by fail point",
+        "",
+        f"| point | {' | '.join(databases)} |",
+        f"|---|{'---|' * len(databases)}",
+        *rows,
+        f"| all | {sums} |",
+        "",
+        f"Not counted: {_sum(missed):,} armed processes that ended before they came to their point, because nothing was left to "
+        "settle, another owner had taken over, or a server was away.",
+        "",
+    ]
+
+
+def _zombies(figures: Mapping[str, Any]) -> list[str]:
+    zombies = figures["zombies"]
+    databases = sorted(zombies)
+    rows = []
+    for point in [*FAILPOINTS, MOMENT]:
+        counts = [zombies[database].get(point, 0) for database in databases]
+        if any(counts):
+            rows.append(f"| `{point}` | " + " | ".join(f"{count:,}" for count in counts) + " |")
+    ended = ", ".join(f"{count:,} {how}" for how, count in sorted(figures["zombies_ended"].items()))
+    return [
+        "## Zombies by the point where they were paused",
+        "",
+        f"| point | {' | '.join(databases)} |",
+        f"|---|{'---|' * len(databases)}",
+        *rows,
+        "",
+        f"How the resumed processes ended: {ended}. (*Done* are those that were paused before their claim, or after all their "
+        "work. SQLite knows no time-out for a paused session, so there a zombie is paused only where it holds no lock.)",
+        "",
+    ]
+
+
+def _recovery(recovery: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"| {SERIES[key]} | {found['count']:,} | {found['percentiles'][50]:.2f} | {found['percentiles'][90]:.2f} | "
+        f"{found['percentiles'][99]:.2f} | {found['percentiles'][100]:.2f} |"
+        for key, found in recovery.items()
+        if found["percentiles"]
+    ]
+    return [
+        "## Recovery times",
+        "",
+        "How long it took from the start of opening a writer until it was usable, for processes that came after another one of "
+        "their id: claiming, settling what was left, and making new producers. In seconds.",
+        "",
+        "| | openings | median | 90 % | 99 % | longest |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "![Recovery times](proof-chaos-recovery.svg)",
+        "",
+        "The machine was busy with up to twenty processes of this run and with other work: idle, a start takes a fraction of "
+        "a second (see the [benchmarks](benchmarks.md)).",
+        "",
+    ]
+
+
+def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
+    if not spark:
+        return []
+    rows = []
+    for point in [*FAILPOINTS, MOMENT]:
+        counts = [spark.get(who, {}).get(point, 0) for who in ("task", "driver")]
+        if any(counts):
+            rows.append(f"| `{point}` | {counts[0]} | {counts[1]} |")
+    return [
+        "## Spark",
+        "",
+        "Python workers of one long-lived session that die in the first attempt at a partition, and drivers that die with "
+        "their JVM; in every fifth batch of the first kind the broker dies as well, in every fifth PostgreSQL. Each batch is "
+        f"run to its end and once more: {spark.get('batches', {}).get('verified', 0)} batches had every row once on both sides. "
+        "PostgreSQL only, as the sink is.",
+        "",
+        "| point | workers | drivers |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _limits() -> list[str]:
+    return [
+        "## What this does not show",
+        "",
+        "- A loss of power, a disk or file system that loses what was flushed, a database that loses a commit: SIGKILL leaves "
+        "the operating system's caches whole.",
+        "- A cluster of several brokers: one broker ran, so no leader or coordinator has moved.",
+        "- A network that delays, loses or repeats single requests: that is shown by other tests, with a proxy.",
+        "- PostgreSQL with a standby, and fail-over.",
+        "- Weeks: ids that Kafka forgets, transactions that time out. Other tests make the broker forget quickly.",
+        "- Operating systems other than Linux.",
+        "",
+    ]
+
+
+def _sum(counters: Mapping[str, Mapping[str, int]]) -> int:
+    return sum(sum(counter.values()) for counter in counters.values())
+
+
+def picture(figures: Mapping[str, Any]) -> str:
+    """The picture as SVG."""
+    return shares({SERIES[key]: found["percentiles"] for key, found in figures["recovery"].items()})
+
+
+def main(runs: Sequence[str]) -> None:
+    """Take in the runs, if there are any, and write page and picture."""
+    if runs:
+        figures = summary([Results.load(Path(run) / "results.json") for run in runs])
+        FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    PAGE.write_text(render(figures), encoding="utf-8")
+    PICTURE.write_text(picture(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
