@@ -5,13 +5,14 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError
+from dualwrite.mismatch import gone_back
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 
@@ -20,7 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ground:
-    """The two servers that a dual write stands on, and who we are there."""
+    """The two servers that a dual write stands on, and who we are there.
+
+    Attributes:
+        coordinator: Kafka.
+        store: The database.
+        owner: Who we are: a name that nobody else has, ever, so that we know our own claims; see :func:`unique_owner`.
+    """
 
     coordinator: TransactionCoordinator
     store: StateStore
@@ -30,6 +37,11 @@ class Ground:
 def default_owner() -> str:
     """Who we are, for people who read the row: ``user@host:pid``."""
     return f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}"
+
+
+def unique_owner(name: str | None = None) -> str:
+    """The name, :func:`default_owner`'s if not given, with something behind it that no other owner has."""
+    return f"{name or default_owner()} {secrets.token_hex(6)}"
 
 
 def claim_rows(
@@ -48,7 +60,7 @@ def claim_rows(
 
     Raises:
         ConfigurationError: Another cluster, a bad row, or a database that has gone back in time; nothing was claimed.
-        Fenced: ``guard`` no longer has that incarnation; nothing was claimed.
+        Fenced: ``guard`` was claimed by somebody else; nothing was claimed.
         Unavailable: A server did not answer in time.
     """
     failpoints.hit("claim.before")
@@ -71,10 +83,6 @@ def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow]
     for row in rows:
         kafka_id = row.kafka_id(row.incarnation)
         if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
-            raise ConfigurationError(
-                f"Kafka already knows {kafka_id}, which the database is only now making: the database has gone back in "
-                "time (restored from a backup, cloned, or failed over to a copy that was behind)",
-                transactional_id=row.transactional_id,
-                next_step="messages newer than the database's state may be visible in Kafka: compare both, then run "
-                "`dualwrite recover --after-restore`",
+            raise gone_back(
+                f"Kafka already knows {kafka_id}, which the database is only now making", row.transactional_id
             )

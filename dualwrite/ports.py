@@ -33,7 +33,7 @@ class StateRow:
         settled_incarnation: That incarnation and all below are complete.
         completed: What became of ``prepared`` in Kafka, once recorded.
         cluster_id: The Kafka cluster that the row belongs to.
-        owner: Who claimed it last, for people to read.
+        owner: Who claimed it last.
         updated_at: When the row changed last, by the database's clock.
     """
 
@@ -153,10 +153,10 @@ class StateStore(Protocol):
 
         Args:
             transactional_ids: The ids to claim.
-            owner: Who claims, for people to read.
+            owner: Who claims: a name that nobody else has, ever.
             cluster_id: The Kafka cluster at hand.
-            guard: A transactional id and the incarnation that it must still have while we claim. It may be one of those
-                claimed: its owner renews it without taking it from whoever took over.
+            guard: A transactional id whose last claim must be this owner's, and the newest incarnation of it that the owner
+                knows of. It may be one of those claimed: its owner renews it without taking it from whoever took over.
             verify: Called with the claimed rows before the COMMIT; what it raises rolls the claim back.
             raise_to: Ids whose incarnation becomes at least this value (after a restored database).
 
@@ -166,7 +166,7 @@ class StateStore(Protocol):
 
         Raises:
             ConfigurationError: A row belongs to another cluster, or cannot be parsed; nothing was claimed.
-            Fenced: The guard has another incarnation; nothing was claimed.
+            Fenced: The guard was claimed by another owner; nothing was claimed.
         """
         ...
 

@@ -18,12 +18,12 @@ from functools import partial
 
 from sqlalchemy import Engine, create_engine
 
-from dualwrite.claiming import Ground, claim_rows, default_owner
+from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import lane_id
+from dualwrite.mismatch import other_cluster
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 from dualwrite.protocol.settle import SettleStep
@@ -157,7 +157,7 @@ def recover(
             dry_run=dry_run,
             after_restore=after_restore,
             deadline=Deadline(timeout_s),
-            owner=owner or default_owner(),
+            owner=unique_owner(owner),
             on_settled=on_settled,
             on_planned=on_planned,
         )
@@ -252,11 +252,7 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
     """
     for row in rows:
         if row.cluster_id != cluster_id:
-            raise ConfigurationError(
-                f"the row belongs to the Kafka cluster {row.cluster_id}, the bootstrap servers to {cluster_id}",
-                transactional_id=row.transactional_id,
-                next_step="correct the bootstrap servers or the database",
-            )
+            raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 
 _MATTERS = frozenset({SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT})

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, create_engine, exc
 from sqlalchemy.orm import Session
 
 from dualwrite.block import dual_write, session_of_block
-from dualwrite.claiming import Ground, default_owner
+from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, DecidedTransactionLost, IllegalStateError, OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
@@ -100,7 +100,7 @@ class DualWriter:
         self._paused_owner_timeout_s = paused_owner_timeout_s
         self._session_factory = session_factory
         self._bulk = bulk
-        self._owner = owner or default_owner()
+        self._owner = unique_owner(owner)
         self._pid = os.getpid()
         self._ground: Ground | None = None
         self._lanes = Lanes(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select, update
 
 from dualwrite.errors import ConfigurationError, Fenced
+from dualwrite.mismatch import gone_back, other_cluster
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.rows import in_chunks, read_rows
 
@@ -42,24 +43,36 @@ class Claim:
         self._raise_to = raise_to
 
     def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
-        """Keep the guard's row as it is until the claim has committed.
+        """Keep the guard's row as it is until the claim has committed, if nobody but our owner has claimed it.
+
+        Not the incarnation alone tells: where the answer to a COMMIT was lost, it may be a claim of our own that we do not
+        know of. Every claim writes its owner, so the last one was ours.
 
         Args:
             connection: Inside the claim's transaction.
             transactional_id: The guard.
-            incarnation: What it must have.
+            incarnation: Of our newest claim of it that we know of.
             claimed: Whether the guard is claimed too: locked as for that, since two that hold the weaker lock and want the
                 stronger one wait for each other.
 
         Raises:
-            Fenced: It has another incarnation, or is gone.
+            Fenced: Another owner has claimed it, or it is gone.
+            ConfigurationError: It has an older incarnation.
         """
         state = self._state
-        statement = select(state.c.incarnation).where(state.c.transactional_id == transactional_id)
-        found = connection.scalar(statement.with_for_update(read=not claimed))
-        if found != incarnation:
+        statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
+        row = connection.execute(statement.with_for_update(read=not claimed)).one_or_none()
+        if row is None:
+            raise Fenced("the row is gone", transactional_id=transactional_id)
+        if row.owner != self._owner:
             raise Fenced(
-                f"the row names incarnation {found} instead of {incarnation}", transactional_id=transactional_id
+                f"the row names incarnation {row.incarnation} of {row.owner!r}, our newest is {incarnation}",
+                transactional_id=transactional_id,
+            )
+        if row.incarnation < incarnation:
+            raise gone_back(
+                f"the row names our incarnation {row.incarnation}, although {incarnation} was claimed",
+                transactional_id,
             )
 
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
@@ -120,10 +133,4 @@ class Claim:
                 next_step="the row was edited: restore it before anything is settled",
             )
         if row.cluster_id != self._cluster_id:
-            raise ConfigurationError(
-                f"the row in {self._state.fullname} belongs to the Kafka cluster {row.cluster_id!r}, but bootstrap.servers "
-                f"leads to {self._cluster_id!r}",
-                transactional_id=row.transactional_id,
-                next_step="use the address of the right cluster; where the cluster was built anew, its messages are gone, "
-                "and a person must decide what becomes of this row",
-            )
+            raise other_cluster(row.cluster_id, self._cluster_id, row.transactional_id)

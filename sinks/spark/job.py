@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc
 
 from dualwrite import failpoints
-from dualwrite.claiming import Ground, claim_rows, default_owner
+from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -239,7 +239,7 @@ class BatchJob:
         if not leases:
             return
         deadline = Deadline(self._options.timeout_s)
-        ground = Ground(self._coordinator, self._store, default_owner())
+        ground = Ground(self._coordinator, self._store, unique_owner())
         rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
         report = settle(rows, coordinator=self._coordinator, store=self._store, deadline=deadline)
         for lease in leases:

@@ -15,7 +15,7 @@ from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.block import dual_write
-from dualwrite.claiming import Ground, default_owner
+from dualwrite.claiming import Ground, default_owner, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
@@ -205,7 +205,7 @@ class _Attempt:
             closing(KafkaCoordinator(config)) as coordinator,
             leased_slot(pool, self._owner, options.lease_s) as lease,
         ):
-            ground = Ground(coordinator, SqlStateStore(self._engine, schema=options.schema), default_owner())
+            ground = Ground(coordinator, SqlStateStore(self._engine, schema=options.schema), unique_owner())
             lane = Lane(lease.transactional_id, ground, _producer_maker(config, ground, options.timeout_s))
             try:
                 self._make_ready(lane)

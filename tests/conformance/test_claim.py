@@ -99,12 +99,39 @@ def test_a_guard_that_still_holds_lets_the_claim_through(database: Database, sto
     assert renewed.incarnation == first.incarnation + 1
 
 
+def test_a_guard_lets_its_owner_through_who_does_not_know_of_a_claim_of_its_own(
+    database: Database, store: SqlStateStore
+) -> None:
+    """The answer to that claim's COMMIT was lost."""
+    first = database.claim(store, "orders")
+    database.claim(store, "orders", guard=("orders", first.incarnation))
+    again = database.claim(store, "orders", guard=("orders", first.incarnation))
+    assert again.incarnation == first.incarnation + 2
+
+
+def test_a_guard_of_the_same_incarnation_but_another_owner_stops_the_claim(
+    database: Database, store: SqlStateStore
+) -> None:
+    """The row was deleted, and made anew by somebody else."""
+    first = store.claim(["orders"], owner="somebody else", cluster_id=CLUSTER)[0]
+    with pytest.raises(Fenced):
+        database.claim(store, "orders", guard=("orders", first.incarnation))
+
+
+def test_a_guard_that_shows_an_older_claim_of_its_owner_means_that_the_database_went_back(
+    database: Database, store: SqlStateStore
+) -> None:
+    first = database.claim(store, "orders")
+    with pytest.raises(ConfigurationError, match="gone back in time"):
+        database.claim(store, "orders", guard=("orders", first.incarnation + 1))
+
+
 @pytest.mark.parametrize("guard", [("orders", 1), ("nobody", 1)])
 def test_a_guard_that_was_claimed_away_stops_the_claim(
     database: Database, store: SqlStateStore, guard: tuple[str, int]
 ) -> None:
     database.claim(store, "orders")
-    database.claim(store, "orders")
+    store.claim(["orders"], owner="somebody else", cluster_id=CLUSTER)
     with pytest.raises(Fenced) as caught:
         database.claim(store, "orders", "orders#1", guard=guard)
     assert caught.value.transactional_id == guard[0]

@@ -5,7 +5,7 @@ import threading
 import pytest
 from harness.death import ended_by_hand
 from harness.patience import patient
-from sqlalchemy import insert, select
+from sqlalchemy import create_engine, insert, select
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
 from dualwrite.deadline import Deadline
@@ -14,6 +14,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy_postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -141,6 +142,30 @@ def test_other_lanes_go_on_while_one_is_settled(proxy, engine, dualwrite_topic, 
         write(writer, dualwrite_topic, orders, 5)
         held.release()
     assert both() == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("outage", [False, True])
+def test_a_claim_of_our_own_whose_answer_was_lost_is_not_taken_for_another_owners(
+    dualwrite_postgres, url, kafka, engine, dualwrite_topic, orders, both, caplog, outage
+):
+    """The answer to the COMMIT of a renewal is missing; with an outage nothing else gets through for a while, either."""
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url), connect_args={"connect_timeout": 5})
+        with DualWriter("orders", kafka=kafka, engine=through, max_lanes=1) as writer:
+            with pytest.raises(LookupError), writer.transaction() as tx:
+                tx.produce(dualwrite_topic, value="1", partition=0)
+                tx._lane.producer._instance.doubt("for the test")
+                lost = proxy.on("COMMIT").reset_answer()
+                if outage:
+                    for nth in range(2, 6):  # each of the attempts that are left
+                        proxy.on("SELECT PG_IS_IN_RECOVERY", nth=nth).reset_request()
+                raise LookupError
+            lost.wait()
+            if outage:
+                wait_for_log(caplog, "not settled, tried again later")
+            write(writer, dualwrite_topic, orders, 2)
+        through.dispose()
+    assert both() == ([2], [2])
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""Errors for a database and a Kafka cluster that do not belong together, or no longer agree on what has happened."""
+
+from __future__ import annotations
+
+from dualwrite.errors import ConfigurationError
+
+
+def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:
+    """The row belongs to another cluster than the bootstrap servers: what is not found there must not be taken for gone."""
+    return ConfigurationError(
+        f"the row belongs to the Kafka cluster {row_cluster_id!r}, but bootstrap.servers leads to {cluster_id!r}",
+        transactional_id=transactional_id,
+        next_step="use the address of the right cluster; where the cluster was built anew, its messages are gone, and a "
+        "person must decide what becomes of this row",
+    )
+
+
+def gone_back(seen: str, transactional_id: str) -> ConfigurationError:
+    """The database has forgotten what it had committed.
+
+    Args:
+        seen: What shows it.
+        transactional_id: Whose row it is.
+    """
+    return ConfigurationError(
+        f"{seen}: the database has gone back in time (restored from a backup, cloned, or failed over to a copy that was "
+        "behind)",
+        transactional_id=transactional_id,
+        next_step="messages newer than the database's state may be visible in Kafka: compare both, then run "
+        "`dualwrite recover --after-restore`",
+    )
