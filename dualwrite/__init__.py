@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
+    DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CompletionPending",
     "ConfigurationError",
+    "DatabaseWentBack",
     "DecidedTransactionLost",
     "DualWriteError",
     "DualWriter",

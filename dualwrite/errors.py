@@ -4,6 +4,7 @@
 
     DualWriteError
       ConfigurationError        fix the settings
+        DatabaseWentBack        the database has lost commits: compare both sides
       IllegalStateError         fix the code
       TransactionAborted        neither side changed; see .retryable
       Fenced                    another owner took over; stop
@@ -51,6 +52,25 @@ class ConfigurationError(DualWriteError):
     """The settings cannot work, or would not be safe. Nothing was changed on either side."""
 
     outcome = "none"
+
+
+class DatabaseWentBack(ConfigurationError):
+    """The database has forgotten what it had committed: it was restored, cloned, or failed over to a copy that was behind.
+
+    Attributes:
+        state: The text form of the newest decision that it has forgotten; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        transactional_id: str | None = None,
+        next_step: str | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(what, transactional_id=transactional_id, next_step=next_step)
+        self.state = state
 
 
 class IllegalStateError(DualWriteError):

@@ -14,20 +14,23 @@ from dualwrite.claiming import Ground, claim_rows
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
+    DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
     OutcomeUnverifiable,
     Unavailable,
 )
+from dualwrite.mismatch import gone_back
 from dualwrite.observations import LogProof, Outcome
 from dualwrite.ports import StateRow
+from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.settle import is_older
 from dualwrite.settling import settle
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.prepared_state import PreparedTxnState
     from dualwrite.settling import SettleReport
 
 logger = logging.getLogger(__name__)
@@ -97,12 +100,12 @@ class Lane:
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
-        self._untold: DecidedTransactionLost | OutcomeUnverifiable | None = None
+        self._untold: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack | None = None
         self._is_fresh = False
 
     @property
     def row(self) -> StateRow:
-        """The row as we claimed it."""
+        """The row as we know it: as we claimed it, with the newest decision since."""
         assert self._row is not None
         return self._row
 
@@ -156,14 +159,14 @@ class Lane:
         """
         try:
             self._renew(deadline).raise_losses()
-        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
+        except (DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack) as loss:
             self._untold = loss
 
     def tell(self) -> None:
         """Raise what :meth:`settle` has found lost, once. It is recorded; no later settling would tell of it.
 
         Raises:
-            DecidedTransactionLost, OutcomeUnverifiable: As recorded.
+            DecidedTransactionLost, OutcomeUnverifiable, ConfigurationError: As recorded.
         """
         untold, self._untold = self._untold, None
         if untold is not None:
@@ -176,6 +179,8 @@ class Lane:
             CompletionPending: No answer in time. Whoever settles next completes it.
             DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more.
         """
+        if state.has_transaction:
+            self._row = replace(self.row, prepared=state, completed=None)
         try:
             self.producer.commit_transaction()
         except DualWriteError as error:
@@ -183,7 +188,7 @@ class Lane:
             self._complete_by_settling(state, deadline, error)
             return
         if state.has_transaction:
-            self._unrecorded = replace(self.row, prepared=state)
+            self._unrecorded = self.row
 
     def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
         try:
@@ -247,10 +252,18 @@ class Lane:
             else:
                 guard = self._guard() if self._guard else None
             (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
-            # Ours from here on, also if settling fails: the next attempt must not take our own claim for another owner's.
-            self._row = row
+            # Ours from here on, also if settling fails.
+            known, self._row = self._row, row
         finally:
             self._claiming.release()
+        if known is not None and is_older(row.prepared, known.prepared):
+            error = gone_back(
+                f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
+                self.transactional_id,
+                str(known.prepared),
+            )
+            self.record_forgotten(error)
+            raise error
         return row
 
     def _start(self, deadline: Deadline) -> None:
@@ -277,6 +290,18 @@ class Lane:
         if self._unrecorded is not None:
             self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
+
+    def record_forgotten(self, error: DatabaseWentBack) -> None:
+        """Note the decision that the database has lost. Kafka has its messages."""
+        logger.error("%s", error)
+        if error.state is None:
+            return
+        row = replace(self.row, prepared=PreparedTxnState.from_string(error.state))
+        detail = f"{error.what}; the messages of the forgotten decision may be visible in Kafka"
+        try:
+            self._ground.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+        except DualWriteError:
+            logger.exception("%s: the forgotten decision could not be recorded", self.transactional_id)
 
     def discard(self) -> None:
         """Throw the producer away. An open transaction stays open until somebody settles."""

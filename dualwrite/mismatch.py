@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, DatabaseWentBack
 
 
 def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:
@@ -15,17 +15,19 @@ def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -
     )
 
 
-def gone_back(seen: str, transactional_id: str) -> ConfigurationError:
+def gone_back(seen: str, transactional_id: str, forgotten: str | None = None) -> DatabaseWentBack:
     """The database has forgotten what it had committed.
 
     Args:
         seen: What shows it.
         transactional_id: Whose row it is.
+        forgotten: The text form of a decision that it has forgotten.
     """
-    return ConfigurationError(
+    return DatabaseWentBack(
         f"{seen}: the database has gone back in time (restored from a backup, cloned, or failed over to a copy that was "
         "behind)",
         transactional_id=transactional_id,
         next_step="messages newer than the database's state may be visible in Kafka: compare both, then run "
         "`dualwrite recover --after-restore`",
+        state=forgotten,
     )

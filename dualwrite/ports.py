@@ -228,18 +228,27 @@ class StateStore(Protocol):
         ...
 
     def read_incarnation(
-        self, connection: Connection, transactional_id: str, *, namespace: str | None = None
+        self,
+        connection: Connection,
+        transactional_id: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
     ) -> int | None:
         """The first statement of a dual write: the row's incarnation now, None if there is no row.
 
         With a namespace, here as in :meth:`decide` and :meth:`hold`, a row of another namespace is none: a row that was
         deleted and made anew counts its incarnations from the start again.
 
+        With ``known``, the row as its owner knows it with its newest decision, it is found out if the database has lost
+        commits since, as after an asynchronous failover.
+
         Its answer is needed before the first produce. From here on the server ends the session of an owner that is paused
         for too long, where it can.
 
         Raises:
-            ConfigurationError: The table or a right is missing, or the transaction is read-only.
+            ConfigurationError: The table or a right is missing, the transaction is read-only, or the row is older than
+                ``known``.
             Unavailable: The database does not answer.
         """
         ...

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
+    DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
@@ -195,12 +196,16 @@ class Transaction:
         try:
             failpoints.hit("write.begun")
             incarnation = store.read_incarnation(
-                self._connection, self.transactional_id, namespace=self._lane.row.namespace
+                self._connection, self.transactional_id, namespace=self._lane.row.namespace, known=self._lane.row
             )
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             self._machine.apply(WriteEvent.CHECK)
             failpoints.hit("write.checked")
+        except DatabaseWentBack as error:
+            self.abort()
+            self._lane.record_forgotten(error)
+            raise
         except BaseException:
             self.abort()
             raise

@@ -104,6 +104,24 @@ def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bo
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
 
 
+def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
+    """Whether the state was surely decided before the other one, of the same transactional id; False where it cannot be told.
+
+    Offsets of one partition of one topic only rise.
+    """
+    if not than.has_transaction:
+        return False
+    if not state.has_transaction:
+        return True
+    if state.incarnation is not None and than.incarnation is not None and state.incarnation != than.incarnation:
+        return state.incarnation < than.incarnation
+    firsts = {(first.topic_id, first.partition): first.offset for first in state.first_offsets}
+    return any(
+        first.topic_id is not None and firsts.get((first.topic_id, first.partition), first.offset) < first.offset
+        for first in than.first_offsets
+    )
+
+
 def is_open(state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None]) -> bool:
     """Whether the partitions show exactly the state's transaction as open: all its first offsets, and at least one.
 

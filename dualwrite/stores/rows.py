@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 from sqlalchemy import func, select
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
@@ -118,6 +119,27 @@ def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnS
         raise IllegalStateError(f"the prepared state cannot be recorded: {cause}", transactional_id=transactional_id)
     PreparedTxnState.from_string(text)
     return text
+
+
+def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:
+    """Hold what the row shows against what its owner knows. Only the owner changes its state while the incarnation is ours.
+
+    Raises:
+        ConfigurationError: The incarnation, or the newest decision, is older: the database has lost commits.
+    """
+    if incarnation > known.incarnation:
+        return
+    text = prepared or ""
+    if text != str(known.prepared) and PreparedTxnState.from_string(text) != known.prepared:
+        raise gone_back(
+            f"the row shows {text or 'none'!r} as the newest decision, which was {str(known.prepared) or 'none'!r}",
+            known.transactional_id,
+            str(known.prepared) or None,
+        )
+    if incarnation < known.incarnation:
+        raise gone_back(
+            f"the row names incarnation {incarnation}, although {known.incarnation} was claimed", known.transactional_id
+        )
 
 
 def digest(state: PreparedTxnState) -> str:

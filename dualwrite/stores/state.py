@@ -16,7 +16,7 @@ from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
-from dualwrite.stores.rows import begins_with, check_decidable, check_name, parse_rows, read_rows
+from dualwrite.stores.rows import begins_with, check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
     PAUSED_OWNER_TIMEOUT_S,
@@ -81,7 +81,8 @@ class SqlStateStore:
         )
         is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
-        self._start = select(incarnation, *self._dialect.start_columns())
+        prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
+        self._start = select(incarnation, prepared, *self._dialect.start_columns())
         self._decide = (
             update(state)
             .where(*is_ours)
@@ -125,13 +126,20 @@ class SqlStateStore:
             committing.refuse_commits(connection)
 
     def read_incarnation(
-        self, connection: Connection, transactional_id: str, *, namespace: str | None = None
+        self,
+        connection: Connection,
+        transactional_id: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
     ) -> int | None:
         """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
         bound = {"id_": transactional_id, "namespace_": namespace}
         with self._mapped(transactional_id):
-            incarnation, *values = connection.execute(self._start, bound).one()
+            incarnation, prepared, *values = connection.execute(self._start, bound).one()
         self._dialect.check_start(connection, values)
+        if incarnation is not None and known is not None:
+            check_not_gone_back(known, int(incarnation), prepared)
         return None if incarnation is None else int(incarnation)
 
     def decide(

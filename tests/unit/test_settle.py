@@ -6,7 +6,15 @@ import pytest
 
 from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settle import Knowledge, SettleStep, belongs, is_open, next_step, shows_same_transaction
+from dualwrite.protocol.settle import (
+    Knowledge,
+    SettleStep,
+    belongs,
+    is_older,
+    is_open,
+    next_step,
+    shows_same_transaction,
+)
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)), 1000)
 Status = TransactionStatus
@@ -114,3 +122,36 @@ def test_open_means_every_first_offset_is_there(offsets, verdict):
 
 def test_a_state_without_evidence_is_never_open():
     assert not is_open(PreparedTxnState(42, 3, 7), {})
+
+
+def state(incarnation=1, *offsets, topic_id="A" * 22):
+    firsts = tuple(FirstOffset("t", partition, offset, topic_id) for partition, offset in enumerate(offsets))
+    return PreparedTxnState(7, 0, incarnation, firsts)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        (PreparedTxnState(), state(1, 5)),
+        (state(1, 5), state(2, 3)),
+        (state(1, 5), state(1, 9)),
+        (state(1, 5, 8), state(1, 5, 9)),
+    ],
+)
+def test_a_state_that_was_decided_before_another_one_is_older(older, newer):
+    assert is_older(older, than=newer)
+    assert not is_older(newer, than=older)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PreparedTxnState(), PreparedTxnState()),
+        (state(1, 5), state(1, 5)),
+        (state(1, 5), state(1, 9, topic_id="B" * 22)),
+        (state(1, 5, topic_id=None), state(1, 9, topic_id=None)),
+    ],
+)
+def test_states_that_cannot_be_ordered_are_not_older(one, other):
+    assert not is_older(one, than=other)
+    assert not is_older(other, than=one)

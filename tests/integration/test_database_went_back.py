@@ -1,0 +1,115 @@
+"""A database that loses its last commits while its owner lives, as after an asynchronous failover, is found out."""
+
+import shutil
+
+import pytest
+from sqlalchemy import create_engine, insert, select, update
+
+from dualwrite import ConfigurationError, DualWriter
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.tables import declare_tables
+from dualwrite.testing.reading import read_committed
+
+STATE = declare_tables(None).state
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), partition=0)
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+@pytest.fixture
+def backup(url, engine, tmp_path):
+    """Takes a copy of the database's content; what it returns brings that back."""
+
+    def take():
+        if engine.dialect.name == "sqlite":
+            engine.dispose()
+            file, copy = tmp_path / "rows.db", tmp_path / "copy.db"
+            shutil.copy(file, copy)
+
+            def restore():
+                engine.dispose()
+                shutil.copy(copy, file)
+
+            return restore
+        with engine.connect() as connection:
+            rows = connection.execute(select(STATE)).mappings().all()
+
+        def restore_rows():
+            with engine.begin() as connection:
+                for row in rows:
+                    connection.execute(
+                        update(STATE).where(STATE.c.transactional_id == row["transactional_id"]).values(**row)
+                    )
+
+        return restore_rows
+
+    return take
+
+
+def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded(
+    kafka, engine, dualwrite_topic, orders, backup
+):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        restore = backup()
+        write(writer, dualwrite_topic, orders, 2)
+        forgotten = writer._lanes.first.row.prepared
+        restore()
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="gone back in time"):
+                write(writer, dualwrite_topic, orders, 3)
+        [incident] = SqlStateStore(engine).incidents("orders")
+        assert incident.prepared_transaction_state == str(forgotten)
+        assert "gone back in time" in incident.detail
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:
+        write(second, dualwrite_topic, orders, 4)
+    assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
+
+
+def test_a_renewed_lane_finds_it_out(kafka, engine, dualwrite_topic, orders, backup):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        restore = backup()
+        write(writer, dualwrite_topic, orders, 2)
+        with pytest.raises(LookupError), writer.transaction() as tx:
+            tx._lane.producer._instance.doubt("for the test")
+            tx.connection.rollback()
+            restore()
+            raise LookupError
+        with pytest.raises(ConfigurationError, match="gone back in time"):
+            write(writer, dualwrite_topic, orders, 3)
+        write(writer, dualwrite_topic, orders, 4)
+    assert len(SqlStateStore(engine).incidents("orders")) == 1
+    assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
+
+
+def test_a_row_that_lost_the_claim_of_its_living_owner_is_no_other_owner(
+    kafka, engine, orders, dualwrite_topic, backup
+):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+    restore = backup()
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        restore()
+        with pytest.raises(ConfigurationError, match="gone back in time"):
+            write(writer, dualwrite_topic, orders, 2)
+
+
+def test_what_others_record_about_the_row_is_no_sign_of_it(kafka, engine, url, dualwrite_topic, orders):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, idle_after_s=0.01) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        own = create_engine(url)
+        while SqlStateStore(own).read(["orders"])[0].completed is None:
+            pass
+        own.dispose()
+        write(writer, dualwrite_topic, orders, 2)
+        with writer.transaction() as tx:
+            tx.connection.execute(insert(orders).values(id=3))
+        with pytest.raises(LookupError), writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value="no", partition=0)
+            raise LookupError
+        write(writer, dualwrite_topic, orders, 4)
+    assert SqlStateStore(engine).incidents("orders") == []
