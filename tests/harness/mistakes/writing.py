@@ -90,7 +90,7 @@ def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "claim_rows", only_read)
 
 
-@mistake(performed("database_restored", "told None, not ConfigurationError"))
+@mistake(performed("database_restored", "told None, not DatabaseWentBack"))
 def known_new_id_accepted(patch: pytest.MonkeyPatch) -> None:
     """A claim accepts a new Kafka id that the coordinator knows already: the database was restored."""
     patch.setattr(claiming, "_check_new_ids", lambda *_: None)
