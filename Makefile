@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench chaos scenarios controls docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test simulator lint types bench chaos scenarios controls docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -32,6 +32,9 @@ lint: venv wheel ## style, format and the direction of imports
 types: venv wheel ## mypy, strict, on the library as it is installed
 	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
+
+simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
+	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)
 
 bench: venv jars ## the figures of docs/benchmarks.md
 	cd tests && $(CURDIR)/$(PY) -m bench

@@ -140,7 +140,10 @@ def _verified(
     broker: Broker, found: Partition, request: Produce | TxnOffsetCommit, base_sequence: int
 ) -> tuple[Broker, Partition, ErrorCode]:
     """Ask the coordinator, where the partition has to, whether the transaction has the partition."""
-    if not log.needs_verification(found, request.producer_id, request.producer_epoch):
+    entry = log.producer(found, request.producer_id)
+    if entry is not None and request.producer_epoch < entry.producer_epoch:
+        return broker, found, ErrorCode.INVALID_PRODUCER_EPOCH
+    if entry is not None and entry.txn_start >= 0 and entry.producer_epoch == request.producer_epoch:
         return broker, found, ErrorCode.NONE
     found = log.begin_verification(found, request.producer_id, request.producer_epoch, base_sequence)
     known = transaction(broker, request.transactional_id) if request.transactional_id else None
@@ -195,7 +198,7 @@ def _describe_transactions(
         known.producer_epoch,
         known.timeout_ms,
         known.start_ms,
-        known.partitions,
+        known.unmarked,
     )
 
 

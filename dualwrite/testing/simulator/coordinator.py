@@ -30,8 +30,8 @@ _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 class TransactionMetadata(NamedTuple):
     """What the coordinator knows of one transactional id.
 
-    ``partitions`` are those whose marker is still to be written, once the transaction is prepared. ``last_producer_epoch``
-    is the epoch before an expected one was raised, by which a repeated ``InitProducerId`` is recognised.
+    ``marked`` are the partitions that have the marker of a prepared transaction: kept in memory alone. ``last_producer_epoch``
+    is the epoch before it was raised, by which a repeated ``InitProducerId`` is recognised.
     """
 
     transactional_id: str
@@ -42,7 +42,13 @@ class TransactionMetadata(NamedTuple):
     timeout_ms: int = 60_000
     state: str = EMPTY
     partitions: tuple[TopicPartition, ...] = ()
+    marked: tuple[TopicPartition, ...] = ()
     start_ms: int = -1
+
+    @property
+    def unmarked(self) -> tuple[TopicPartition, ...]:
+        """The partitions of the transaction that have no marker yet."""
+        return tuple(added for added in self.partitions if added not in self.marked)
 
 
 def init_producer_id(
@@ -58,10 +64,10 @@ def init_producer_id(
         new_producer_id: The producer id to take where the epochs of the present one are exhausted.
     """
     expects = request.producer_id >= 0
-    if expects and not _is_expected_producer(known, request):
-        return known, InitProducerIdResponse(ErrorCode.PRODUCER_FENCED)
     if known.state in _PREPARED:
         return known, InitProducerIdResponse(ErrorCode.CONCURRENT_TRANSACTIONS)
+    if expects and not _is_expected_producer(known, request):
+        return known, InitProducerIdResponse(ErrorCode.PRODUCER_FENCED)
     if known.state == ONGOING:
         return fence(known), InitProducerIdResponse(ErrorCode.CONCURRENT_TRANSACTIONS)
     epoch = known.producer_epoch
@@ -91,8 +97,12 @@ def _is_expected_producer(known: TransactionMetadata, request: InitProducerId) -
 
 
 def fence(known: TransactionMetadata) -> TransactionMetadata:
-    """Abort what is ongoing under a raised epoch: by ``InitProducerId``, by time-out, or by force."""
-    return known._replace(state=PREPARE_ABORT, producer_epoch=known.producer_epoch + 1, last_producer_epoch=_NO_EPOCH)
+    """Abort what is ongoing under a raised epoch: by ``InitProducerId``, by time-out, or by force.
+
+    Whoever expects the epoch before it is then given the raised one; the next ``InitProducerId`` ends that.
+    """
+    epoch = known.producer_epoch
+    return known._replace(state=PREPARE_ABORT, producer_epoch=epoch + 1, last_producer_epoch=epoch)
 
 
 def add_partitions(
@@ -103,12 +113,12 @@ def add_partitions(
     now_ms: int,
 ) -> tuple[TransactionMetadata | None, ErrorCode]:
     """``AddPartitionsToTxn`` from a client, and what ``AddOffsetsToTxn`` comes down to."""
+    if known is not None and known.state in _PREPARED:
+        return known, ErrorCode.CONCURRENT_TRANSACTIONS
     if known is None or producer_id != known.producer_id:
         return known, ErrorCode.INVALID_PRODUCER_ID_MAPPING
     if producer_epoch != known.producer_epoch:
         return known, ErrorCode.PRODUCER_FENCED
-    if known.state in _PREPARED:
-        return known, ErrorCode.CONCURRENT_TRANSACTIONS
     added = tuple(sorted({*known.partitions, *partitions}))
     start_ms = known.start_ms if known.state == ONGOING else now_ms
     return known._replace(state=ONGOING, partitions=added, start_ms=start_ms), ErrorCode.NONE
@@ -133,21 +143,19 @@ def end_txn(known: TransactionMetadata | None, request: EndTxn) -> tuple[Transac
         return known, ErrorCode.INVALID_PRODUCER_ID_MAPPING
     if request.producer_epoch != known.producer_epoch:
         return known, ErrorCode.PRODUCER_FENCED
+    if known.state in _PREPARED:  # whether it asks for the same end or for the other one
+        return known, ErrorCode.CONCURRENT_TRANSACTIONS
     if known.state == ONGOING:
         return known._replace(state=PREPARE_COMMIT if request.committed else PREPARE_ABORT), ErrorCode.NONE
     if known.state == (COMPLETE_COMMIT if request.committed else COMPLETE_ABORT):
         return known, ErrorCode.NONE
-    if known.state == (PREPARE_COMMIT if request.committed else PREPARE_ABORT):
-        return known, ErrorCode.CONCURRENT_TRANSACTIONS
     return known, ErrorCode.INVALID_TXN_STATE
 
 
 def marker_written(known: TransactionMetadata, partition: TopicPartition) -> TransactionMetadata:
     """A prepared transaction's marker is in that partition; with the last one it is complete."""
-    left = tuple(other for other in known.partitions if other != partition)
-    if left:
-        return known._replace(partitions=left)
+    marked = known._replace(marked=(*known.marked, partition))
+    if marked.unmarked:
+        return marked
     state = COMPLETE_COMMIT if known.state == PREPARE_COMMIT else COMPLETE_ABORT
-    return known._replace(
-        state=state, partitions=(), previous_producer_id=known.producer_id, last_producer_epoch=known.producer_epoch
-    )
+    return known._replace(state=state, partitions=(), marked=())

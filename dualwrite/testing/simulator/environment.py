@@ -36,8 +36,8 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
     known = transaction(broker, transactional_id)
     if known is None or known.state not in _PREPARED:
         return broker
-    wanted = known.partitions[0] if topic_partition is None else topic_partition
-    if wanted not in known.partitions:
+    wanted = known.unmarked[0] if topic_partition is None else topic_partition
+    if wanted not in known.unmarked:
         return broker
     found = partition(broker, wanted)
     if found is not None:
@@ -58,7 +58,7 @@ def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker
     """Write all markers that are to be written, of one id or of all."""
     for known in broker.transactions:
         if transactional_id in {None, known.transactional_id} and known.state in _PREPARED:
-            for wanted in known.partitions:
+            for wanted in known.unmarked:
                 broker = write_marker(broker, known.transactional_id, wanted)
     return broker
 
@@ -117,10 +117,13 @@ def expire_producer(broker: Broker, topic_partition: TopicPartition, producer_id
 
 
 def restart(broker: Broker) -> Broker:
-    """Stop and start the broker. What it keeps in memory alone is forgotten; nothing acknowledged is."""
+    """Stop and start the broker. What it keeps in memory alone is forgotten; nothing acknowledged is.
+
+    Markers of a prepared transaction that were written already are written once more.
+    """
     return broker._replace(
-        coordinator_epoch=broker.coordinator_epoch + 1,
-        transactions=tuple(known._replace(last_producer_epoch=-1) for known in broker.transactions),
+        coordinator_epoch=broker.coordinator_epoch + 2,  # it is given up, and taken again
+        transactions=tuple(known._replace(last_producer_epoch=-1, marked=()) for known in broker.transactions),
         partitions=tuple(
             found._replace(
                 verifications=(),

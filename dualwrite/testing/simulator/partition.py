@@ -88,12 +88,6 @@ def producer(partition: Partition, producer_id: int) -> ProducerEntry | None:
     return None
 
 
-def needs_verification(partition: Partition, producer_id: int, producer_epoch: int) -> bool:
-    """Whether the coordinator has to be asked before this producer may write."""
-    entry = producer(partition, producer_id)
-    return entry is None or entry.txn_start < 0 or entry.producer_epoch != producer_epoch
-
-
 def begin_verification(partition: Partition, producer_id: int, producer_epoch: int, sequence: int) -> Partition:
     """Note that the coordinator is being asked."""
     begun = Verification(producer_id, producer_epoch, sequence)

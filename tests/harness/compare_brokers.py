@@ -1,0 +1,42 @@
+"""The long run of the comparison of the simulated broker with a real one: ``python -m harness.compare_brokers --help``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+
+from dualwrite.testing import EmbeddedKafka
+from harness.both_brokers import Both
+from harness.broker_steps import ALPHABETS, EVERYBODY, random_sequences, transition_cover
+from harness.raw_broker import LIBRDKAFKA, NEWEST
+
+AT_ONCE = 2000  # sequences whose beginnings are remembered
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=5, help="steps, in every state that fewer steps reach")
+    parser.add_argument("--random", type=int, default=2000, help="random sequences")
+    parser.add_argument("--length", type=int, default=40, help="steps of a random sequence")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with EmbeddedKafka() as kafka:
+        for name, (clients, steps) in ALPHABETS.items():
+            run(kafka, f"{name}, depth {arguments.depth}", clients, transition_cover(steps, clients, arguments.depth))
+        for name, versions in (("newest", NEWEST), ("librdkafka", LIBRDKAFKA)):
+            sequences = random_sequences(arguments.random, arguments.length, arguments.seed)
+            run(kafka, f"random, versions of {name}, seed {arguments.seed}", EVERYBODY, sequences, versions)
+
+
+def run(kafka, what, clients, sequences, versions=NEWEST):
+    began = time.monotonic()
+    with closing(Both(kafka, versions=versions)) as both:
+        for start in range(0, len(sequences), AT_ONCE):
+            both.play_and_shrink(clients, sequences[start : start + AT_ONCE])
+        seconds = time.monotonic() - began
+        print(f"{what}: {len(sequences)} sequences, {both.steps} steps, {both.looks} looks, all equal, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
