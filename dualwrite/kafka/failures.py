@@ -101,7 +101,7 @@ _REFUSED = {
 
 _DEFINITE_PHASES = frozenset({Phase.PRODUCE, Phase.DELIVERY, Phase.SEND_OFFSETS})
 NOT_ANSWERED = "it was to be committed and may be: complete it with a new producer, do not run the work again"
-_LOST = "without setting an exception"
+_LOST, _HIDDEN = "without setting an exception", "'IdLogger' object has no attribute 'log'"
 _NEW_PRODUCER = "throw this producer away and make a new one"
 
 
@@ -111,24 +111,31 @@ def kafka_error(exception: KafkaException) -> KafkaError:
     return error if isinstance(error, KafkaError) else KafkaError(KafkaError._FAIL, str(exception))
 
 
-def kafka_exception_behind(error: KafkaException | SystemError) -> KafkaException:
+def kafka_exception_behind(error: KafkaException | SystemError | AttributeError) -> KafkaException:
     """The exception of librdkafka that one of Python's stands for.
 
     A fatal error is raised from inside ``poll`` and ``flush``. Where a delivery callback runs after it, Python complains with
     a ``SystemError`` that the callback returned with an exception set; or, where confluent-kafka has lost the exception by
-    then, that ``flush`` failed without one. What the fatal error was can no longer be told then.
+    then, that ``flush`` failed without one. Where a log line follows it, the exception that is set makes the look-up of the
+    logger's method fail. What the fatal error was can no longer be told then.
 
     Raises:
-        SystemError: It is another one.
+        SystemError, AttributeError: It is another one.
     """
     cause: BaseException | None = error
-    while isinstance(cause, SystemError):
-        if cause.__cause__ is None and _LOST in str(cause):
-            return KafkaException(KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True))
+    while isinstance(cause, SystemError) and not _is_lost(cause):
         cause = cause.__cause__
-    if not isinstance(cause, KafkaException):
-        raise error
-    return cause
+    if isinstance(cause, KafkaException):
+        return cause
+    if cause is not None and _is_lost(cause):
+        return KafkaException(KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True))
+    raise error
+
+
+def _is_lost(error: BaseException) -> bool:
+    if isinstance(error, AttributeError):
+        return str(error) == _HIDDEN
+    return error.__cause__ is None and _LOST in str(error)
 
 
 def failure_of(

@@ -221,7 +221,7 @@ class ProducerInstance:
         """Poll or flush. A fatal error of librdkafka comes out of these, whatever they were called for."""
         try:
             return wait(timeout_s)
-        except (KafkaException, SystemError) as error:
+        except (KafkaException, SystemError, AttributeError) as error:
             self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
 
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:

@@ -14,6 +14,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.handle import IdLogger
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})
@@ -156,6 +157,20 @@ def test_a_fatal_error_that_confluent_kafka_has_lost_is_fatal_all_the_same(wrapp
     found = failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id="tx-1")
     assert type(found.error) is TransactionAborted
     assert found.event is ProducerEvent.DOUBT
+
+
+def test_a_fatal_error_that_a_log_line_has_hidden_is_fatal_all_the_same():
+    with pytest.raises(AttributeError) as raised:
+        del IdLogger("tx-1").log  # the words that the interpreter has for it
+    hidden = AttributeError(str(raised.value))
+    found = failure_of(kafka_exception_behind(hidden), Phase.DELIVERY, transactional_id="tx-1")
+    assert type(found.error) is TransactionAborted
+    assert found.event is ProducerEvent.DOUBT
+
+
+def test_another_attribute_error_stays_what_it_is():
+    with pytest.raises(AttributeError):
+        kafka_exception_behind(AttributeError("'Deliveries' object has no attribute 'log'"))
 
 
 def test_another_system_error_stays_what_it_is():
