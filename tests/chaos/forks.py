@@ -19,6 +19,7 @@ import time
 import traceback
 
 import psycopg  # noqa: F401 - what the children need is imported once, here
+from harness.planting import plant_from_environment
 
 import chaos.jobs
 from dualwrite import failpoints
@@ -147,17 +148,12 @@ def _say(**event: object) -> None:
 
 
 def main() -> None:
-    mistake = os.environ.get("DUALWRITE_CHAOS_MISTAKE")
-    with contextlib.ExitStack() as planted_until_the_end:
-        if mistake:
-            from harness.mistakes import planted
-
-            planted_until_the_end.enter_context(planted(mistake))
-        parent = Parent()
-        try:
-            parent.serve()
-        finally:
-            parent.kill_all()
+    plant_from_environment()
+    parent = Parent()
+    try:
+        parent.serve()
+    finally:
+        parent.kill_all()
 
 
 if __name__ == "__main__":

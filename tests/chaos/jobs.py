@@ -35,6 +35,7 @@ from dualwrite.migrations import upgrade
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
 
 Tell = Callable[[str], None]
@@ -49,10 +50,13 @@ def prepare(url: str) -> Engine:
         upgrade(connection)
     METADATA.create_all(engine)
     store = SqlStateStore(engine)
+    store.claim(["warm"], owner="warm", cluster_id="warm")
     store.find("warm")
     store.incidents("warm")
-    with engine.connect() as connection:
+    with engine.begin() as connection:
+        connection.execute(declare_tables(None).state.delete())
         connection.execute(OPERATIONS.select())
+    "localhost".encode("idna")  # what the first connection would import
     engine.dispose()
     return engine
 

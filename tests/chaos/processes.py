@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+from harness.planting import ENVIRONMENT as MISTAKE
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -74,7 +76,7 @@ class Forks:
             self._parent = subprocess.Popen(
                 [sys.executable, "-m", "chaos.forks"],
                 cwd=TESTS,
-                env={**os.environ, "DUALWRITE_CHAOS_MISTAKE": mistake},
+                env={**os.environ, **({MISTAKE: mistake} if mistake else {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

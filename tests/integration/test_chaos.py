@@ -61,3 +61,26 @@ def test_both_sides_are_equal_with_sqlite(arena, tmp_path):
     results = play(arena, tmp_path / "round", round_)
     assert results.zombie_count >= 1
     assert results.kills >= 5
+
+
+@pytest.mark.parametrize(
+    ("number", "mistake", "database"),
+    [(2, "retire_before_complete", "sqlite"), (3, "state_without_first_offsets", "postgresql")],
+)
+def test_a_mistaken_product_is_found_out(arena, tmp_path, number, mistake, database):
+    """The negative control: the same harness, the same plan, one rule of the protocol broken."""
+    servers, _ = arena
+    name = f"r{number}-w0"
+    steps = (Step(failpoint="write.prepared:2"), Step(failpoint="write.decided:2"), Step())
+    directory, results = tmp_path / "round", Results("", 0)
+    directory.mkdir()
+    with Forks(tmp_path, mistake) as forks:
+        Conductor(
+            servers,
+            forks,
+            Round(number, database, 2, {name: [Episode("killed", steps)]}, {name: 1}),
+            directory,
+            results,
+        ).run()
+    assert {finding["kind"] for finding in results.findings} & {"lost", "torn", "twice", "undone"}
+    assert (directory / "journal").exists(), "the evidence is gone"
