@@ -273,7 +273,8 @@ class RealStage:
         except EOFError:
             raise AssertionError(f"{player.name} died") from None
         for row in self._store.read([TRANSACTIONAL_ID]):
-            self._kafka_ids[row.owner] = row.kafka_id(row.incarnation)
+            name, _, _ = row.owner.partition(" ")  # what makes it unique stands behind it
+            self._kafka_ids[name] = row.kafka_id(row.incarnation)
         return word
 
     def _waits(self, player: _Player) -> bool:
