@@ -55,6 +55,24 @@ def producer_settings(
     }
 
 
+_INIT_FAILED: Final = "GETPID"
+"""The facility under which librdkafka warns that it has got no producer id and asks again. Nothing else tells of it."""
+_NOTHING_DONE: Final = tuple(
+    KafkaError(code).str()
+    for code in (
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.CONCURRENT_TRANSACTIONS,
+    )
+)
+"""A broker that answers so has finished with the request: nothing of it comes later."""
+_LINE: Final = 3
+"""A line of librdkafka's comes as its facility, the name of the client, and the text."""
+_WARNING: Final = 4
+"""syslog's number for it, as librdkafka counts levels."""
+_QUIET: Final = {3: logging.ERROR, 2: logging.CRITICAL}
+
+
 _NAMES = {
     "message.timeout.ms": ("message.timeout.ms", "delivery.timeout.ms"),
     "linger.ms": ("linger.ms", "queue.buffering.max.ms"),
@@ -62,11 +80,31 @@ _NAMES = {
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
-    """Puts the transactional id in front of every line, librdkafka's own lines too."""
+    """Puts the transactional id in front of every line, librdkafka's own lines too.
 
-    def __init__(self, transactional_id: str) -> None:
+    Args:
+        transactional_id: The id.
+        quiet_below: Lines of lower levels than this are not passed on.
+
+    Attributes:
+        init_unanswered: Whether librdkafka has said that it asks for a producer id once more while it does not know what
+            became of the first request.
+    """
+
+    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
         super().__init__(logger, {})
         self._prefix = transactional_id.replace("%", "%%") + ": "
+        self._quiet_below = quiet_below
+        self.init_unanswered = False
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log one line, and take note of what librdkafka tells in it."""
+        # Not everything can be compared with a string: a KafkaError cannot.
+        warned = level >= logging.WARNING and len(args) == _LINE and isinstance(args[0], str)
+        if warned and args[0] == _INIT_FAILED and not any(done in str(args[-1]) for done in _NOTHING_DONE):
+            self.init_unanswered = True
+        if level >= self._quiet_below:
+            super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Prefix one line."""
@@ -92,9 +130,15 @@ class Handle:
 
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
         self.client_error: KafkaError | None = None
-        self._log = IdLogger(transactional_id)
+        log_level = int(str(settings.get("log_level", _WARNING)))
+        quiet = log_level < _WARNING
+        self._log = IdLogger(
+            transactional_id, quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET
+        )
         self._users_error_cb = settings.get("error_cb")
         own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
+        if quiet:
+            own["log_level"] = _WARNING  # we have to hear of a producer id that is asked for again
         self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 
@@ -108,6 +152,15 @@ class Handle:
         began = now_s()
         self._caller.call(lambda: function(raw, left_s), deadline)
         return now_s() - began
+
+    @property
+    def init_unanswered(self) -> bool:
+        """Whether a producer id was asked for more than once, and not all of the requests are known to be over.
+
+        librdkafka asks again as soon as it has connected again, which can be within milliseconds. Current when ``poll`` has
+        just been called: librdkafka's lines are logged from there.
+        """
+        return self._log.init_unanswered
 
     def close(self) -> None:
         """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.

@@ -1,8 +1,8 @@
 """One librdkafka producer in the hands of the state machine: each verb is checked, carried out, judged, then applied.
 
-The judgement is the point. A call that took longer than librdkafka's first silent retry may have been sent twice; an answer
-that is missing may still come; an abort with messages in flight may leave some behind. Each of them makes the producer
-doubtful, also where the call itself has answered success.
+The judgement is the point. A call that took longer than librdkafka's first silent retry may have been sent twice; so may an
+initialisation whose connection broke, at once; an answer that is missing may still come; an abort with messages in flight may
+leave some behind. Each of them makes the producer doubtful, also where the call itself has answered success.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _SERVE_EVERY: Final = 256
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _PROBE_S: Final = 2.0
 _CONNECT_LOOK_S: Final = 0.02
+
+_INIT_MAY_COME: Final = "a producer id was asked for again before the first request was answered; that one may yet come"
 
 _Message = tuple[
     str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
@@ -245,6 +247,7 @@ class ProducerInstance:
         undelivered = self._served(self._raw.flush, deadline.remaining_s())
         transaction.deliveries.raise_callback_error()
         self._require_all_delivered(undelivered)
+        self._require_no_late_init()
         state = PreparedTxnState()
         if transaction.deliveries.produced or transaction.sent_offsets:
             try:
@@ -277,6 +280,13 @@ class ProducerInstance:
             )
             self._raise(Failure(lost, ProducerEvent.FAIL))
 
+    def _require_no_late_init(self) -> None:
+        """Librdkafka initialises once more by itself after some errors, and a copy that comes late aborts what is open."""
+        assert self._handle is not None
+        if self._handle.init_unanswered:
+            error = TransactionAborted(f"prepare_transaction: {_INIT_MAY_COME}", transactional_id=self._id)
+            self._raise(Failure(error, ProducerEvent.DOUBT))
+
     @property
     def begun_for_s(self) -> float:
         """Seconds since the first write of this transaction; 0 if there is none."""
@@ -291,18 +301,24 @@ class ProducerInstance:
         self.transaction.prepared = None
 
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
-        """Abort. Messages get a moment to arrive first: an abort with some in flight is what breaks librdkafka (4849)."""
-        transaction = self.transaction
-        in_flight = 0
+        """Abort. Messages get a moment to arrive first: with some in flight the producer is thrown away instead.
+
+        An abort would break librdkafka (4849), or end this process when their partition's request fails after it.
+        """
         if len(self._raw):
-            in_flight = self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
+            self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
+        if in_flight := len(self._raw):
+            error = Unavailable(
+                f"abort_transaction: {in_flight} messages are still on their way",
+                transactional_id=self._id,
+                next_step="close this producer and make a new one, which aborts their transaction",
+            )
+            self._raise(Failure(error, ProducerEvent.DOUBT))
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors
         self.machine.apply(event)
         self._judge(Phase.ABORT, took_s)
-        if in_flight:
-            self.doubt(f"it was aborted with {in_flight} messages on their way")
-        transaction.prepared = None
+        self.transaction.prepared = None
 
     def doubt(self, why: str) -> None:
         """A request may still be on its way: no further transaction."""
@@ -317,10 +333,15 @@ class ProducerInstance:
             handle.close()
 
     def _judge(self, phase: Phase, took_s: float) -> None:
+        assert self._handle is not None
+        if phase is not Phase.COMMIT:  # which has succeeded, whatever comes out of a poll
+            self._served(self._raw.poll, 0)
         if took_s > self._silent_retry_after_s:
             self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
         elif self.transaction.maybe_sent_twice:
             self.doubt("the consumer's offsets may have been sent twice")
+        elif self._handle.init_unanswered:
+            self.doubt(_INIT_MAY_COME)
 
     def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
         assert self._handle is not None

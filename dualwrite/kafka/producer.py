@@ -317,11 +317,11 @@ class TransactionalProducer:
         self._instance.commit(ProducerEvent.COMMIT, deadline)
 
     def abort_transaction(self) -> None:
-        """Abort: nothing of the transaction becomes visible. Messages that were not sent yet are dropped.
+        """Abort: nothing of the transaction becomes visible. Messages get a second to arrive.
 
         Raises:
-            Unavailable: The abort was not answered; the producer is doubtful. Nobody can commit the transaction unless its
-                prepared state was stored.
+            Unavailable: Messages were still on their way, or the abort was not answered; the producer is doubtful. Nobody can
+                commit the transaction unless its prepared state was stored.
             Fenced: Another owner took over, and has ended the transaction.
             IllegalStateError: There is nothing to abort.
         """
