@@ -1,4 +1,4 @@
-"""A real Apache Kafka broker for tests: one node, KRaft, on free ports of the loopback interface."""
+"""A real Apache Kafka for tests: one broker or several, KRaft, on free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 import uuid
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from confluent_kafka import KafkaException
@@ -24,35 +24,41 @@ from confluent_kafka.cimpl import NewTopic
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.testing.jars import java, kafka_jars
-from dualwrite.testing.kafka_properties import ADMIN, Ports, render, server_properties
-from dualwrite.testing.ports import LOOPBACK, accepts_connections
-from dualwrite.testing.server_process import ServerProcess
+from dualwrite.testing.jars import kafka_jars
+from dualwrite.testing.kafka_broker import Broker
+from dualwrite.testing.kafka_properties import ADMIN, server_properties
+from dualwrite.testing.ports import LOOPBACK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
 SERVERS_VARIABLE = "DUALWRITE_TEST_KAFKA"
-JVM_OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
 Mechanism = Literal["SCRAM-SHA-512", "PLAIN"]
 
 
 class EmbeddedKafka:
-    """One broker that is its own controller, with a directory that is deleted on exit.
+    """A cluster of brokers that are their own controllers, with directories that are deleted on exit. One unless asked.
+
+    With three or more brokers, every partition has three replicas and needs two in sync, internal topics included: one
+    broker can be killed at a time, and what it led moves to another one. `stop`, `kill`, `suspend` and the like are for
+    one broker, or for all of them.
 
     Topics are not created by mistake: ``auto.create.topics.enable`` is off, see `create_topic`. Every other setting
     that matters to a client is the broker's own default, ``transaction.max.timeout.ms`` (15 minutes) included.
 
-    Where the environment variable ``DUALWRITE_TEST_KAFKA`` holds bootstrap servers, and neither ``properties`` nor
-    ``users`` ask for a broker of a special kind, nothing is started: those servers are used, and cannot be stopped.
+    Where the environment variable ``DUALWRITE_TEST_KAFKA`` holds bootstrap servers, and no argument asks for a broker
+    of a special kind, nothing is started: those servers are used, and cannot be stopped.
 
     Args:
         properties: Broker settings to add or to override.
         users: Names and passwords. The broker then asks clients for SASL (PLAIN and SCRAM-SHA-512 over plain TCP),
             refuses whatever `allow` has not allowed, and knows one more user, ``admin``, who may do everything.
+        brokers: How many; their ids count from 1.
+        proxies: For how many `KafkaProxy` at a time each broker is to have room.
         start_timeout_s: How long a start may take.
 
     Raises:
@@ -65,14 +71,18 @@ class EmbeddedKafka:
         properties: Mapping[str, str] | None = None,
         *,
         users: Mapping[str, str] | None = None,
+        brokers: int = 1,
+        proxies: int = 1,
         start_timeout_s: float = 60.0,
     ) -> None:
         self._properties = dict(properties or {})
         self._users = dict(users or {})
+        self._count = brokers
+        self._proxies = proxies
         self._start_timeout_s = start_timeout_s
-        self._external = None if self._properties or self._users else os.environ.get(SERVERS_VARIABLE) or None
-        self._process: ServerProcess | None = None
-        self._ports: Ports | None = None
+        special = self._properties or self._users or brokers > 1 or proxies > 1
+        self._external = None if special else os.environ.get(SERVERS_VARIABLE) or None
+        self._brokers: list[Broker] = []
         self._admin_password = secrets.token_hex(16)
         self.cluster_id: str | None = None
         """The id of the embedded cluster; None before the start, and for servers of the environment."""
@@ -90,7 +100,7 @@ class EmbeddedKafka:
         self.close()
 
     def __repr__(self) -> str:
-        where = self._external or (f"{LOOPBACK}:{self._ports.client.number}" if self._ports else "not started")
+        where = self._external or (self.bootstrap_servers if self._brokers else "not started")
         return f"{type(self).__name__}({where})"
 
     @property
@@ -100,29 +110,29 @@ class EmbeddedKafka:
         Raises:
             IllegalStateError: Never started.
         """
-        return self._external or f"{LOOPBACK}:{self._reserved.client.number}"
+        return self._external or ",".join(
+            f"{LOOPBACK}:{broker.ports.client.number}" for broker in self._chosen(None, "connect to")
+        )
 
-    @property
-    def proxied_port(self) -> int:
-        """The port of a second listener, whose clients are told to connect to `proxy_port`."""
-        return self._reserved.proxied.number
+    def proxy_ports(self, number: int = 0, *, broker: int = 1) -> tuple[int, int]:
+        """The port of a listener for a proxy, and the port that clients of it are told to connect to: the proxy's own.
 
-    @property
-    def proxy_port(self) -> int:
-        """The port that a proxy in front of `proxied_port` has to listen on; reserved for it."""
-        return self._reserved.proxy.number
+        Args:
+            number: Which of the ``proxies``, from 0.
+            broker: The id of the broker.
+
+        Raises:
+            IllegalStateError: Never started, or not ours.
+        """
+        ports = self._chosen(broker, "stand in front of")[0].ports
+        return ports.proxied[number].number, ports.proxy[number].number
 
     @property
     def running(self) -> bool:
-        """Whether the broker's process exists (a suspended one does); True for servers of the environment."""
-        return self._external is not None or (self._process is not None and self._process.running)
-
-    @property
-    def _reserved(self) -> Ports:
-        if self._ports is None:
-            why = "is not ours" if self._external else "was never started, or is closed"
-            raise IllegalStateError(f"the Kafka broker {why}")
-        return self._ports
+        """Whether all brokers' processes exist (a suspended one does); True for servers of the environment."""
+        return self._external is not None or (
+            bool(self._brokers) and all(broker.process.running for broker in self._brokers)
+        )
 
     def client_config(self, user: str | None = None, *, mechanism: Mechanism = "SCRAM-SHA-512") -> dict[str, str]:
         """A configuration for confluent-kafka: bootstrap servers, and security settings where there are any.
@@ -155,130 +165,159 @@ class EmbeddedKafka:
         """A configuration for confluent-kafka that may do everything."""
         return self.client_config(ADMIN) if self._users else self.client_config()
 
-    def start(self) -> None:
-        """Start the broker, the first time with new ports and an empty directory, and return when it answers.
+    def start(self, broker: int | None = None) -> None:
+        """Start the brokers, the first time with new ports and empty directories, and return when they answer.
+
+        Args:
+            broker: The id of the only one to start; all that do not run if None.
 
         Raises:
-            IllegalStateError: It runs.
-            ConfigurationError: Java or Maven is missing, or the broker refuses its settings.
-            Unavailable: It was not ready in time.
+            IllegalStateError: It runs, or all of them do.
+            ConfigurationError: Java or Maven is missing, or a broker refuses its settings.
+            Unavailable: They were not ready in time.
         """
         if self._external is not None:
             return
         jars = kafka_jars()
-        if self._process is None:
-            self._process = ServerProcess("kafka")
-            self._ports = Ports()
-            try:
-                self._format(self._process, self._ports, jars)
-                self._run(self._process, jars)
-            except BaseException:
-                self.close()
-                raise
-        else:
-            self._run(self._process, jars)
-
-    def _format(self, process: ServerProcess, ports: Ports, jars: Path) -> None:
-        # A leading hyphen would look like an option to the tool.
-        self.cluster_id = "D" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
-        settings = server_properties(
-            process.directory, ports, users=self._users, admin_password=self._admin_password, more=self._properties
-        )
-        (process.directory / "server.properties").write_text(render(settings), encoding="utf-8")
-        (process.directory / "tmp").mkdir()
-        arguments = ["format", "--cluster-id", self.cluster_id, "--config", "server.properties"]
-        for name, password in ({**self._users, ADMIN: self._admin_password} if self._users else {}).items():
-            arguments += ["--add-scram", f"SCRAM-SHA-512=[name={name},password={password}]"]
-        process.start(_command(jars, process.directory, "kafka.tools.StorageTool", *arguments))
-        code = process.exit_code(self._start_timeout_s)
-        if code != 0:
-            raise ConfigurationError(f"Kafka's storage tool ended with {code}:\n{process.log_tail()}")
-
-    def _run(self, process: ServerProcess, jars: Path) -> None:
         deadline = Deadline(self._start_timeout_s)
-        process.start(_command(jars, process.directory, "kafka.Kafka", "server.properties"))
-        while not accepts_connections(self._reserved.client.number):
-            code = process.exit_code(0.05)
-            if code is not None:
-                raise ConfigurationError(f"the broker ended with {code} while it started:\n{process.log_tail()}")
-            self._check(deadline, process)
+        if self._brokers:
+            chosen = self._chosen(broker, "start")
+            self._run([one for one in chosen if not one.process.running] or chosen, jars, deadline)
+            return
+        heap = "512m" if self._count == 1 else "384m"
+        try:
+            for number in range(self._count):
+                self._brokers.append(Broker(number + 1, proxies=self._proxies, heap=heap))
+            self._format(jars, deadline)
+            self._run(self._brokers, jars, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _format(self, jars: Path, deadline: Deadline) -> None:
+        # A leading hyphen would look like an option to the tool.
+        self.cluster_id = cluster_id = "D" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
+        controllers = {broker.node_id: broker.ports.controller for broker in self._brokers}
+        passwords = {**self._users, ADMIN: self._admin_password} if self._users else {}
+
+        def format_one(broker: Broker) -> None:
+            settings = server_properties(
+                broker.process.directory,
+                broker.ports,
+                node_id=broker.node_id,
+                controllers=controllers,
+                users=self._users,
+                admin_password=self._admin_password,
+                more=self._properties,
+            )
+            broker.format(jars, cluster_id, settings, passwords, deadline)
+
+        with ThreadPoolExecutor(len(self._brokers)) as threads:
+            list(threads.map(format_one, self._brokers))
+
+    def _run(self, brokers: Sequence[Broker], jars: Path, deadline: Deadline) -> None:
+        for broker in brokers:
+            broker.start(jars)
+        for broker in brokers:
+            broker.wait_until_it_listens(deadline)
         admin = self._admin()
-        while not _answers(admin, deadline):
-            self._check(deadline, process)
+        wanted = {broker.node_id for broker in brokers}
+        while not wanted <= _members(admin, deadline):
+            brokers[0].check(deadline)
 
-    def _check(self, deadline: Deadline, process: ServerProcess) -> None:
-        if deadline.expired:
-            raise Unavailable(f"the broker was not ready in {self._start_timeout_s} s:\n{process.log_tail()}")
-
-    def _own(self, deed: str) -> ServerProcess:
+    def _chosen(self, broker: int | None, deed: str) -> list[Broker]:
+        """One broker, or all of them."""
         if self._external is not None:
             raise IllegalStateError(
-                f"cannot {deed} the Kafka servers named by {SERVERS_VARIABLE}",
+                f"cannot {deed} the Kafka servers named by {SERVERS_VARIABLE}: this cluster is not ours",
                 next_step=f"unset {SERVERS_VARIABLE} to run this with an embedded broker",
             )
-        if self._process is None:
-            raise IllegalStateError(f"cannot {deed} a Kafka broker that was never started")
-        return self._process
+        if not self._brokers:
+            raise IllegalStateError(f"cannot {deed} a Kafka broker that was never started, or is closed")
+        if broker is None:
+            return self._brokers
+        if not 1 <= broker <= len(self._brokers):
+            raise IllegalStateError(f"there is no broker {broker}: their ids are 1 to {len(self._brokers)}")
+        return [self._brokers[broker - 1]]
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Stop the broker as an operator would (SIGTERM). Its data is kept for `start`.
+    def stop(self, timeout_s: float = 60.0, *, broker: int | None = None) -> None:
+        """Stop the brokers as an operator would (SIGTERM). Their data is kept for `start`.
+
+        Args:
+            timeout_s: How long each may take.
+            broker: The id of the only one to stop; all that run if None. The last of several that are their own
+                controllers cannot leave their quorum in order, so `kill` suits the whole of a cluster better.
 
         Raises:
             IllegalStateError: It does not run, or is not ours.
             Unavailable: It still runs.
         """
-        process = self._own("stop")
-        process.signal(signal.SIGCONT)
-        process.signal(signal.SIGTERM)
-        if process.exit_code(timeout_s) is None:
-            raise Unavailable(f"the broker still runs {timeout_s} s after SIGTERM:\n{process.log_tail()}")
+        for one in self._running(broker, "stop"):
+            one.stop(timeout_s)
 
-    def kill(self) -> None:
-        """SIGKILL the broker, and return when it is gone. What it had written is kept for `start`.
+    def kill(self, broker: int | None = None) -> None:
+        """SIGKILL the brokers, and return when they are gone. What they had written is kept for `start`.
 
-        Raises:
-            IllegalStateError: It does not run, or is not ours.
-        """
-        self._own("kill").kill()
-
-    def restart(self) -> None:
-        """`stop` the broker if it runs, then `start` it: same ports, same data."""
-        if self._own("restart").running:
-            self.stop()
-        self.start()
-
-    def suspend(self) -> None:
-        """SIGSTOP: the broker answers nobody, and its connections stay open, until `resume`.
+        Args:
+            broker: The id of the only one to kill; all that run if None.
 
         Raises:
             IllegalStateError: It does not run, or is not ours.
         """
-        self._own("suspend").signal(signal.SIGSTOP)
+        for one in self._running(broker, "kill"):
+            one.process.kill()
 
-    def resume(self) -> None:
+    def restart(self, broker: int | None = None) -> None:
+        """`stop` the brokers that run, then `start` them: same ports, same data.
+
+        Args:
+            broker: The id of the only one; all if None.
+        """
+        if any(one.process.running for one in self._chosen(broker, "restart")):
+            self.stop(broker=broker)
+        self.start(broker)
+
+    def suspend(self, broker: int | None = None) -> None:
+        """SIGSTOP: the brokers answer nobody, and their connections stay open, until `resume`.
+
+        Args:
+            broker: The id of the only one to suspend; all that run if None.
+
+        Raises:
+            IllegalStateError: It does not run, or is not ours.
+        """
+        for one in self._running(broker, "suspend"):
+            one.process.signal(signal.SIGSTOP)
+
+    def resume(self, broker: int | None = None) -> None:
         """SIGCONT after `suspend`.
 
+        Args:
+            broker: The id of the only one; all that run if None.
+
         Raises:
             IllegalStateError: It does not run, or is not ours.
         """
-        self._own("resume").signal(signal.SIGCONT)
+        for one in self._running(broker, "resume"):
+            one.process.signal(signal.SIGCONT)
+
+    def _running(self, broker: int | None, deed: str) -> list[Broker]:
+        chosen = self._chosen(broker, deed)
+        # Where none runs, the first of them says so.
+        return [one for one in chosen if one.process.running] or chosen
 
     def close(self) -> None:
-        """Kill the broker if it runs, delete its directory, let its ports go. May be called again."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-        if self._ports is not None:
-            self._ports.release()
-            self._ports = None
+        """Kill the brokers that run, delete their directories, let their ports go. May be called again."""
+        while self._brokers:
+            self._brokers.pop().close()
 
-    def log_tail(self, lines: int = 50) -> str:
-        """The last lines of the broker's log.
+    def log_tail(self, lines: int = 50, *, broker: int = 1) -> str:
+        """The last lines of a broker's log.
 
         Raises:
             IllegalStateError: Never started, or not ours.
         """
-        return self._own("read the log of").log_tail(lines)
+        return self._chosen(broker, "read the log of")[0].process.log_tail(lines)
 
     def _admin(self) -> AdminClient:
         # A broker that is starting, or that a test has killed, is no news: log_level keeps librdkafka quiet.
@@ -301,8 +340,7 @@ class EmbeddedKafka:
         """
         admin = self._admin()
         deadline = Deadline(timeout_s)
-        replication = 1 if self._external is None else -1
-        topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=dict(config or {}))
+        topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config or {}))
         admin.create_topics([topic])[name].result(timeout_s)
         while True:
             found = admin.list_topics(name, timeout=max(0.1, deadline.remaining_s())).topics[name].partitions
@@ -359,22 +397,8 @@ class EmbeddedKafka:
         admin.create_acls([binding])[binding].result(timeout_s)
 
 
-def _answers(admin: AdminClient, deadline: Deadline) -> bool:
+def _members(admin: AdminClient, deadline: Deadline) -> set[int]:
     try:
-        admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s())))
+        return set(admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s()))).brokers)
     except KafkaException:  # it listens, and does not know yet that it is a member of its cluster
-        return False
-    return True
-
-
-def _command(jars: Path, directory: Path, main: str, *arguments: str) -> list[str]:
-    return [
-        java(),
-        *JVM_OPTIONS,
-        f"-Djava.io.tmpdir={directory / 'tmp'}",  # native libraries unpacked there go with the directory
-        f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.xml')}",
-        "-cp",
-        f"{jars}/*",
-        main,
-        *arguments,
-    ]
+        return set()

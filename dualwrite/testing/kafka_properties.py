@@ -8,7 +8,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.testing.ports import LOOPBACK, ReservedPort
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 ADMIN = "admin"
@@ -17,37 +17,50 @@ FORBIDDEN_IN_NAMES = frozenset('",=[]\\; \n')
 
 
 class Ports:
-    """The ports of one broker, reserved until released."""
+    """The ports of one broker, reserved until released.
 
-    def __init__(self) -> None:
+    Args:
+        proxies: How many proxies there is room for.
+    """
+
+    def __init__(self, proxies: int) -> None:
         self.client = ReservedPort()
         self.internal = ReservedPort()
         self.controller = ReservedPort()
-        self.proxied = ReservedPort()
-        self.proxy = ReservedPort()
+        self.proxied = [ReservedPort() for _ in range(proxies)]
+        self.proxy = [ReservedPort() for _ in range(proxies)]
 
     def release(self) -> None:
         """Let all of them go. May be called again."""
-        for port in (self.client, self.internal, self.controller, self.proxied, self.proxy):
+        for port in (self.client, self.internal, self.controller, *self.proxied, *self.proxy):
             port.release()
+
+
+def proxied_listener(number: int) -> str:
+    """The name of the listener that a proxy stands in front of; the first is number 0."""
+    return f"PROXIED{number + 1}" if number else "PROXIED"
 
 
 def server_properties(
     directory: Path,
     ports: Ports,
     *,
+    node_id: int,
+    controllers: Mapping[int, ReservedPort],
     users: Mapping[str, str],
     admin_password: str,
     more: Mapping[str, str],
 ) -> dict[str, str]:
-    """The whole ``server.properties`` of a single node.
+    """The whole ``server.properties`` of a node.
 
-    There are three listeners for clients' requests. The broker talks to itself over ``INTERNAL``, so that a proxy
-    in front of ``PROXIED`` sees what clients send and nothing else; ``CLIENTS`` goes around the proxy.
+    The broker talks to itself over ``INTERNAL``, so that a proxy in front of ``PROXIED`` sees what clients send and
+    nothing else; ``CLIENTS`` goes around the proxies.
 
     Args:
         directory: Where the data goes.
         ports: Where to listen.
+        node_id: The node's number.
+        controllers: Where each node of the cluster listens as a controller.
         users: Names and passwords; without any there is no authentication and no authoriser.
         admin_password: The password of the super user, which is also the broker itself.
         more: Added, or put in the place of what is here.
@@ -56,29 +69,30 @@ def server_properties(
         ConfigurationError: A user's name or password that cannot be written down for the broker.
     """
     protocol = "SASL_PLAINTEXT" if users else "PLAINTEXT"
-    listening = {
-        "CLIENTS": ports.client,
-        "PROXIED": ports.proxied,
-        "INTERNAL": ports.internal,
-        "CONTROLLER": ports.controller,
-    }
-    advertised = {"CLIENTS": ports.client, "PROXIED": ports.proxy, "INTERNAL": ports.internal}
+    replicas = min(3, len(controllers))
+    in_sync = max(1, replicas - 1)
+    proxied = {proxied_listener(number): port for number, port in enumerate(ports.proxied)}
+    proxy = {proxied_listener(number): port for number, port in enumerate(ports.proxy)}
+    listening = {"CLIENTS": ports.client, **proxied, "INTERNAL": ports.internal, "CONTROLLER": ports.controller}
+    advertised = {"CLIENTS": ports.client, **proxy, "INTERNAL": ports.internal}
     settings = {
         "process.roles": "broker,controller",
-        "node.id": "1",
-        "controller.quorum.voters": f"1@{LOOPBACK}:{ports.controller.number}",
+        "node.id": str(node_id),
+        "controller.quorum.voters": ",".join(f"{node}@{LOOPBACK}:{port.number}" for node, port in controllers.items()),
         "controller.listener.names": "CONTROLLER",
         "inter.broker.listener.name": "INTERNAL",
         "listeners": _addresses(listening),
         "advertised.listeners": _addresses(advertised),
         "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name in listening),
         "log.dirs": str(directory / "data"),
-        # One node: what a cluster keeps on three is kept on one.
-        "offsets.topic.replication.factor": "1",
-        "transaction.state.log.replication.factor": "1",
-        "transaction.state.log.min.isr": "1",
-        "share.coordinator.state.topic.replication.factor": "1",
-        "share.coordinator.state.topic.min.isr": "1",
+        # What a cluster keeps on three nodes is kept on as many as there are.
+        "default.replication.factor": str(replicas),
+        "min.insync.replicas": str(in_sync),
+        "offsets.topic.replication.factor": str(replicas),
+        "transaction.state.log.replication.factor": str(replicas),
+        "transaction.state.log.min.isr": str(in_sync),
+        "share.coordinator.state.topic.replication.factor": str(replicas),
+        "share.coordinator.state.topic.min.isr": str(in_sync),
         # Small: a broker per test run, on a machine that does other things too.
         "offsets.topic.num.partitions": "2",
         "transaction.state.log.num.partitions": "4",
@@ -87,14 +101,17 @@ def server_properties(
         "num.io.threads": "4",
         "log.cleaner.dedupe.buffer.size": "16777216",
         "group.initial.rebalance.delay.ms": "0",
-        # After a SIGKILL the node waits until its former self has lost its session: 9 s by default.
-        "broker.session.timeout.ms": "1500",
+        # After a SIGKILL the node waits until its former self has lost its session: 9 s by default. Among several
+        # nodes, one that is merely slow must not lose what it leads.
+        "broker.session.timeout.ms": "1500" if len(controllers) == 1 else "4000",
         "broker.heartbeat.interval.ms": "300",
+        # What a killed node led stays where it went.
+        "auto.leader.rebalance.enable": "false",
         # A misspelt topic is an error, as it is in production.
         "auto.create.topics.enable": "false",
     }
     if users:
-        settings |= _security(users, admin_password)
+        settings |= _security(users, admin_password, listening)
     return {**settings, **more}
 
 
@@ -102,7 +119,7 @@ def _addresses(ports: Mapping[str, ReservedPort]) -> str:
     return ",".join(f"{name}://{LOOPBACK}:{port.number}" for name, port in ports.items())
 
 
-def _security(users: Mapping[str, str], admin_password: str) -> dict[str, str]:
+def _security(users: Mapping[str, str], admin_password: str, listeners: Iterable[str]) -> dict[str, str]:
     for name, password in users.items():
         if name == ADMIN or not name or not password or FORBIDDEN_IN_NAMES & set(name + password):
             raise ConfigurationError(f"{name!r} cannot be a user of the embedded broker: its name or password")
@@ -119,7 +136,7 @@ def _security(users: Mapping[str, str], admin_password: str) -> dict[str, str]:
         "sasl.mechanism.inter.broker.protocol": "PLAIN",
         "sasl.mechanism.controller.protocol": "PLAIN",
     }
-    for listener in ("clients", "proxied", "internal", "controller"):
+    for listener in map(str.lower, listeners):
         settings[f"listener.name.{listener}.plain.sasl.jaas.config"] = f"{plain};"
         settings[f"listener.name.{listener}.scram-sha-512.sasl.jaas.config"] = scram
     return settings

@@ -84,7 +84,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 class KafkaProxy(Proxy[KafkaRequest]):
-    """A proxy in front of an embedded broker; a broker has room for one at a time.
+    """A proxy in front of an embedded broker, which has room for as many at a time as its ``proxies`` says.
 
     The broker tells clients that come through the proxy to connect to the proxy, and to nothing else. Clients with
     the broker's own ``client_config`` go around it, and so does the broker when it talks to itself.
@@ -99,10 +99,13 @@ class KafkaProxy(Proxy[KafkaRequest]):
 
     Args:
         kafka: A broker that was started.
+        number: Which of the broker's proxies, from 0.
+        broker: The id of the broker. The others of a cluster send clients to their own proxies, of the same number.
     """
 
-    def __init__(self, kafka: EmbeddedKafka) -> None:
-        super().__init__(kafka.proxied_port, KafkaCodec, port=kafka.proxy_port)
+    def __init__(self, kafka: EmbeddedKafka, *, number: int = 0, broker: int = 1) -> None:
+        proxied, proxy = kafka.proxy_ports(number, broker=broker)
+        super().__init__(proxied, KafkaCodec, port=proxy)
         self._kafka = kafka
 
     def client_config(self, user: str | None = None) -> dict[str, str]:

@@ -50,6 +50,7 @@ class Rule(Generic[RequestT]):
         self._matches = matches
         self._nth = nth
         self._loop = loop
+        self._withdrawn = False
         self._seen = 0
         self._taken: list[RequestT] = []
         self._resets: list[Callable[[], None]] = []
@@ -61,7 +62,7 @@ class Rule(Generic[RequestT]):
 
     def counts(self, unit: Unit[RequestT]) -> bool:
         """Count the request if it matches, and say whether it is the one to take. Called by the proxy."""
-        if unit.request is None or not self._matches(unit):
+        if self._withdrawn or unit.request is None or not self._matches(unit):
             return False
         self._seen += 1
         return self._nth is None or self._seen == self._nth
@@ -114,6 +115,10 @@ class Rule(Generic[RequestT]):
         A held request reaches the server even if its client has long closed the connection.
         """
         self._loop.call_soon_threadsafe(self.gate.set)
+
+    def withdraw(self) -> None:
+        """Take no request any more. What was taken is not affected."""
+        self._withdrawn = True
 
     def discard(self) -> None:
         """Throw away what is held, and whatever this rule takes from now on and would hold."""

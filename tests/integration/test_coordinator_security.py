@@ -406,10 +406,10 @@ def test_tokens_over_tls_serve_both_clients(files, tmp_path):
         "listener.name.proxied.sasl.enabled.mechanisms": "OAUTHBEARER",
         "listener.name.proxied.oauthbearer.sasl.jaas.config": f'{login} unsecuredLoginStringClaim_sub="broker";',
     }
-    with EmbeddedKafka(properties) as kafka, forwarding(kafka.proxy_port, kafka.proxied_port):
+    with EmbeddedKafka(properties) as kafka, forwarding(*reversed(kafka.proxy_ports())):
         topic = kafka.create_topic("tokens", 1)
         config = {
-            "bootstrap.servers": f"127.0.0.1:{kafka.proxy_port}",
+            "bootstrap.servers": f"127.0.0.1:{kafka.proxy_ports()[1]}",
             "security.protocol": "SASL_SSL",
             "ssl.ca.location": str(files["ca"]),
             "sasl.mechanism": "OAUTHBEARER",

@@ -140,7 +140,7 @@ def test_a_broker_started_by_a_thread_outlives_that_thread():
 
 def test_nothing_is_left_when_the_broker_is_closed():
     with EmbeddedKafka() as kafka:
-        process, where = kafka._process, int(kafka.bootstrap_servers.split(":")[1])
+        process, where = kafka._brokers[0].process, int(kafka.bootstrap_servers.split(":")[1])
         assert process.directory.is_dir()
     assert not process.directory.exists()
     assert not accepts_connections(where)

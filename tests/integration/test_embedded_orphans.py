@@ -33,7 +33,8 @@ if {fork}:
         os.close(1)
         os.close(2)
         signal.pause()
-print(server._process.pid or 0, fork, server._process.directory, flush=True)
+process = server._brokers[0].process if hasattr(server, "_brokers") else server._process
+print(process.pid or 0, fork, process.directory, flush=True)
 signal.pause()
 """
 

@@ -1,0 +1,111 @@
+"""One node of the embedded Kafka cluster: a process with its directory and its ports."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.testing.jars import java
+from dualwrite.testing.kafka_properties import Ports, render
+from dualwrite.testing.ports import accepts_connections
+from dualwrite.testing.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dualwrite.deadline import Deadline
+
+JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
+
+
+class Broker:
+    """A broker that is a controller, too. Its directory is deleted when it is closed.
+
+    Args:
+        node_id: From 1.
+        proxies: How many proxies there is room for.
+        heap: The JVM's greatest heap.
+    """
+
+    def __init__(self, node_id: int, *, proxies: int, heap: str) -> None:
+        self.node_id = node_id
+        self.process = ServerProcess("kafka")
+        self.ports = Ports(proxies)
+        self._heap = heap
+
+    def format(
+        self, jars: Path, cluster_id: str, settings: Mapping[str, str], passwords: Mapping[str, str], deadline: Deadline
+    ) -> None:
+        """Write its settings, and make the directory of its data.
+
+        Raises:
+            ConfigurationError: The storage tool refuses the settings.
+        """
+        directory = self.process.directory
+        (directory / "server.properties").write_text(render(settings), encoding="utf-8")
+        (directory / "tmp").mkdir()
+        arguments = ["format", "--cluster-id", cluster_id, "--config", "server.properties"]
+        for name, password in passwords.items():
+            arguments += ["--add-scram", f"SCRAM-SHA-512=[name={name},password={password}]"]
+        self.process.start(self._command(jars, "kafka.tools.StorageTool", arguments))
+        code = self.process.exit_code(deadline.remaining_s())
+        if code != 0:
+            raise ConfigurationError(f"Kafka's storage tool ended with {code}:\n{self.process.log_tail()}")
+
+    def start(self, jars: Path) -> None:
+        """Start the process.
+
+        Raises:
+            IllegalStateError: It runs already.
+        """
+        self.process.start(self._command(jars, "kafka.Kafka", ["server.properties"]))
+
+    def wait_until_it_listens(self, deadline: Deadline) -> None:
+        """Wait until clients can connect.
+
+        Raises:
+            ConfigurationError: It ended while it started.
+            Unavailable: It takes too long.
+        """
+        while not accepts_connections(self.ports.client.number):
+            code = self.process.exit_code(0.05)
+            if code is not None:
+                raise ConfigurationError(f"the broker ended with {code} while it started:\n{self.process.log_tail()}")
+            self.check(deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise Unavailable, with the end of its log, if the time is over."""
+        if deadline.expired:
+            raise Unavailable(f"the broker was not ready in time:\n{self.process.log_tail()}")
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop it as an operator would.
+
+        Raises:
+            IllegalStateError: It does not run.
+            Unavailable: It still runs.
+        """
+        self.process.signal(signal.SIGCONT)
+        self.process.signal(signal.SIGTERM)
+        if self.process.exit_code(timeout_s) is None:
+            raise Unavailable(f"the broker still runs {timeout_s} s after SIGTERM:\n{self.process.log_tail()}")
+
+    def close(self) -> None:
+        """Kill it if it runs, delete its directory, let its ports go."""
+        self.process.close()
+        self.ports.release()
+
+    def _command(self, jars: Path, main: str, arguments: Sequence[str]) -> list[str]:
+        return [
+            java(),
+            f"-Xmx{self._heap}",
+            *JVM_OPTIONS,
+            f"-Djava.io.tmpdir={self.process.directory / 'tmp'}",  # native libraries unpacked there go with the directory
+            f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.xml')}",
+            "-cp",
+            f"{jars}/*",
+            main,
+            *arguments,
+        ]
