@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test simulator lint types bench chaos scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test simulator lint types bench chaos faults scenarios controls docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -46,14 +46,14 @@ ARENAS ?= 1
 chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
+faults: venv jars ## lose, delay, repeat and cut every request at every stage: make faults SEEDS=2 (SEEDS=20 LATE=110: an hour)
+	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(LOG),--log $(abspath $(LOG)))
+
 scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
 	SCENARIOS=all $(PY) -m pytest tests/scenarios
 
 controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls
-
-reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps (an hour)
-	cd tests && $(CURDIR)/$(PY) -m controls.reason
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
