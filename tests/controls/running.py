@@ -25,7 +25,7 @@ from harness.planting import ENVIRONMENT
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 TESTS = Path(__file__).parents[1]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
