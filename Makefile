@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test simulator lint types bench chaos faults scenarios controls docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test simulator lint types bench chaos faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -54,6 +54,9 @@ scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minu
 
 controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls
+
+reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps (an hour)
+	cd tests && $(CURDIR)/$(PY) -m controls.reason
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html

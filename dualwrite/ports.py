@@ -97,8 +97,8 @@ class TransactionCoordinator(Protocol):
     ) -> Sequence[Mapping[tuple[str, int], int | None]]:
         """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
 
-        Asked of the current leaders (``DescribeProducers``). None where that producer has nothing open, or where the topic
-        of that name has another id than the state's.
+        Asked of the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that
+        certainly does not exist any more is left out: its topic was deleted, perhaps made anew with another id.
         """
         ...
 

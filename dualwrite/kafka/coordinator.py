@@ -245,7 +245,8 @@ class KafkaCoordinator:
     ) -> Sequence[Mapping[Partition, int | None]]:
         """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
 
-        None where that producer has nothing open, or where the topic does not exist or has another id than the state's.
+        None where that producer has nothing open. A partition whose topic no broker knows any more is left out, also where
+        another topic was made under the name.
 
         Raises:
             Unavailable: Not all leaders answered in time.
@@ -257,7 +258,11 @@ class KafkaCoordinator:
         every = {place for of_state in places for place in of_state}
         shown = open_offsets(self._brokers, self._topics, every, deadline, fresh=True)
         return [
-            {place.key: shown[place].get((state.producer_id, state.epoch)) for place in of_state}
+            {
+                place.key: there.get((state.producer_id, state.epoch))
+                for place in of_state
+                if (there := shown[place]) is not None
+            }
             for state, of_state in zip(states, places, strict=True)
         ]
 
@@ -272,7 +277,7 @@ class KafkaCoordinator:
         """
         places = [Place(topic, partition) for topic, partition in partitions]
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
-        return {place.key: shown[place].get((producer_id, epoch)) for place in places}
+        return {place.key: (shown[place] or {}).get((producer_id, epoch)) for place in places}
 
     def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         """What the log proves of the state's transaction; see :func:`dualwrite.kafka.log.prove`.

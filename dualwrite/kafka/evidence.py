@@ -11,7 +11,7 @@ from dualwrite.observations import TransactionStatus, TransactionView
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
-_TOPIC_ID_LIFE_S = 300.0
+_TOPIC_ID_LIFE_S = 10.0
 _OLD_S = 1.0
 """From this age on a request to the coordinator, for the start time, no longer shows in a transaction's latency."""
 
@@ -104,7 +104,7 @@ class Evidence:
 
 
 class _TopicIds:
-    """Topic ids, asked again after five minutes or when a partition's offsets have gone back: then it is a new topic."""
+    """Topic ids, asked again after ten seconds or when a partition's offsets have gone back: then it is a new topic."""
 
     def __init__(self, coordinator: TransactionCoordinator) -> None:
         self._coordinator = coordinator

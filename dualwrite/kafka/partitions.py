@@ -57,7 +57,7 @@ class Place:
 
 def open_offsets(
     brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
-) -> dict[Place, OpenOffsets]:
+) -> dict[Place, OpenOffsets | None]:
     """The transactions that are open in each partition, in the word of its leader (``DescribeProducers``).
 
     Followers answer that request too, and may be behind. So each broker is asked on the same connection, after it, for
@@ -66,7 +66,8 @@ def open_offsets(
     Args:
         brokers: The brokers.
         topics: The topics.
-        places: The partitions. One that does not exist has nothing open.
+        places: The partitions. None is answered for one that does not exist: no broker knows its topic, or only another
+            one of that name.
         deadline: Bounds the waiting.
         fresh: Whether to ask for the topics' ids and leaders first, instead of taking what is known.
 
@@ -75,7 +76,7 @@ def open_offsets(
         ConfigurationError: We may not read or describe a topic.
     """
 
-    def ask(pending: list[Place]) -> dict[Place, OpenOffsets | NotYet]:
+    def ask(pending: list[Place]) -> dict[Place, OpenOffsets | NotYet | None]:
         found = topics.find({place.topic for place in pending}, deadline, fresh=fresh)
         leaders = {place: place.leader(found) for place in pending}
         led_by: dict[int, dict[Partition, Leader]] = {}
@@ -93,7 +94,7 @@ def open_offsets(
             shown |= _joined(led, producers, epochs)
         unlisted = NotYet("the broker left a partition out of its answer")
         answers = {
-            place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else {} if leader is None else leader
+            place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else leader
             for place, leader in leaders.items()
         }
         topics.forget(place.topic for place, answer in answers.items() if isinstance(answer, NotYet))

@@ -125,13 +125,20 @@ def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
 def is_open(state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None]) -> bool:
     """Whether the partitions show exactly the state's transaction as open: all its first offsets, and at least one.
 
+    Partitions that are gone with their topic say nothing. One first offset is enough to tell what is open, as every later
+    transaction begins at another one; that the others match, too, tells that nobody has ended it by hand in one of them.
+
     Args:
         state: The prepared state.
-        open_offsets: By (topic, partition), the first offset of what the state's producer has open there, or None.
+        open_offsets: By (topic, partition), the first offset of what the state's producer has open there, or None. Without
+            those that do not exist any more.
     """
-    return bool(state.first_offsets) and all(
-        open_offsets.get((first.topic, first.partition)) == first.offset for first in state.first_offsets
-    )
+    shown = [
+        open_offsets[key] == first.offset
+        for first in state.first_offsets
+        if (key := (first.topic, first.partition)) in open_offsets
+    ]
+    return bool(shown) and all(shown)
 
 
 def next_step(known: Knowledge) -> SettleStep:

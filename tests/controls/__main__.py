@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from harness.mistakes import MISTAKES, Check
 
 from controls.page import render
-from controls.running import Servers, run, servers
+from controls.running import Servers, is_caught, run, servers
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).parents[2] / "docs" / "proof-mistakes.md"
@@ -64,7 +63,7 @@ def _baseline(given: Servers, tests: set[str]) -> list[str]:
 
 def _try(given: Servers, name: str, check: Check) -> dict[str, Any]:
     ended = run(check.test, given, name)
-    caught = ended.word in {"failed", "hung"} and re.search(check.shows, ended.symptom) is not None
+    caught = is_caught(ended, check)
     first = next(iter(ended.symptom.splitlines()), "")
     print(f"{'caught' if caught else ended.word.upper():8} {ended.seconds:5.1f} s  {name}: {first[:150]}", flush=True)
     if not caught and ended.symptom:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import select
 import signal
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.mistakes import Check
 from harness.planting import ENVIRONMENT
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
@@ -49,6 +51,11 @@ class Run:
     word: str
     symptom: str
     seconds: float
+
+
+def is_caught(ended: Run, check: Check) -> bool:
+    """Whether the test has failed, and with what it should: a test that fails with anything else has caught nothing."""
+    return ended.word in {"failed", "hung"} and re.search(check.shows, ended.symptom) is not None
 
 
 @contextlib.contextmanager

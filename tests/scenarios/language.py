@@ -35,6 +35,7 @@ STATEMENTS: Final = {
     "network": (
         rf"the network (?P<does>holds|loses|repeats|cuts off) (?P<answer>the answer to )?(?P<actor>[A-Z]|the broker)'s next {_REQUEST}"
     ),
+    "is_held": rf"the network has the {_REQUEST}",
     "arrives": rf"the (?P<what>held|repeated|held answer to) {_REQUEST} arrives",
     "is_lost": rf"the (?P<what>held|held answer to) {_REQUEST} is lost",
     "connection_breaks": rf"the connection of the {_REQUEST} breaks",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from harness.patience import patient
 from harness.planting import ENVIRONMENT
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
@@ -223,7 +224,7 @@ class RealStage:
         return player
 
     def _settings(self, name: str, proxy: PostgresProxy) -> Settings:
-        kafka: dict[str, object] = {**self._proxy.client_config(), "client.id": name}
+        kafka: dict[str, object] = {**patient(self._proxy.client_config()), "client.id": name}
         options: dict[str, object] = {}
         if "a hasty broker" in self._scenario.given:
             kafka["transaction.timeout.ms"] = TIMEOUT_MS
@@ -311,6 +312,9 @@ class RealStage:
         what = {"holds": "held answer to" if answer else "held", "repeats": "repeated"}.get(does, does)
         self._rules[what, request] = rule
 
+    def is_held(self, request: str) -> None:
+        self._rules["held", request].wait(PATIENCE_S)
+
     def arrives(self, what: str, request: str) -> None:
         rule = self._rules.pop((what, request))
         rule.wait(PATIENCE_S)
@@ -347,7 +351,7 @@ class RealStage:
         self._until(lambda: self._status(actor) is TransactionStatus.NO_SUCH_ID, f"{actor}'s id is never forgotten")
 
     def operator_aborts(self, actor: str) -> None:
-        config = {**self._kafka.client_config(), "transactional.id": self._kafka_ids[actor]}
+        config = {**self._kafka.client_config(), "transactional.id": self._kafka_ids[actor], "log_level": 0}
         # In the background: the network may hold the markers, and then it comes to no end.
         thread = threading.Thread(target=lambda: Producer(config).init_transactions(PATIENCE_S))
         thread.start()

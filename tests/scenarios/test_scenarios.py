@@ -9,6 +9,7 @@ import pytest
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from scenarios.language import STATEMENTS, ScenarioError, load, parse
+from scenarios.page import PAGE, render
 from scenarios.real import RealStage
 
 SCENARIOS = load(Path(__file__).parent)
@@ -120,3 +121,7 @@ def test_a_line_that_is_not_understood_is_named(text, says):
 def test_a_head_that_is_not_complete_is_refused(head):
     with pytest.raises(ScenarioError):
         parse("odd", f"{head}\n\nA opens\n")
+
+
+def test_the_page_of_the_documentation_is_made_of_the_files():
+    assert PAGE.read_text(encoding="utf-8") == render(SCENARIOS), "run: cd tests && python -m scenarios.page"

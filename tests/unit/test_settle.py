@@ -112,11 +112,13 @@ def test_start_time_tells_two_transactions_of_one_epoch_apart():
         ({("orders", 0): 17, ("orders", 1): 33}, True),
         ({("orders", 0): 17, ("orders", 1): 34}, False),
         ({("orders", 0): 17, ("orders", 1): None}, False),
-        ({("orders", 0): 17}, False),
+        ({("orders", 0): 17}, True),
+        ({("orders", 0): 18}, False),
+        ({("orders", 1): None}, False),
         ({}, False),
     ],
 )
-def test_open_means_every_first_offset_is_there(offsets, verdict):
+def test_open_means_every_first_offset_is_there_of_the_partitions_that_still_exist(offsets, verdict):
     assert is_open(S, offsets) is verdict
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores import postgresql
+from dualwrite.stores import postgresql, state
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.dialect import Standing
@@ -138,3 +138,9 @@ def settled_mark_may_sink(patch: pytest.MonkeyPatch) -> None:
         )
 
     patch.setattr(Records, "__init__", init)
+
+
+@mistake(performed("database_fails_over_under_its_owner", "told None, not DatabaseWentBack"))
+def lost_commits_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """An owner does not compare the newest decision in the row with the one that it knows."""
+    patch.setattr(state, "check_not_gone_back", lambda *_: None)

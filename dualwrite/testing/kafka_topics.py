@@ -1,0 +1,58 @@
+"""Topics made and deleted, and the change seen by the brokers, not only promised by the controller."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from confluent_kafka import KafkaError
+from confluent_kafka.cimpl import NewTopic
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from confluent_kafka.admin import AdminClient, TopicMetadata
+
+
+def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, str], deadline: Deadline) -> None:
+    """Create a topic, and return when every partition has a leader.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: Not all partitions had a leader in time.
+    """
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config))
+    admin.create_topics([topic])[name].result(deadline.remaining_s())
+    while True:
+        found = _described(admin, name, deadline).partitions
+        if len(found) == partitions and all(partition.leader >= 0 for partition in found.values()):
+            return
+        _wait(deadline, f"topic {name} has no leaders")
+
+
+def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:
+    """Delete a topic, and return when the brokers refuse it.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: It was still there at the deadline.
+    """
+    admin.delete_topics([name])[name].result(deadline.remaining_s())
+    while True:
+        error = _described(admin, name, deadline).error
+        if error is not None and error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            return
+        _wait(deadline, f"topic {name} is still there")
+
+
+def _described(admin: AdminClient, name: str, deadline: Deadline) -> TopicMetadata:
+    return admin.list_topics(name, timeout=max(0.1, deadline.remaining_s())).topics[name]
+
+
+def _wait(deadline: Deadline, what_is_wrong: str) -> None:
+    if deadline.expired:
+        raise Unavailable(f"{what_is_wrong}, and the time is over")
+    time.sleep(0.01)

@@ -1,0 +1,87 @@
+"""Some planted mistakes, each caught by its check; ``make controls`` plants them all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.mistakes import MISTAKES, Check, planted
+
+from controls.page import render
+from controls.running import Run, is_caught
+from dualwrite import settling
+from dualwrite.protocol.settle import Knowledge, SettleStep
+
+TESTS = Path(__file__).parents[1]
+# One of each kind: identity, check, condition, order, lost answer, delayed request.
+CAUGHT_HERE = [
+    "state_without_first_offsets",
+    "no_check_before_the_first_produce",
+    "unconditional_update",
+    "loss_not_recorded",
+    "row_in_doubt_read_without_its_lock",
+    "one_kafka_id_for_all_incarnations",
+]
+
+
+def test_planted_mistakes_are_caught_on_real_servers(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "controls", "--no-baseline", "--results", str(tmp_path / "results.json"), *CAUGHT_HERE],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("caught ") == len(CAUGHT_HERE)
+
+
+@pytest.mark.parametrize(
+    ("word", "symptom", "caught"),
+    [
+        ("failed", "A was told None, not Fenced", True),
+        ("failed", "ImportError: no module named fence", False),
+        ("passed", "", False),
+        ("broken", "pytest ended with 4, not Fenced", False),
+        ("hung", "no end after 240 s", False),
+    ],
+)
+def test_only_the_expected_symptom_is_a_catch(word, symptom, caught):
+    assert is_caught(Run(word, symptom, 1.0), Check("any", "not Fenced")) is caught
+
+
+def test_a_mistake_is_gone_when_its_block_ends():
+    real = settling.next_step
+    with planted("never_retired"):
+        assert settling.next_step is not real
+    assert settling.next_step is real
+    assert settling.next_step(Knowledge()) is SettleStep.LOOK
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_mistake_has_a_sentence_a_check_and_can_be_planted(name):
+    mistake = MISTAKES[name]
+    assert mistake.sentence.endswith(".")
+    assert mistake.checks
+    assert all((TESTS / check.test.partition("::")[0]).exists() for check in mistake.checks)
+    with planted(name):
+        pass
+
+
+def test_there_are_mistakes_enough():
+    assert len(MISTAKES) >= 25
+
+
+def test_the_page_tells_what_nothing_has_caught():
+    seen = {
+        "never_retired": {
+            "scenario": [
+                {"caught": True, "test": "scenarios/x.py::test[a_b]", "symptom": "open | <shut>", "seconds": 1}
+            ]
+        }
+    }
+    page = render(seen)
+    assert f"1 of {len(MISTAKES)} mistakes are caught" in page
+    assert "test on real servers: `a_b.txt` | open \\| &lt;shut> |" in page
+    assert page.count("**nothing**") == len(MISTAKES) - 1
