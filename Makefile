@@ -46,6 +46,8 @@ ARENAS ?= 1
 chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
+SEEDS ?= 2
+LATE ?= 10
 faults: venv jars ## lose, delay, repeat and cut every request at every stage: make faults SEEDS=2 (SEEDS=20 LATE=110: an hour)
 	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(LOG),--log $(abspath $(LOG)))
 

@@ -6,7 +6,6 @@ import base64
 import os
 import secrets
 import signal
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
@@ -20,10 +19,10 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from confluent_kafka.cimpl import NewTopic
 
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.testing import kafka_topics
 from dualwrite.testing.jars import kafka_jars
 from dualwrite.testing.kafka_broker import Broker
 from dualwrite.testing.kafka_properties import ADMIN, server_properties
@@ -338,26 +337,17 @@ class EmbeddedKafka:
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: Not all partitions had a leader in time.
         """
-        admin = self._admin()
-        deadline = Deadline(timeout_s)
-        topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config or {}))
-        admin.create_topics([topic])[name].result(timeout_s)
-        while True:
-            found = admin.list_topics(name, timeout=max(0.1, deadline.remaining_s())).topics[name].partitions
-            if len(found) == partitions and all(partition.leader >= 0 for partition in found.values()):
-                return name
-            if deadline.expired:
-                raise Unavailable(f"topic {name} has no leaders after {timeout_s} s")
-            time.sleep(0.01)
+        kafka_topics.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
+        return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 30.0) -> None:
-        """Delete a topic.
+        """Delete a topic, and return when the brokers refuse it.
 
         Raises:
             confluent_kafka.KafkaException: The broker refused, with its reason.
+            Unavailable: It was still there after ``timeout_s``.
         """
-        admin = self._admin()
-        admin.delete_topics([name])[name].result(timeout_s)
+        kafka_topics.delete(self._admin(), name, Deadline(timeout_s))
 
     def allow(
         self,

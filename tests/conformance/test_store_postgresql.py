@@ -336,7 +336,8 @@ def test_a_decision_waits_for_a_claim_under_way(
 
 def test_claims_that_wait_for_each_other_are_run_again(postgres: Database) -> None:
     store = postgres.store(postgres.engine(connect_args={"options": "-c deadlock_timeout=20ms"}))
-    store.claim(["a", "b"], owner="me", cluster_id=CLUSTER)
+    for name in ("a", "b"):
+        store.claim([name], owner=f"owner of {name}", cluster_id=CLUSTER)
     guarded = threading.Barrier(2)
     waited = threading.local()
     deadlocks: list[object] = []
@@ -348,13 +349,17 @@ def test_claims_that_wait_for_each_other_are_run_again(postgres: Database) -> No
     event.listen(store.engine, "before_cursor_execute", each_holds_its_guard)
     event.listen(store.engine, "handle_error", lambda context: deadlocks.append(context.original_exception))
     claims = [
-        Thread(lambda wanted=wanted, guard=guard: postgres.claim(store, wanted, guard=(guard, 1)))
+        Thread(
+            lambda wanted=wanted, guard=guard: store.claim(
+                [wanted], owner=f"owner of {guard}", cluster_id=CLUSTER, guard=(guard, 1)
+            )
+        )
         for wanted, guard in (("a", "b"), ("b", "a"))
     ]
     outcomes = []
     for claim in claims:
         try:
-            outcomes.append(claim.result().incarnation)
+            outcomes.append(claim.result()[0].incarnation)
         except Fenced as error:
             outcomes.append(type(error))
     assert [type(error).__name__ for error in deadlocks] == ["DeadlockDetected"]

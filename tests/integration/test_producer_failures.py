@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+import time
 from contextlib import closing, suppress
 
 import pytest
@@ -125,8 +126,10 @@ def test_a_topic_deleted_in_the_middle_comes_out_of_prepare(ready, dualwrite_kaf
     producer.produce(topic, b"there")
     assert producer._instance._raw.flush(30) == 0
     dualwrite_kafka.delete_topic(topic)
+    until = time.monotonic() + 60  # brokers delete after they have answered
     with pytest.raises(TransactionAborted, match=r"create the topic|partition that the topic has"):
-        producer.produce(topic, b"gone")
+        while time.monotonic() < until and not producer._instance._raw.flush(30):
+            producer.produce(topic, b"gone")
         producer.prepare_transaction()
     assert producer.state is ProducerState.FAILED
 
