@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test simulator lint types bench chaos faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test simulator lint types bench chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -45,6 +45,9 @@ SEED ?= 1
 ARENAS ?= 1
 chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
+
+search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (an hour)
+	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 SEEDS ?= 2
 LATE ?= 10

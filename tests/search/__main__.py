@@ -1,0 +1,82 @@
+"""The whole search: every planted mistake, then every configuration; keeps what it finds and writes the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import resource
+import sys
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+from search.configurations import CONFIGURATIONS
+from search.explore import Found, explore
+from search.mistakes import MISTAKES
+from search.page import FIGURES, PAGE, render
+from search.world import World
+
+
+def main() -> int:
+    """Search, keep, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help="only these configurations or mistakes")
+    parser.add_argument("--minutes", type=float, default=60, help="stop the last one then, unfinished (default: 60)")
+    parser.add_argument("--list", action="store_true", help="list what there is")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - CONFIGURATIONS.keys() - MISTAKES.keys():
+        parser.error(f"neither a configuration nor a mistake: {', '.join(sorted(unknown))}")
+    if arguments.list:
+        for name, one in {**CONFIGURATIONS, **MISTAKES}.items():
+            print(f"{name}: {one.sentence}")
+        return 0
+    logging.disable(logging.ERROR)  # the product's words about losses, by the million
+    until = time.monotonic() + arguments.minutes * 60
+    faults = 0
+    for name in arguments.names or [*MISTAKES, *CONFIGURATIONS]:
+        left_s = until - time.monotonic()
+        if name in MISTAKES:
+            mistake = MISTAKES[name]
+            found = explore(mistake.world(), longest_s=left_s)
+            faults += bool(found.wrong) is not mistake.caught
+            keep("mistakes", name, found)
+        else:
+            found = explore(World(CONFIGURATIONS[name].bounds), traces=False, longest_s=left_s, on_level=told)
+            faults += bool(found.wrong)
+            keep("configurations", name, found)
+        end = found.wrong or ("nothing wrong" if found.whole else "not finished")
+        print(f"{name}: {found.states:,} states, {found.seconds:,.1f} s: {end}", flush=True)
+    return 1 if faults else 0
+
+
+def told(found: Found, waiting: int) -> None:
+    """Say how far it is."""
+    far = f"{found.depth} steps: {found.states:,} states, {waiting:,} new, {found.seconds:,.0f} s"
+    print(f"  {far}, {peak_mib():,} MiB", file=sys.stderr, flush=True)
+
+
+def peak_mib() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def keep(kind: str, name: str, found: Found) -> None:
+    """Add it to what is known, and write the page anew."""
+    seen: dict[str, Any] = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+    kept = asdict(found) | {"seconds": round(found.seconds, 1)}
+    seen.setdefault(kind, {})[name] = kept
+    seen["machine"] = (
+        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    )
+    seen["date"] = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    seen["peak_mib"] = max(peak_mib(), seen.get("peak_mib", 0))
+    FIGURES.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n", "utf-8")
+    PAGE.write_text(render(seen), "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What the search goes through: the long runs, and those that every test run repeats."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from search.values import Budgets
+from search.world import Bounds
+
+
+class Configuration(NamedTuple):
+    """Bounds with a name. ``quick``: seconds, and a part of every test run."""
+
+    sentence: str
+    bounds: Bounds
+    quick: bool = False
+
+
+EACH_ONCE = Budgets(delay=1, answer=1, abort=1, timeout=1)
+
+CONFIGURATIONS = {
+    "owner_and_settler": Configuration(
+        "an owner with two transactions, and a settler", Bounds((2, 0), 2, EACH_ONCE), quick=True
+    ),
+    "failed_message": Configuration(
+        "a message fails, and the client raises its producer's epoch",
+        Bounds((2, 0), 2, Budgets(delay=1, failure=1)),
+        quick=True,
+    ),
+    "markers_one_by_one": Configuration(
+        "the same, and every partition gets its marker by itself",
+        Bounds((2, 0), 2, Budgets(delay=1, timeout=1), one_by_one=True),
+        quick=True,
+    ),
+    "in_doubt_with_a_verdict": Configuration(
+        "two owners, a lost answer to COMMIT, and a database that knows what became of it",
+        Bounds((1, 1), 3, Budgets(answer=1, abort=1, timeout=1), verdicts=True),
+        quick=True,
+    ),
+    "in_doubt_without_a_verdict": Configuration(
+        "two owners, a lost answer to COMMIT, and a database that does not know",
+        Bounds((1, 1), 3, Budgets(answer=1, abort=1, timeout=1, expire=1)),
+        quick=True,
+    ),
+    "force_terminated": Configuration(
+        "an operator force-terminates the open transaction",
+        Bounds((2, 0), 2, Budgets(delay=1, terminate=1)),
+        quick=True,
+    ),
+    "marker_past_the_coordinator": Configuration(
+        "a tool writes an abort marker for an owner that died after its decision",
+        Bounds((2, 0), 3, Budgets(marker=1), dies=True),
+        quick=True,
+    ),
+    "forgotten": Configuration(
+        "the coordinator forgets ids, the log what was in it",
+        Bounds((2, 0), 2, Budgets(timeout=1, expire=1, retention=2)),
+        quick=True,
+    ),
+    "claims_without_an_answer": Configuration(
+        "the answer to the COMMIT of a claim is lost, twice", Bounds((2, 1), 4, Budgets(claim=2))
+    ),
+    "three_processes": Configuration("two owners and a settler", Bounds((2, 1, 0), 3, EACH_ONCE)),
+    "three_processes_and_forgetting": Configuration(
+        "two owners and a settler; ids are forgotten", Bounds((2, 1, 0), 3, Budgets(delay=1, timeout=1, expire=1))
+    ),
+    "two_delays": Configuration(
+        "an owner and two settlers; two requests are late", Bounds((2, 0, 0), 3, Budgets(delay=2, answer=1, timeout=1))
+    ),
+    "four_incarnations": Configuration("two owners that begin anew twice", Bounds((2, 1), 4, EACH_ONCE)),
+    "everybody_writes": Configuration("three owners with two transactions each", Bounds((2, 2, 2), 3, EACH_ONCE)),
+}

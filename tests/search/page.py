@@ -1,0 +1,130 @@
+"""The page about the search, made from what it has found, so that no figure is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search.configurations import CONFIGURATIONS
+from search.mistakes import MISTAKES
+from search.values import Budgets
+from search.world import Bounds
+
+FIGURES = Path(__file__).parent / "figures.json"
+PAGE = Path(__file__).parents[2] / "docs" / "proof-search.md"
+
+HEAD = """\
+# Every interleaving, within bounds
+
+A test tries what somebody thought of. This search tries everything: every order in which the steps of several processes,
+the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
+
+What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.doubt.next_doubt_step`, the
+tables of producers and dual writes, the scan of the log in `dualwrite.kafka.log`. The broker is the simulated one, which
+`make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
+which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
+
+A process may stop anywhere and for ever: that is a crash, and also a pause, if it goes on later. **Every state** is held
+against the same demands as the real runs: it is settled to the end by a fresh process, then settled again, then everything
+that was still on its way arrives, in every order.
+
+- What the database has is whole in Kafka, once, in order; or its loss is recorded, and something has happened that
+  excuses a loss.
+- What the database does not have is not in Kafka, not even a part.
+- Nobody was told "committed" of what the database does not have, or "aborted" of what it has or may yet commit.
+- Nothing stays open for readers, settling comes to an end, a second settling changes nothing.
+- No false alarm about a database that has gone back in time.
+"""
+
+FOOT = """\
+## What it does not show
+
+- Bounds are bounds: three processes, two transactions each, at most four incarnations, two partitions, one message each,
+  and of each misfortune as many as the table says.
+- One broker: no leader that changes and no coordinator that moves, except in the two mistakes that believe deposed ones.
+- Settling of several incarnations is searched one incarnation after the other. They share nothing but the row's mark.
+- States that were seen are known by 64 bits each, where no trace is kept. That two of a hundred million share theirs, so that
+  one is taken for the other, happens in one of some thousand searches.
+- Processes that know the same are not told apart, so states that differ in who is called first are counted once.
+- Lanes, slots and Spark are not in it; nor is a database that loses commits.
+- A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out.
+"""
+
+_WORDS = {
+    "delay": "late or repeated request",
+    "answer": "lost answer to COMMIT",
+    "claim": "lost answer to a claim",
+    "abort": "abort",
+    "failure": "failed message",
+    "timeout": "time-out",
+    "expire": "forgotten id",
+    "terminate": "force-termination",
+    "marker": "marker by a tool",
+    "retention": "deletion by retention",
+}
+
+
+def render(seen: Mapping[str, Any]) -> str:
+    """The page as Markdown.
+
+    Args:
+        seen: By configuration and by mistake, what came of it.
+    """
+    runs, mistakes = seen.get("configurations", {}), seen.get("mistakes", {})
+    lines = [
+        HEAD,
+        "## The product",
+        "",
+        "| what | bounds | states | steps | longest | seconds | verdict |",
+        "|---|---|--:|--:|--:|--:|---|",
+    ]
+    lines += [_run(name, runs[name]) for name in CONFIGURATIONS if name in runs]
+    total = sum(run["states"] for run in runs.values())
+    caught = [name for name in MISTAKES if name in mistakes and mistakes[name]["wrong"]]
+    lines += [
+        "",
+        f"{total:,} states in all. *Longest*: steps to the state that is farthest away. Run by `make search`: one process, at most "
+        f"{seen['peak_mib'] / 1024:.1f} GiB, {seen['date']}, {seen['machine']}, other work beside it.",
+        "",
+        "## Planted mistakes",
+        "",
+        "A search that finds nothing might be blind. So one rule is broken at a time, in the rules that the search goes by (never "
+        f"in the product), and it must find what that does. {len(caught)} of {len(mistakes)} show; *steps* is the length of the "
+        "shortest way to the fault.",
+        "",
+        "| mistake | steps | what becomes of it |",
+        "|---|--:|---|",
+    ]
+    lines += [_mistake(name, mistakes[name]) for name in MISTAKES if name in mistakes]
+    lines += ["", FOOT, "## The shortest way to each fault", ""]
+    for name in caught:
+        lines += [f"### {name.replace('_', ' ').capitalize()}", "", MISTAKES[name].sentence, "", "```text"]
+        lines += [f"{number:2} {step}" for number, step in enumerate(mistakes[name]["trace"], 1)]
+        lines += [f"=> {mistakes[name]['wrong']}", "```", ""]
+    return "\n".join(lines)
+
+
+def _run(name: str, run: Mapping[str, Any]) -> str:
+    configuration = CONFIGURATIONS[name]
+    verdict = run["wrong"] or ("nothing wrong" if run["whole"] else "not finished, nothing wrong so far")
+    return (
+        f"| {configuration.sentence} | {_bounds(configuration.bounds)} | {run['states']:,} | {run['steps']:,} | {run['depth']} | "
+        f"{run['seconds']:,.0f} | {verdict} |"
+    )
+
+
+def _bounds(bounds: Bounds) -> str:
+    words = [
+        f"{len(bounds.transactions)} processes ({', '.join(map(str, bounds.transactions))} transactions)",
+        f"{bounds.incarnations} incarnations",
+    ]
+    words += [f"{count} x {_WORDS[what]}" for what, count in zip(Budgets._fields, bounds.budgets, strict=True) if count]
+    return "; ".join(words)
+
+
+def _mistake(name: str, found: Mapping[str, Any]) -> str:
+    what = f"`{name}`<br>{MISTAKES[name].sentence}"
+    if not found["wrong"]:
+        return f"| {what} | | nothing, in {found['states']:,} states |"
+    return f"| {what} | {len(found['trace'])} | {found['wrong']} |"

@@ -1,0 +1,157 @@
+"""What every step of a process is made of: where it leads, what it asks of the broker, and what callers are told by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dualwrite.observations import LogProof, Outcome
+from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.testing.simulator import requests as sim
+from dualwrite.testing.simulator.broker import handle
+from dualwrite.testing.simulator.requests import ErrorCode
+from dualwrite.testing.simulator.state import Broker
+from search.values import DONE, NOTHING, Database, Decision, Process, name
+from search.views import prove
+
+if TYPE_CHECKING:
+    from search.process import Walk
+
+OK = ErrorCode.NONE
+LATER = frozenset({ErrorCode.CONCURRENT_TRANSACTIONS, ErrorCode.NOT_ENOUGH_REPLICAS})
+
+
+class Move(NamedTuple):
+    """One possible step and where it leads. ``sent`` is a request that stays in the network; ``wrong`` a fault at once."""
+
+    text: str
+    process: Process
+    database: Database
+    broker: Broker
+    sent: sim.Request | None = None
+    spends: str | None = None
+    wrong: str | None = None
+
+
+class Step:
+    """The next step of one process from one state: each way that it can go is one of ``moves``."""
+
+    def __init__(self, walk: Walk, process: Process, database: Database, broker: Broker) -> None:
+        self.walk, self.rules = walk, walk.rules
+        self.p, self.db, self.broker = process, database, broker
+        self.moves: list[Move] = []
+
+    # --- words
+
+    @property
+    def who(self) -> str:
+        if self.p.incarnation:
+            return f"owner {self.p.incarnation}"
+        return "a new process"
+
+    def go(
+        self, text: str, p: Process | None = None, db: Database | None = None, broker: Broker | None = None, **more: Any
+    ):
+        following = self.advanced(p or self.p)
+        self.moves.append(Move(f"{self.who}: {text}", following, db or self.db, broker or self.broker, **more))
+
+    def advanced(self, p: Process) -> Process:
+        """Past what is no request and no statement: an incarnation that is finished, and a wait."""
+        while p.doing == "settle":
+            step = self.rules.next_step(p.knowledge)
+            if step is SettleStep.FINISH:
+                p = self.settle_item(p, p.item + 1)
+            elif step is SettleStep.WAIT:
+                return p._replace(knowledge=Knowledge(p.knowledge.prepared, p.knowledge.recorded), seen=None)
+            else:
+                break
+        return p
+
+    def ask(self, request: sim.Request):
+        return handle(self.broker, request)
+
+    def life(self, *events: ProducerEvent, state: ProducerState | None = None) -> ProducerState:
+        state = state or self.p.producer
+        for event in events:
+            state = PRODUCER_LIFE[state][event]
+        return state
+
+    def writes(self, *events: WriteEvent) -> WriteState:
+        state = self.p.write
+        for event in events:
+            state = WRITE_LIFE[state][event]
+        return state
+
+    # --- what comes next
+
+    def begin_settling(self, p: Process) -> Process:
+        prepared, completed, settled = p.row
+        if not self.rules.settles_former:
+            return self.settled(p)
+        return self.settle_item(p._replace(row=(prepared, completed, settled)), settled + 1)
+
+    def settle_item(self, p: Process, item: int) -> Process:
+        prepared, completed, settled = p.row
+        if item >= p.incarnation:
+            mark = settled < p.incarnation - 1
+            return p._replace(doing="mark", item=0, knowledge=None, seen=None) if mark else self.settled(p)
+        knowledge = self.rules.initial_knowledge(prepared, completed, item)
+        if (prepared.incarnation or 0) <= item:  # what it says is known, or of no use any more
+            p = p._replace(row=(NOTHING, None, settled))
+        return p._replace(doing="settle", item=item, knowledge=knowledge, seen=None)
+
+    def settled(self, p: Process) -> Process:
+        p = p._replace(item=0, knowledge=None, seen=None, row=None, write=None, ours=None)
+        return p._replace(doing="init") if p.todo else DONE
+
+    def reusable(self, p: Process) -> Process:
+        """What comes after a transaction, or a failure: ``Lane.ready``."""
+        if p.producer is not ProducerState.READY:
+            return Process("claim", p.todo, p.owner, p.incarnation, known=p.known)
+        if not p.todo:
+            return Process("close", incarnation=p.incarnation, known=p.known)
+        return p._replace(doing="begin", write=None, ours=None, firsts=(-1, -1))
+
+    # --- what callers are told, held against the database at that moment: it does not change any more
+
+    def told_aborted(self) -> str | None:
+        label, db = self.p.label, self.db
+        if db.has(label):
+            return f"the caller is told that {name(label)} is aborted, and the database has it"
+        if db.lock is not None and db.lock.orphan and db.lock.label == label:
+            return f"the caller is told that {name(label)} is aborted, and a session may still commit it"
+        return None
+
+    def told_complete(self, broker: Broker) -> str | None:
+        if prove(broker, self.p.ours) is LogProof.ABORTED:
+            return f"the caller is told that {name(self.p.label)} is complete, and Kafka has aborted it"
+        return None
+
+    def told_lost(self) -> str | None:
+        if self.db.label_of(self.p.ours) is None:
+            return f"the caller is told of a loss of {self.p.ours}, and the database does not have it"
+        return None
+
+
+def committed(db: Database) -> Database:
+    """The session that holds the lock commits."""
+    return db._replace(
+        prepared=db.lock.prepared,
+        completed=None,
+        decided=(*db.decided, Decision(db.lock.label, db.lock.prepared)),
+        lock=None,
+    )
+
+
+def recorded(db: Database, prepared, outcome: Outcome) -> Database:
+    """``Records.record``: into the row if it still shows the state, and a loss among the incidents."""
+    shown = db.prepared == prepared
+    if outcome is not Outcome.COMMITTED:
+        better = outcome is Outcome.UNVERIFIABLE and shown and db.completed not in {None, outcome}
+        label = db.label_of(prepared)
+        if label is not None and not better and label not in dict(db.incidents):
+            db = db._replace(incidents=tuple(sorted([*db.incidents, (label, outcome)], key=lambda item: item[0])))
+    if shown and db.completed is None:
+        db = db._replace(completed=outcome)
+    return db

@@ -1,0 +1,156 @@
+"""The parts of the search that take seconds: the product within small bounds, and every planted mistake."""
+
+import json
+import logging
+
+import pytest
+
+from dualwrite.errors import DatabaseWentBack
+from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.settle import SettleStep
+from dualwrite.testing.simulator import requests as sim
+from search import views
+from search.configurations import CONFIGURATIONS
+from search.explore import explore
+from search.mistakes import MISTAKES, OWNER_AND_SETTLER
+from search.page import FIGURES, PAGE, render
+from search.rules import Rules
+from search.values import Budgets
+from search.world import World
+
+QUICK = [name for name, one in CONFIGURATIONS.items() if one.quick]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """The product tells of every loss, and there are thousands here."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return json.loads(FIGURES.read_text("utf-8"))
+
+
+def words(found):
+    return "\n".join([*found.trace, f"=> {found.wrong}"])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_product_does_nothing_wrong_within_small_bounds(name, figures):
+    found = explore(World(CONFIGURATIONS[name].bounds))
+    assert found.wrong is None, words(found)
+    assert found.whole
+    # A search that has become smaller without anybody's wish shows less.
+    assert (found.states, found.steps, found.depth) == tuple(
+        figures["configurations"][name][what] for what in ("states", "steps", "depth")
+    ), f"the search has changed: python -m search {name}"
+
+
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.caught])
+def test_a_mistake_is_caught_by_its_shortest_way(name, figures):
+    found = explore(MISTAKES[name].world())
+    known = figures["mistakes"][name]
+    assert found.wrong is not None
+    assert (found.wrong, len(found.trace)) == (known["wrong"], len(known["trace"])), words(found)
+
+
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if not mistake.caught])
+def test_a_mistake_that_does_no_harm_is_not_called_one(name):
+    found = explore(MISTAKES[name].world())
+    assert found.wrong is None, words(found)
+
+
+def test_the_page_is_made_of_the_figures(figures):
+    assert PAGE.read_text("utf-8") == render(figures)
+
+
+def test_a_search_without_traces_sees_the_same_states():
+    bounds = CONFIGURATIONS["in_doubt_with_a_verdict"].bounds
+    seen = [explore(World(bounds), traces=traces) for traces in (True, False)]
+    assert seen[0].states == seen[1].states
+    assert seen[0].steps == seen[1].steps
+
+
+def test_a_search_without_time_says_that_it_is_not_finished():
+    found = explore(World(OWNER_AND_SETTLER), longest_s=0)
+    assert not found.whole
+    assert found.depth == 1
+
+
+# --- demands that none of the mistakes breaks: each must be able to fail
+
+
+class EveryAnswerIsYes(Rules):
+    @staticmethod
+    def next_doubt_step(_known):
+        return DoubtStep.COMMITTED
+
+
+class EveryAnswerIsLost(Rules):
+    @staticmethod
+    def next_doubt_step(_known):
+        return DoubtStep.LOST
+
+
+class LooksForEver(Rules):
+    @staticmethod
+    def next_step(_known):
+        return SettleStep.LOOK
+
+
+class IdsServeTwice(Rules):
+    @staticmethod
+    def kafka_id(incarnation):
+        return f"T.{incarnation // 2}"
+
+
+class EverythingIsOlder(Rules):
+    @staticmethod
+    def is_older(*_states):
+        return True
+
+
+class EveryRowHasGoneBack(Rules):
+    @staticmethod
+    def check_not_gone_back(*_seen):
+        raise DatabaseWentBack("the row has gone back")
+
+
+@pytest.mark.parametrize(
+    ("rules", "wrong"),
+    [
+        (EveryAnswerIsYes, "the caller is told that 1.0 is committed, and the database does not have it"),
+        (EveryAnswerIsLost, "the caller is told of a loss"),
+        (LooksForEver, "settling does not end"),
+        (IdsServeTwice, "false alarm: the coordinator knows an incarnation that is new"),
+        (EverythingIsOlder, "false alarm: the row shows an older decision than its owner knows"),
+        (EveryRowHasGoneBack, "false alarm: the row has gone back"),
+    ],
+)
+def test_what_is_wrong_at_once_is_seen(rules, wrong):
+    found = explore(World(OWNER_AND_SETTLER._replace(incarnations=3, budgets=Budgets(delay=1, answer=1)), rules()))
+    assert wrong in (found.wrong or ""), words(found)
+
+
+def test_the_search_asks_the_broker_by_every_request_of_the_protocol(monkeypatch):
+    asked = set()
+
+    def noted(broker, request, handle=views.handle):
+        asked.add(type(request))
+        return handle(broker, request)
+
+    for module in ("search.views.handle", "search.stepping.handle"):
+        monkeypatch.setattr(module, noted)
+    explore(World(CONFIGURATIONS["failed_message"].bounds))
+    assert asked == {
+        sim.InitProducerId,
+        sim.AddPartitionsToTxn,
+        sim.Produce,
+        sim.EndTxn,
+        sim.DescribeTransactions,
+        sim.DescribeProducers,
+        sim.Fetch,
+    }

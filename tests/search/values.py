@@ -1,0 +1,134 @@
+"""What a state of the search is made of: a database row, processes, and budgets for what goes wrong."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dualwrite.observations import Outcome
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.doubt import Doubt
+from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.write_life import WriteState
+
+Label = tuple[int, int]
+"""A transaction: its incarnation, and its number there."""
+
+NOTHING = PreparedTxnState()
+TOPIC = "t"
+PLACES = ((TOPIC, 0), (TOPIC, 1))
+
+
+class Lock(NamedTuple):
+    """The row's lock, with what is going to be committed. An orphan is a session whose process has turned away."""
+
+    holder: int
+    label: Label
+    prepared: PreparedTxnState
+    orphan: bool = False
+
+
+class Decision(NamedTuple):
+    """A committed transaction of the database, and the state that it wrote into the row."""
+
+    label: Label
+    prepared: PreparedTxnState
+
+
+class Database(NamedTuple):
+    """The row, the incidents, and in ``decided`` the users' rows: the transactions that are committed, in order."""
+
+    incarnation: int = 0
+    owner: int = 0
+    settled: int = 0
+    prepared: PreparedTxnState = NOTHING
+    completed: Outcome | None = None
+    incidents: tuple[tuple[Label, Outcome], ...] = ()
+    decided: tuple[Decision, ...] = ()
+    lock: Lock | None = None
+
+    def has(self, label: Label) -> bool:
+        """Whether the transaction is committed here."""
+        return any(decision.label == label for decision in self.decided)
+
+    def label_of(self, prepared: PreparedTxnState) -> Label | None:
+        """The committed transaction that a state names, the newest if there are several."""
+        return next((decision.label for decision in reversed(self.decided) if decision.prepared == prepared), None)
+
+
+class Process(NamedTuple):
+    """One process: ``doing`` names its next step.
+
+    ``owner`` is who it is for the row: the first incarnation that it has claimed. ``known`` is the newest decision that it
+    knows of. ``item`` is the incarnation that it settles, ``row`` what its claim has read. ``ours`` is its transaction.
+    """
+
+    doing: str = "claim"
+    todo: int = 0
+    owner: int = 0
+    incarnation: int = 0
+    number: int = 0
+    producer_id: int = -1
+    epoch: int = -1
+    sequences: tuple[int, int] = (0, 0)
+    firsts: tuple[int, int] = (-1, -1)
+    producer: ProducerState | None = None
+    write: WriteState | None = None
+    ours: PreparedTxnState | None = None
+    known: PreparedTxnState | None = None
+    row: tuple[PreparedTxnState, Outcome | None, int] | None = None
+    item: int = 0
+    knowledge: Knowledge | None = None
+    seen: tuple[int | None, ...] | None = None
+    doubt: Doubt | None = None
+
+    @property
+    def label(self) -> Label:
+        """The transaction that it is at."""
+        return self.incarnation, self.number
+
+
+DONE = Process("done")
+
+
+class Budgets(NamedTuple):
+    """How often each misfortune may still happen.
+
+    Attributes:
+        delay: A request stays in the network, is sent twice, or its answer is lost.
+        answer: A COMMIT of the database is not answered.
+        claim: A claim's COMMIT is not answered.
+        abort: The user's code fails, or a COMMIT does.
+        failure: A message fails for good, and the client raises its epoch.
+        timeout: The broker times an open transaction out.
+        expire: The coordinator forgets an id that is at rest.
+        terminate: An operator force-terminates an open transaction.
+        marker: A tool writes an abort marker past the coordinator, for an owner that is none any more.
+        retention: A partition loses what lies before its last stable offset.
+    """
+
+    delay: int = 0
+    answer: int = 0
+    claim: int = 0
+    abort: int = 0
+    failure: int = 0
+    timeout: int = 0
+    expire: int = 0
+    terminate: int = 0
+    marker: int = 0
+    retention: int = 0
+
+
+def prepared_state(process: Process) -> PreparedTxnState:
+    """The state of what the process has produced: its first offset in each partition."""
+    firsts = tuple(
+        FirstOffset(topic, number, process.firsts[number], "id")
+        for topic, number in PLACES
+        if process.firsts[number] >= 0
+    )
+    return PreparedTxnState(process.producer_id, process.epoch, process.incarnation, firsts)
+
+
+def name(label: Label) -> str:
+    """A transaction for people."""
+    return f"{label[0]}.{label[1]}"

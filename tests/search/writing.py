@@ -1,0 +1,266 @@
+"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.transaction``, ``Lane.complete``."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from dualwrite.errors import DualWriteError
+from dualwrite.observations import Outcome
+from dualwrite.ports import StateRow
+from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.testing.simulator import requests as sim
+from search.stepping import LATER, OK, Step, committed, recorded
+from search.values import DONE, NOTHING, PLACES, Database, Lock, Process, name, prepared_state
+
+_NO_TIME = datetime.fromtimestamp(0, timezone.utc)
+_E, _W = ProducerEvent, WriteEvent
+
+
+class Writing(Step):
+    """An owner's producer, initialised once, and its transactions until it closes."""
+
+    def init(self) -> None:
+        p = self.p
+        request = sim.InitProducerId(self.rules.kafka_id(p.incarnation))
+        broker, answer = self.ask(request)
+        if answer.error_code in LATER:
+            if broker != self.broker:
+                self.go("init_transactions aborts what is ongoing", broker=broker)
+            return
+        ready = p._replace(
+            doing="begin", producer=self.life(_E.INIT, state=ProducerState.CREATED),
+            producer_id=answer.producer_id, epoch=answer.producer_epoch,
+        )  # fmt: skip
+        if self.rules.checks_by_an_old_snapshot:
+            ready = ready._replace(item=self.db.incarnation)
+        self.go("init_transactions", ready, broker=broker)
+        if "init" in self.rules.silently_repeated:
+            self.go("init_transactions, silently repeated", ready, broker=broker, sent=request, spends="delay")
+        doubtful = self.reusable(ready._replace(producer=self.life(_E.DOUBT, state=ready.producer)))
+        text = "init_transactions, slow or asked for again: maybe sent twice"
+        self.go(text, doubtful, broker=broker, sent=request, spends="delay")
+        self.go("init_transactions stays in the network, no answer", doubtful, sent=request, spends="delay")
+
+    def begin(self) -> None:
+        p, db = self.p, self.db
+        seen = p.item if self.rules.checks_by_an_old_snapshot else db.incarnation
+        if self.rules.checks_incarnation and seen != p.incarnation:
+            self.go("reads another incarnation and stops", DONE)
+            return
+        begun = p._replace(
+            doing="add", write=WRITE_LIFE[WriteState.BEGUN][_W.CHECK], producer=self.life(_E.BEGIN), item=0
+        )
+        wrong = self.check_known(db)
+        self.go(f"reads its incarnation, begins {name(p.label)}", begun, wrong=wrong)
+
+    def check_known(self, db: Database) -> str | None:
+        p = self.p
+        if p.known is None or db.incarnation != p.incarnation:
+            return None
+        row = StateRow("T", p.known, "", p.incarnation, 0, None, "", "", _NO_TIME)
+        try:
+            self.rules.check_not_gone_back(row, db.incarnation, str(db.prepared))
+        except DualWriteError as error:
+            return f"false alarm: {error.what}"
+        return None
+
+    @property
+    def at(self) -> int:
+        """The partition that is next: both in turn."""
+        return 0 if self.p.firsts[0] < 0 else 1
+
+    def add(self) -> None:
+        p, number = self.p, self.at
+        request = sim.AddPartitionsToTxn(self.rules.kafka_id(p.incarnation), p.producer_id, p.epoch, (PLACES[number],))
+        broker, answer = self.ask(request)
+        error = answer.error_codes[0]
+        text = f"AddPartitionsToTxn {number} for {name(p.label)}"
+        if error is OK:
+            self.go(text, p._replace(doing="produce"), broker=broker)
+        elif error not in LATER:
+            self.go(f"{text}: {error.name}", self.failed(_E.DOUBT))
+        self.go(f"{text}: a first copy stays in the network", sent=request, spends="delay")
+        if number == 1:
+            self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
+
+    def produce(self) -> None:
+        p, number = self.p, self.at
+        request = sim.Produce(
+            self.rules.kafka_id(p.incarnation), p.producer_id, p.epoch, PLACES[number], p.sequences[number], (p.label,)
+        )
+        broker, answer = self.ask(request)
+        text = f"Produce of {name(p.label)} to {number}"
+        if answer.error_code is OK:
+            sequences = tuple(sent + (index == number) for index, sent in enumerate(p.sequences))
+            firsts = (answer.base_offset, -1) if number == 0 else (p.firsts[0], answer.base_offset)
+            sent = p._replace(firsts=firsts, sequences=sequences, producer=self.life(_E.PRODUCE))
+            if number == 0:
+                sent = sent._replace(doing="add")
+            else:
+                sent = sent._replace(
+                    doing="update",
+                    producer=self.life(_E.PRODUCE, _E.PREPARE),
+                    write=self.writes(_W.PRODUCE, _W.PREPARE),
+                )
+                sent = sent._replace(ours=prepared_state(sent), firsts=(-1, -1))
+            self.go(f"{text}: offset {answer.base_offset}", sent, broker=broker)
+        elif answer.error_code not in LATER:
+            self.go(f"{text}: {answer.error_code.name}", self.failed(_E.FAIL))
+        self.go(f"{text} stays in the network, given up", self.failed(_E.DOUBT), sent=request, spends="delay")
+        self.go(f"{text} fails and is not tried again", self.failed(_E.FAIL), spends="failure")
+
+    def failed(self, event: ProducerEvent) -> Process:
+        return self.p._replace(doing="abort", producer=self.life(event), write=self.p.write, ours=None, firsts=(-1, -1))
+
+    def update(self) -> None:
+        """``StateStore.decide``: waits for the row's lock."""
+        p, db = self.p, self.db
+        if db.lock is None:
+            if db.incarnation == p.incarnation or not self.rules.updates_on_condition:
+                lock = Lock(p.incarnation, p.label, p.ours)
+                recorded_ = p._replace(doing="commit", write=self.writes(_W.RECORD))
+                self.go(f"updates the row to {name(p.label)}", recorded_, db._replace(lock=lock))
+            else:
+                self.go("updates no row: fenced", p._replace(doing="abort"))
+        self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
+
+    def commit(self) -> None:
+        p, db = self.p, self.db
+        done = committed(db)
+        decided = p._replace(doing="end", write=self.writes(_W.COMMIT), known=p.ours)
+        if self.rules.checks_by_an_old_snapshot:
+            decided = decided._replace(item=db.incarnation)
+        self.go(f"COMMIT {name(p.label)}: decided", DONE if self.walk.dies else decided, done)
+        released = db._replace(lock=None)
+        # Also the end of the session of an owner that was paused for too long.
+        failed = decided if self.rules.takes_a_failed_commit_for_committed else p._replace(doing="abort")
+        self.go(f"COMMIT {name(p.label)} fails for certain", failed, released, spends="abort")
+        self.go("dies, and its session with it", DONE, released)
+        doubtful = p._replace(doing="resolve", write=self.writes(_W.LOSE_ANSWER))
+        text = f"COMMIT {name(p.label)}: the answer is lost;"
+        self.go(f"{text} it is done", doubtful, done, spends="answer")
+        self.go(f"{text} it never arrived", doubtful, released, spends="answer")
+        orphan = db._replace(lock=db.lock._replace(orphan=True))
+        self.go(f"{text} the session is still at it", doubtful, orphan, spends="answer")
+
+    def end(self) -> None:
+        """``Lane.complete``: the commit in Kafka of what is decided."""
+        p = self.p
+        broker, error, request, text = self.end_txn(committed=True)
+        known = p._replace(known=p.ours)
+        if error is OK:
+            ended = known._replace(producer=self.life(_E.COMMIT))
+            done = self.counted(ended)
+            self.go(f"{text}: NONE", done, broker=broker)
+            if "commit" in self.rules.silently_repeated:
+                self.go(f"{text}: NONE, silently repeated", done, broker=broker, sent=request, spends="delay")
+            doubtful = self.counted(ended._replace(producer=self.life(_E.DOUBT, state=ended.producer)))
+            self.go(f"{text}: NONE, slow: maybe sent twice", doubtful, broker=broker, sent=request, spends="delay")
+            renewed = self.renewed(known)
+            self.go(f"{text}: the answer is lost", renewed, broker=broker, spends="delay")
+            self.go(f"{text} stays in the network, no answer", renewed, sent=request, spends="delay")
+        elif error not in LATER:
+            if self.rules.answers_are_verdicts:
+                done = self.counted(known._replace(producer=ProducerState.DOUBTFUL))
+                wrong = self.told_complete(broker)
+                self.go(f"{text}: {error.name}, taken for committed", done, wrong=wrong)
+            else:
+                self.go(f"{text}: {error.name}", self.renewed(known))
+
+    def renewed(self, p: Process) -> Process:
+        """``Lane._complete_by_settling``: the producer is thrown away; claims, settles its own transaction."""
+        self.life(_E.DOUBT)
+        return Process("claim", p.todo - 1, p.owner, p.incarnation, write=p.write, ours=p.ours, known=p.known)
+
+    def counted(self, p: Process) -> Process:
+        """A transaction is done: the next one."""
+        self.writes(_W.COMPLETE)
+        return self.reusable(p._replace(todo=p.todo - 1, number=p.number + 1))
+
+    def abort(self) -> None:
+        """``Transaction.abort``: the database first, then Kafka, which need not take it."""
+        p = self.p
+        self.writes(_W.ABORT)
+        wrong = self.told_aborted()
+        stopped = p._replace(todo=max(0, p.todo - 1), number=p.number + 1)
+        if p.producer is ProducerState.DOUBTFUL:
+            self.go(f"has aborted {name(p.label)}, throws its producer away", self.reusable(stopped), wrong=wrong)
+            return
+        if p.producer is ProducerState.FAILED:
+            text = f"has aborted {name(p.label)}, its client asks for the next epoch"
+            self.go(text, stopped._replace(doing="raise_epoch"), wrong=wrong)
+        broker, error, request, text = self.end_txn(committed=False)
+        if error in LATER:
+            return
+        if error is OK:
+            ended = stopped._replace(producer=self.life(_E.ABORT))
+            done = self.reusable(ended)
+            if p.producer is ProducerState.FAILED:
+                done = stopped._replace(doing="raise_epoch")
+            self.go(f"{text}: NONE", done, broker=broker, wrong=wrong)
+            if "abort" in self.rules.silently_repeated:
+                self.go(
+                    f"{text}: NONE, silently repeated", done, broker=broker, sent=request, spends="delay", wrong=wrong
+                )
+            doubtful = self.reusable(ended._replace(producer=self.life(_E.DOUBT, state=ended.producer)))
+            self.go(
+                f"{text}: NONE, slow: maybe sent twice",
+                doubtful,
+                broker=broker,
+                sent=request,
+                spends="delay",
+                wrong=wrong,
+            )
+        thrown = self.reusable(stopped._replace(producer=self.life(_E.DOUBT)))
+        if error is OK:
+            self.go(f"{text} stays in the network, no answer", thrown, sent=request, spends="delay", wrong=wrong)
+        else:
+            self.go(f"{text}: {error.name}", thrown, wrong=wrong)
+
+    def raise_epoch(self) -> None:
+        """What librdkafka does within an abort after some errors, before the producer may be used again."""
+        p = self.p
+        request = sim.InitProducerId(
+            self.rules.kafka_id(p.incarnation), producer_id=p.producer_id, producer_epoch=p.epoch
+        )
+        broker, answer = self.ask(request)
+        text = f"InitProducerId with epoch {p.epoch}"
+        thrown = self.reusable(p._replace(producer=self.life(_E.DOUBT)))
+        if answer.error_code in LATER:
+            if broker != self.broker:
+                self.go(f"{text} aborts what is ongoing", broker=broker)
+        elif answer.error_code is OK:
+            raised = p._replace(
+                producer=self.life(_E.ABORT),
+                producer_id=answer.producer_id,
+                epoch=answer.producer_epoch,
+                sequences=(0, 0),
+            )
+            done = self.reusable(raised)
+            self.go(f"{text}: {answer.producer_epoch}", done, broker=broker)
+            if "epoch" in self.rules.silently_repeated:
+                self.go(f"{text}, silently repeated", done, broker=broker, sent=request, spends="delay")
+            self.go(
+                f"{text}, slow or asked for again: maybe sent twice",
+                thrown,
+                broker=broker,
+                sent=request,
+                spends="delay",
+            )
+        else:
+            self.go(f"{text}: {answer.error_code.name}", thrown)
+
+    def end_txn(self, *, committed: bool):
+        p = self.p
+        request = sim.EndTxn(self.rules.kafka_id(p.incarnation), p.producer_id, p.epoch, committed)
+        broker, answer = self.ask(request)
+        return broker, answer.error_code, request, f"EndTxn({'commit' if committed else 'abort'}) of {name(p.label)}"
+
+    def close(self) -> None:
+        """The owner closes: it records what it has completed, if the row still shows it."""
+        p, db = self.p, self.db
+        if p.known is None or p.known is NOTHING or db.prepared != p.known or db.completed is not None:
+            self.go("closes", DONE)
+        elif db.lock is None:
+            self.go("closes, and records committed", DONE, recorded(db, p.known, Outcome.COMMITTED))
