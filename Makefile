@@ -46,7 +46,7 @@ ARENAS ?= 1
 chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
-search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (an hour)
+search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 SEEDS ?= 2
@@ -60,7 +60,7 @@ scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minu
 controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls
 
-reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps (an hour)
+reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls.reason
 
 docs: venv ## the documentation, into docs/_build/html

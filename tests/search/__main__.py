@@ -16,6 +16,7 @@ from typing import Any
 
 from search.configurations import CONFIGURATIONS
 from search.explore import Found, explore
+from search.levels import explore_levels
 from search.mistakes import MISTAKES
 from search.page import FIGURES, PAGE, render
 from search.world import World
@@ -45,8 +46,11 @@ def main() -> int:
             faults += bool(found.wrong) is not mistake.caught
             keep("mistakes", name, found)
         else:
-            found = explore(World(CONFIGURATIONS[name].bounds), traces=False, longest_s=left_s, on_level=told)
-            faults += bool(found.wrong)
+            bounds = CONFIGURATIONS[name].bounds
+            found = explore_levels(World(bounds), longest_s=left_s, on_level=told)
+            if found.wrong:
+                faults += 1
+                found = explore(World(bounds))  # once more, keeping the ways, as far as the fault
             keep("configurations", name, found)
         end = found.wrong or ("nothing wrong" if found.whole else "not finished")
         print(f"{name}: {found.states:,} states, {found.seconds:,.1f} s: {end}", flush=True)

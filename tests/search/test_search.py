@@ -12,6 +12,7 @@ from dualwrite.testing.simulator import requests as sim
 from search import views
 from search.configurations import CONFIGURATIONS
 from search.explore import explore
+from search.levels import explore_levels
 from search.mistakes import MISTAKES, OWNER_AND_SETTLER
 from search.page import FIGURES, PAGE, render
 from search.rules import Rules
@@ -69,15 +70,28 @@ def test_the_page_is_made_of_the_figures(figures):
 
 def test_a_search_without_traces_sees_the_same_states():
     bounds = CONFIGURATIONS["in_doubt_with_a_verdict"].bounds
-    seen = [explore(World(bounds), traces=traces) for traces in (True, False)]
-    assert seen[0].states == seen[1].states
-    assert seen[0].steps == seen[1].steps
+    one_by_one, by_levels = explore(World(bounds)), explore_levels(World(bounds))
+    assert (by_levels.states, by_levels.steps, by_levels.depth) == (
+        one_by_one.states,
+        one_by_one.steps,
+        one_by_one.depth,
+    )
+    assert by_levels.whole
+    assert by_levels.wrong is None
+
+
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.caught])
+def test_a_search_without_traces_catches_the_same_mistakes(name, figures):
+    found = explore_levels(MISTAKES[name].world())
+    assert found.wrong is not None
+    assert found.depth == len(figures["mistakes"][name]["trace"])
 
 
 def test_a_search_without_time_says_that_it_is_not_finished():
-    found = explore(World(OWNER_AND_SETTLER), longest_s=0)
-    assert not found.whole
-    assert found.depth == 1
+    for search in (explore, explore_levels):
+        found = search(World(OWNER_AND_SETTLER), longest_s=0)
+        assert not found.whole
+        assert found.depth == 1
 
 
 # --- demands that none of the mistakes breaks: each must be able to fail

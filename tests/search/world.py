@@ -7,7 +7,8 @@ order: none is told from another but by what it knows, so states that differ in 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import wraps
 from typing import Generic, NamedTuple, TypeVar
 
 from dualwrite.testing.simulator import environment
@@ -63,6 +64,23 @@ class Table(Generic[Part]):
         return number
 
 
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def cache_of(function: Function) -> Function:
+    """Remember every answer of a method, for as long as its object lives."""
+    name = f"_{function.__name__}_known"
+
+    @wraps(function)
+    def remembering(self, *key):
+        known = self.__dict__.setdefault(name, {})
+        if key not in known:
+            known[key] = function(self, *key)
+        return known[key]
+
+    return remembering
+
+
 class World:
     """The states within some bounds, by some rules.
 
@@ -85,17 +103,9 @@ class World:
         self._budgets: Table[Budgets] = Table()
         self._processes: Table[Process] = Table()
         self._texts: Table[str] = Table()
-        self._steps: dict[tuple[Number, Number, Number], list[tuple]] = {}
-        self._brokers_own: dict[Number, list[tuple]] = {}
-        self._arrivals: dict[tuple[Number, Number], list[tuple]] = {}
-        self._sent: dict[tuple[Number, Number], Number] = {}
-        self._spent: dict[tuple[Number, int], Number | None] = {}
-        self._verdicts: dict[tuple[Number, Number, Number, Number], str | None] = {}
-        self._excuses: dict[Number, Number] = {}
         self._kinds: Table[Excuses] = Table()
-        self._ends: dict[Number, list[tuple]] = {}
         self._requests: Table[sim.Request] = Table()
-        self._done = self._processes.number(DONE)
+        self.done = self._processes.number(DONE)
 
     def first(self) -> State:
         """Nothing has happened."""
@@ -114,76 +124,80 @@ class World:
 
     def following(self, state: State) -> Iterator[tuple[Number, State, str | None]]:
         """Every step from a state: its words, where it leads, and what is wrong with it at once."""
-        yield from self._by_processes(state)
-        yield from self._by_others(state)
-
-    def _by_processes(self, state: State) -> Iterator[tuple[Number, State, str | None]]:
         database, broker, late, budgets, *processes = state
         last = -1
         for index, process in enumerate(processes):
-            if process in {self._done, last}:  # two alike have the same steps
+            if process in {self.done, last}:  # two alike have the same steps
                 continue
             last = process
-            key = (process, database, broker)
-            steps = self._steps.get(key)
-            if steps is None:
-                steps = self._steps[key] = self._work_out(*key)
-            for text, process_, database_, broker_, sent, spends, wrong in steps:
-                budgets_ = budgets if spends < 0 else self._spend(budgets, spends)
-                if budgets_ is None:
+            for text, process_, database_, broker_, sent, spends, wrong in self._steps(process, database, broker):
+                budgets_ = budgets if spends < 0 else self.spend(budgets, spends)
+                if budgets_ < 0:
                     continue
-                late_ = late if sent < 0 else self._with(late, sent)
+                late_ = late if sent < 0 else self.send(late, sent)
                 others = processes.copy()
                 others[index] = process_
                 others.sort()
-                yield text, (database_, broker_, late_, budgets_, *others), wrong
-
-    def _by_others(self, state: State) -> Iterator[tuple[Number, State, None]]:
-        """What the broker, the network, tools and the database do."""
-        database, broker, late, budgets, *processes = state
-        own = self._brokers_own.get(broker)
-        if own is None:
-            own = self._brokers_own[broker] = list(self._own(self._brokers.parts[broker]))
-        for text, broker_, spends in own:
-            budgets_ = budgets if spends < 0 else self._spend(budgets, spends)
-            if budgets_ is not None:
-                yield text, (database, broker_, late, budgets_, *processes), None
-        arrivals = self._arrivals.get((broker, late))
-        if arrivals is None:
-            arrivals = self._arrivals[broker, late] = list(self._arriving(broker, late))
-        for text, broker_, late_ in arrivals:
-            yield text, (database, broker_, late_, budgets, *processes), None
-        if self.bounds.budgets.marker and (left := self._spend(budgets, Budgets._fields.index("marker"))) is not None:
-            for text, broker_ in self._tools(self._databases.parts[database], self._brokers.parts[broker]):
-                yield self._texts.number(text), (database, self._brokers.number(broker_), late, left, *processes), None
-        ends = self._ends.get(database)
-        if ends is None:
-            ends = self._ends[database] = list(self._sessions(self._databases.parts[database]))
-        for text, database_ in ends:
-            yield text, (database_, broker, late, budgets, *processes), None
+                yield text, (database_, broker_, late_, budgets_, *others), None if wrong < 0 else self.text(wrong)
+        for text, database_, broker_, late_, spends in self._others(database, broker, late):
+            budgets_ = budgets if spends < 0 else self.spend(budgets, spends)
+            if budgets_ >= 0:
+                yield text, (database_, broker_, late_, budgets_, *processes), None
 
     def wrong(self, state: State) -> str | None:
         """What would be wrong if nothing more happened here than one settling, and late requests arriving."""
         database, broker, late, budgets, *_ = state
-        excuses = self._excuses.get(budgets)
-        if excuses is None:
-            of = Excuses.of(self.bounds.budgets, self._budgets.parts[budgets])
-            excuses = self._excuses[budgets] = self._kinds.number(of)
-        key = (database, broker, late, excuses)
-        if key not in self._verdicts:
-            self._verdicts[key] = self._judge.verdict(
-                self._databases.parts[database],
-                self._brokers.parts[broker],
-                self._late.parts[late],
-                self._kinds.parts[excuses],
-            )
-        return self._verdicts[key]
+        return self.verdict(database, broker, late, self.excuses(budgets))
 
-    def _work_out(self, process: Number, database: Number, broker: Number) -> list[tuple]:
+    @cache_of
+    def verdict(self, database: Number, broker: Number, late: Number, excuses: Number) -> str | None:
+        """The judge's."""
+        return self._judge.verdict(
+            self._databases.parts[database],
+            self._brokers.parts[broker],
+            self._late.parts[late],
+            self._kinds.parts[excuses],
+        )
+
+    @cache_of
+    def excuses(self, budgets: Number) -> Number:
+        """What has happened by then that excuses a loss."""
+        return self._kinds.number(Excuses.of(self.bounds.budgets, self._budgets.parts[budgets]))
+
+    def steps(self, process: Number, database: Number, broker: Number) -> list[tuple]:
+        """The steps of a process: words, process, row, broker, what is sent and what is spent (-1: nothing), what is wrong."""
         moves = self._walk.moves(
             self._processes.parts[process], self._databases.parts[database], self._brokers.parts[broker]
         )
         return [self._numbered(move) for move in moves if self._possible(move)]
+
+    def others(self, database: Number, broker: Number, late: Number) -> list[tuple]:
+        """What the broker, the network, tools and the database do: words, row, broker, late requests, what is spent."""
+        steps = [(text, database, broker_, late, spends) for text, broker_, spends in self._own(broker)]
+        steps += [(text, database, broker_, late_, -1) for text, broker_, late_ in self._arriving(broker, late)]
+        if self.bounds.budgets.marker:
+            tools = self._tools(self._databases.parts[database], self._brokers.parts[broker])
+            spent = Budgets._fields.index("marker")
+            numbers = self._texts.number, self._brokers.number
+            steps += [(numbers[0](text), database, numbers[1](broker_), late, spent) for text, broker_ in tools]
+        ends = self._sessions(self._databases.parts[database])
+        return steps + [(text, database_, broker, late, -1) for text, database_ in ends]
+
+    _steps, _others = cache_of(steps), cache_of(others)
+
+    @cache_of
+    def spend(self, budgets: Number, which: int) -> Number:
+        """What is left then; -1 where there was none."""
+        left = self._budgets.parts[budgets]
+        if not left[which]:
+            return -1
+        return self._budgets.number(left._replace(**{Budgets._fields[which]: left[which] - 1}))
+
+    @cache_of
+    def send(self, late: Number, request: Number) -> Number:
+        """The requests on their way, with one more."""
+        added = [*self._late.parts[late], self._requests.parts[request]]
+        return self._late.number(tuple(sorted(added, key=repr)))
 
     def _possible(self, move: Move) -> bool:
         return move.spends is None or getattr(self.bounds.budgets, move.spends) > 0
@@ -196,23 +210,8 @@ class World:
             self._brokers.number(move.broker),
             -1 if move.sent is None else self._requests.number(move.sent),
             -1 if move.spends is None else Budgets._fields.index(move.spends),
-            move.wrong,
+            -1 if move.wrong is None else self._texts.number(move.wrong),
         )
-
-    def _spend(self, budgets: Number, which: int) -> Number | None:
-        key = (budgets, which)
-        if key not in self._spent:
-            left = self._budgets.parts[budgets]
-            spent = left._replace(**{Budgets._fields[which]: left[which] - 1})
-            self._spent[key] = self._budgets.number(spent) if left[which] > 0 else None
-        return self._spent[key]
-
-    def _with(self, late: Number, request: Number) -> Number:
-        key = (late, request)
-        if key not in self._sent:
-            added = [*self._late.parts[late], self._requests.parts[request]]
-            self._sent[key] = self._late.number(tuple(sorted(added, key=repr)))
-        return self._sent[key]
 
     def _arriving(self, broker: Number, late: Number) -> Iterator[tuple]:
         waiting = self._late.parts[late]
@@ -221,7 +220,11 @@ class World:
             left = self._late.number(waiting[:index] + waiting[index + 1 :])
             yield self._texts.number(f"network: {told(request)} arrives late"), self._brokers.number(after), left
 
-    def _own(self, broker: Broker) -> Iterator[tuple]:
+    @cache_of
+    def _own(self, number: Number) -> list[tuple]:
+        return list(self._by_itself(self._brokers.parts[number]))
+
+    def _by_itself(self, broker: Broker) -> Iterator[tuple]:
         """What the broker does by itself, and what others do to it."""
 
         def after(text: str, after_: Broker, spends: str | None = None) -> Iterator[tuple]:
