@@ -87,8 +87,8 @@ class Servers:
 
     def forget_logs(self) -> None:
         """Empty the logs of the servers: hundreds of starts fill them."""
-        for server in (self.kafka, self.postgres):
-            os.truncate(server._process.log, 0)
+        for process in (self.postgres._process, *(broker.process for broker in self.kafka._brokers)):
+            os.truncate(process.log, 0)
 
     def were_up(self, since: float, until: float) -> bool:
         """Whether no server was away in between."""

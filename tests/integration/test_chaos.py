@@ -33,6 +33,7 @@ def play(arena, directory, round_):
     directory.mkdir()
     results = Results("", 0)
     Conductor(*arena, round_, directory, results).run()
+    arena[0].forget_logs()  # as a run does after each round
     assert results.findings == []
     return results
 
