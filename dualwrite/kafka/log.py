@@ -35,20 +35,29 @@ _FIRST_MAGIC_WITH_PRODUCERS: Final = 2
 
 
 @dataclass(eq=False)
-class _Scan:
-    """The search for one transaction's marker in one partition: where it stands."""
+class Scan:
+    """The search for one transaction's marker in one partition: where it stands.
+
+    Attributes:
+        first: The transaction's first offset there.
+        producer_id: Its producer's id.
+        epoch: Its producer's epoch.
+        position: The next offset to read.
+        begun: Whether the transaction's own first batch has been seen.
+    """
 
     first: FirstOffset
     producer_id: int
     epoch: int
     position: int = field(init=False)
-    begun: bool = False  # the transaction's own first batch has been seen
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
 
     @property
     def place(self) -> Place:
+        """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def read(self, records: Iterable[DefaultRecordBatch]) -> LogProof | None:
@@ -100,17 +109,18 @@ def prove(brokers: Brokers, topics: Topics, state: PreparedTxnState, deadline: D
         Unavailable: The leaders did not answer in time, or there was too much to read.
         ConfigurationError: We may not read or describe a topic.
     """
-    scans = [_Scan(first, state.producer_id, state.epoch) for first in state.first_offsets]
-    proofs: dict[_Scan, LogProof] = {}
+    scans = [Scan(first, state.producer_id, state.epoch) for first in state.first_offsets]
+    proofs: dict[Scan, LogProof] = {}
     for start in range(0, len(scans), _AT_ONCE):
         search = _Search(brokers, topics, deadline)
         proofs |= until_answered(
             scans[start : start + _AT_ONCE], search.go_on, deadline, f"prove the outcome of {state}"
         )
-    return _combined(state, {scan.place: proof for scan, proof in proofs.items()})
+    return combined(state, {scan.place: proof for scan, proof in proofs.items()})
 
 
-def _combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
+def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
+    """What the proofs of all its partitions say of a transaction; see :func:`prove`."""
     seen = set(proofs.values())
     if {LogProof.COMMITTED, LogProof.ABORTED} <= seen:
         shown = ", ".join(f"{place} {proof.value}" for place, proof in proofs.items())
@@ -129,9 +139,9 @@ class _Search:
         self._topics = topics
         self._deadline = deadline
 
-    def go_on(self, scans: list[_Scan]) -> dict[_Scan, LogProof | NotYet]:
+    def go_on(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
         """Read each partition until its proof is found, or something hinders it."""
-        answers: dict[_Scan, LogProof | NotYet] = {}
+        answers: dict[Scan, LogProof | NotYet] = {}
         leaders = self._leaders(scans, answers)
         reading = [scan for scan in scans if scan in leaders]
         while reading:
@@ -147,10 +157,10 @@ class _Search:
         self._topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
         return answers
 
-    def _leaders(self, scans: list[_Scan], answers: dict[_Scan, LogProof | NotYet]) -> dict[_Scan, Leader]:
+    def _leaders(self, scans: list[Scan], answers: dict[Scan, LogProof | NotYet]) -> dict[Scan, Leader]:
         # Asked anew: a topic may have been deleted and made again under its name.
         found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
-        leaders: dict[_Scan, Leader] = {}
+        leaders: dict[Scan, Leader] = {}
         for scan in scans:
             leader = scan.place.leader(found)
             if isinstance(leader, Leader):
@@ -159,7 +169,7 @@ class _Search:
                 answers[scan] = leader or LogProof.UNKNOWABLE
         return leaders
 
-    def _read(self, scan: _Scan, leader: Leader, response: Message | NotYet) -> LogProof | NotYet | None:
+    def _read(self, scan: Scan, leader: Leader, response: Message | NotYet) -> LogProof | NotYet | None:
         if isinstance(response, NotYet):
             return response
         [partition] = response.responses[0].partitions
@@ -176,7 +186,7 @@ class _Search:
             return LogProof.OPEN
         return self._nothing_there(scan, leader)
 
-    def _nothing_there(self, scan: _Scan, leader: Leader) -> LogProof | NotYet:
+    def _nothing_there(self, scan: Scan, leader: Leader) -> LogProof | NotYet:
         """Nothing could be read at the position: the log is shorter than that, or not yet replicated so far."""
         [response] = self._brokers.exchange([(leader.node, leader_epochs({scan.place.key: leader}))], self._deadline)
         end = response if isinstance(response, NotYet) else end_offsets(response)[scan.place.key]
@@ -187,7 +197,7 @@ class _Search:
         return NotYet(f"{scan.place} is not replicated up to offset {scan.position} yet")
 
 
-def _fetch(scan: _Scan, leader: Leader) -> Message:
+def _fetch(scan: Scan, leader: Leader) -> Message:
     partition = FetchRequest.FetchTopic.FetchPartition(
         partition=scan.first.partition,
         current_leader_epoch=leader.epoch,
