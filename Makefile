@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test simulator lint types bench chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test model simulator lint types bench chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -48,6 +48,11 @@ chaos: venv jars ## kill processes and servers and compare both sides: make chao
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
+
+# In the order of their seeds; MISTAKE=name plants one.
+model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes)
+	cd tests && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
+		$(if $(MISTAKE),--mistake $(MISTAKE)) --results $(CURDIR)/.cache/model/seed-$(SEED)$(if $(MISTAKE),-$(MISTAKE)).json
 
 SEEDS ?= 2
 LATE ?= 10

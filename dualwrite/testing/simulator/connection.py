@@ -1,0 +1,77 @@
+"""One client's connection to the simulated database: each statement is a step of its own, and the connection may break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from dualwrite.testing.simulator.database import ConnectionLost, Kind, Session
+from dualwrite.testing.simulator.scheduler import Simulation
+
+Result = TypeVar("Result")
+
+
+class SimulatedConnection:
+    """What stands for a SQLAlchemy connection: one client's way to the simulated database."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self._session: Session | None = None
+        self._known_broken = False
+
+    @property
+    def session(self) -> Session:
+        """The session, a new one where the last one is gone."""
+        if self._session is None or self._session.broken:
+            database = self.simulation.database
+            repeatable = database.kind is Kind.REPEATABLE_READ
+            self._session = database.connect(self.simulation.inside(), repeatable=repeatable)
+            self._known_broken = False
+        return self._session
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open, as far as the client knows."""
+        return self._session is not None and self._session.open and not self._known_broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection of the transaction that was begun is gone, as far as the client knows."""
+        return self._session is None or self._known_broken
+
+    def run(self, label: str, statement: Callable[[Session], Result]) -> Result:
+        """Run a statement of the transaction that is open."""
+        session = self._session
+        if session is None or session.broken:
+            self._known_broken = True
+            raise ConnectionLost
+        try:
+            return cast("Result", self.simulation.execute(session, label, lambda: statement(session)))
+        except ConnectionLost:
+            self._known_broken = True
+            raise
+
+    def insert(self, row: object) -> None:
+        """A statement of the user's: insert a row."""
+        database = self.simulation.database
+        self.run("INSERT", lambda session: database.write_user_row(session, row))
+
+    def fail(self) -> None:
+        """A statement of the user's that violates a constraint."""
+        self.run("INSERT", self.simulation.database.fail_statement)
+
+    def about(self, tag: object) -> None:
+        """Say what the open transaction is about, for whoever checks the run. Not a statement."""
+        self.session.tag = tag
+
+    def close(self) -> None:
+        """Let go of the session."""
+        session, self._session = self._session, None
+        if session is not None and not session.broken:
+            self.simulation.database.disconnect(session)
+
+    def lose(self) -> None:
+        """Throw the session away as it is; the server has to notice."""
+        session, self._session = self._session, None
+        if session is not None:
+            self.simulation.database.abandon(session)

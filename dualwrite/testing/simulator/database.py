@@ -1,0 +1,350 @@
+"""A simulated database: the rows of the state store, row locks that block, sessions that outlive their clients.
+
+It is a server: what is asked of it is done at the moment of the call, in the session at hand, or :class:`MustWait` says that
+a lock is taken. The rules are PostgreSQL's at READ COMMITTED or REPEATABLE READ, and, as far as locks go, SQLite's
+(``BEGIN IMMEDIATE``: one writer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from typing import Final, TypeVar
+
+from dualwrite.ports import Incident, StateRow
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.doubt import DatabaseVerdict
+
+_WHOLE: Final = "*"
+ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)
+"""The one time that the simulated database tells: nothing depends on it."""
+
+Error = TypeVar("Error", bound=Exception)
+
+
+class MustWait(Exception):
+    """A lock is taken: the statement has to be run again when it is free."""
+
+
+class ConnectionLost(Exception):
+    """The connection to the database broke."""
+
+
+class Conflict(Exception):
+    """Serialisation failure or deadlock: the transaction has failed, another attempt may succeed."""
+
+
+class TransactionFailed(Exception):
+    """An earlier statement of the transaction has failed."""
+
+
+class StatementFailed(Exception):
+    """The statement is wrong, or violates a constraint: the transaction has failed."""
+
+
+class LockTimeout(Exception):
+    """The lock was not free in time: the transaction has failed."""
+
+
+class Kind(Enum):
+    """Which database's rules hold."""
+
+    READ_COMMITTED = "PostgreSQL, READ COMMITTED"
+    REPEATABLE_READ = "PostgreSQL, REPEATABLE READ"
+    SQLITE = "SQLite"
+
+
+class Session:
+    """One session with its transaction. ``owner`` is whose it is; None once its client is gone.
+
+    Attributes:
+        owner: Whoever connected; None once the client is gone and the server has not noticed.
+        open: Whether it is inside a transaction.
+        failed: Whether a statement of the transaction has failed, so that COMMIT means ROLLBACK.
+        broken: Whether the connection is lost.
+        committing: Whether the server still works on a COMMIT whose client is gone.
+        tag: What the transaction is about, for whoever checks the run.
+        name: The transaction's name, once it has written.
+    """
+
+    __slots__ = (
+        "broken", "committing", "failed", "incidents", "locked", "name", "open", "owner", "repeatable", "rows", "snapshot",
+        "tag", "user_rows", "waits_for",
+    )  # fmt: skip
+
+    def __init__(self, owner: object, *, repeatable: bool) -> None:
+        self.owner: object | None = owner
+        self.repeatable = repeatable
+        self.open = False
+        self.failed = False
+        self.broken = False
+        self.committing = False
+        self.waits_for: tuple[str, bool] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.rows: dict[str, StateRow] = {}
+        self.incidents: dict[tuple[str, str], Incident] = {}
+        self.user_rows: list[object] = []
+        self.locked: list[str] = []
+        self.snapshot: dict[str, StateRow] | None = None
+        self.tag: object | None = None
+        self.name: str | None = None
+
+
+class Database:
+    """The server.
+
+    Args:
+        kind: Which database's rules hold in the transactions of dual writes.
+
+    Attributes:
+        rows: The committed state rows, by transactional id.
+        incidents: The committed incidents, by transactional id and text of the state.
+        user_rows: The committed rows of the user, in the order in which they were committed.
+        committed: The tags of the transactions that were committed, in order, each with the state rows that it wrote.
+        sessions: All that are inside a transaction, or whose end the server has not noticed.
+    """
+
+    def __init__(self, kind: Kind = Kind.READ_COMMITTED) -> None:
+        self.kind = kind
+        self.rows: dict[str, StateRow] = {}
+        self.incidents: dict[tuple[str, str], Incident] = {}
+        self.user_rows: list[object] = []
+        self.committed: list[tuple[object, tuple[StateRow, ...]]] = []
+        self.sessions: list[Session] = []
+        self._locks: dict[str, dict[Session, bool]] = {}
+        self._statuses: dict[str, DatabaseVerdict] = {}
+        self._transactions = 0
+        self._starts = 1
+
+    # Sessions
+
+    def connect(self, owner: object, *, repeatable: bool = False) -> Session:
+        """A new session."""
+        session = Session(owner, repeatable=repeatable)
+        self.sessions.append(session)
+        return session
+
+    def disconnect(self, session: Session) -> None:
+        """The client closes the session, or the server notices that the client is gone."""
+        self.rollback(session)
+        session.broken = True
+        if session in self.sessions:
+            self.sessions.remove(session)
+
+    def abandon(self, session: Session, *, committing: bool = False) -> None:
+        """The client is gone and the server has not noticed: locks stay until :meth:`end_orphan`."""
+        if session.broken:
+            return
+        session.broken = True
+        session.owner = None
+        session.waits_for = None
+        if session.open:
+            session.committing = committing
+        else:
+            self.sessions.remove(session)
+
+    def abandon_all(self, owner: object) -> None:
+        """All sessions of a client that died."""
+        for session in [session for session in self.sessions if session.owner is owner]:
+            self.abandon(session)
+
+    def disconnect_all(self, owner: object) -> None:
+        """The server ends all sessions of a client."""
+        for session in [session for session in self.sessions if session.owner is owner]:
+            self.disconnect(session)
+
+    @property
+    def orphans(self) -> list[Session]:
+        """Sessions whose client is gone, and that the server still has."""
+        return [session for session in self.sessions if session.owner is None]
+
+    def end_orphan(self, session: Session, *, committed: bool = False) -> None:
+        """The server comes to the end of a session whose client is gone.
+
+        Args:
+            session: The session.
+            committed: The COMMIT that was under way succeeds; else it is rolled back.
+        """
+        if committed and session.committing and not session.failed:
+            self._publish(session)
+        self.disconnect(session)
+
+    def stop(self) -> None:
+        """Immediate stop, and start: every session is gone, and what it had not committed."""
+        for session in list(self.sessions):
+            self.disconnect(session)
+        self._starts += 1
+
+    # Transactions
+
+    def begin(self, session: Session) -> None:
+        """Begin where nothing is begun, as the first statement does."""
+        if session.broken:
+            raise ConnectionLost
+        session.open = True
+
+    def begin_immediate(self, session: Session) -> None:
+        """SQLite: begin with the lock on everything. Does nothing to PostgreSQL."""
+        self.begin(session)
+        if self.kind is Kind.SQLITE:
+            self._lock(session, _WHOLE, exclusive=True)
+
+    def commit(self, session: Session) -> None:
+        """COMMIT. Of a failed transaction it is a silent ROLLBACK."""
+        if session.broken:
+            raise ConnectionLost
+        if session.open and not session.failed:
+            self._publish(session)
+        self.rollback(session)
+
+    def _publish(self, session: Session) -> None:
+        self.rows.update(session.rows)
+        self.incidents.update({key: found for key, found in session.incidents.items() if key not in self.incidents})
+        self.user_rows.extend(session.user_rows)
+        if session.tag is not None:
+            self.committed.append((session.tag, tuple(session.rows.values())))
+        if session.name is not None:
+            self._statuses[session.name] = DatabaseVerdict.COMMITTED
+
+    def rollback(self, session: Session) -> None:
+        """ROLLBACK, and what follows a COMMIT: the locks are free."""
+        if session.name is not None:
+            self._statuses.setdefault(session.name, DatabaseVerdict.ABORTED)
+        for key in session.locked:
+            holders = self._locks[key]
+            del holders[session]
+            if not holders:
+                del self._locks[key]
+        session.open = session.failed = session.committing = False
+        session.waits_for = None
+        session._reset()  # noqa: SLF001 - a session is the server's own
+
+    def verdict(self, name: str | None) -> DatabaseVerdict:
+        """What became of a transaction: known as long as the server was not started anew; never on SQLite."""
+        if name is None or not name.endswith(f"@{self._starts}"):
+            return DatabaseVerdict.UNKNOWN
+        return self._statuses.get(name, DatabaseVerdict.UNKNOWN)
+
+    # Locks
+
+    def _lock(self, session: Session, key: str, *, exclusive: bool) -> None:
+        wanted = (_WHOLE if self.kind is Kind.SQLITE else key, exclusive)
+        session.waits_for = wanted
+        holders = self._locks.get(wanted[0])
+        if holders is not None:
+            if self._hinders(session, holders, exclusive=exclusive):
+                if self._is_deadlock(session):
+                    raise self._fail(session, Conflict())
+                raise MustWait
+        else:
+            holders = self._locks[wanted[0]] = {}
+        session.waits_for = None
+        if session not in holders:
+            session.locked.append(wanted[0])
+        holders[session] = exclusive or holders.get(session, False)
+
+    @staticmethod
+    def _hinders(session: Session, holders: Mapping[Session, bool], *, exclusive: bool) -> list[Session]:
+        return [other for other, theirs in holders.items() if other is not session and (exclusive or theirs)]
+
+    def waits_on(self, session: Session) -> list[Session]:
+        """The sessions whose locks this one waits for."""
+        if session.waits_for is None:
+            return []
+        key, exclusive = session.waits_for
+        return self._hinders(session, self._locks.get(key, {}), exclusive=exclusive)
+
+    def is_blocked(self, session: Session) -> bool:
+        """Whether the session waits for a lock that is not free."""
+        return session.waits_for is not None and bool(self.waits_on(session))
+
+    def _is_deadlock(self, session: Session) -> bool:
+        seen: set[Session] = set()
+        ahead = self.waits_on(session)
+        while ahead:
+            other = ahead.pop()
+            if other is session:
+                return True
+            if other not in seen:
+                seen.add(other)
+                ahead.extend(self.waits_on(other))
+        return False
+
+    def time_out_lock(self, session: Session) -> LockTimeout:
+        """The wait for a lock ends without it; gives the error to raise in the client."""
+        return self._fail(session, LockTimeout())
+
+    def _fail(self, session: Session, error: Error) -> Error:
+        session.failed = True
+        session.waits_for = None
+        return error
+
+    # Statements
+
+    def _statement(self, session: Session) -> None:
+        self.begin(session)
+        if session.failed:
+            raise TransactionFailed
+        if session.repeatable and session.snapshot is None:
+            session.snapshot = dict(self.rows)
+
+    def read(self, session: Session, transactional_id: str) -> StateRow | None:
+        """SELECT of one row."""
+        self._statement(session)
+        seen = self.rows if session.snapshot is None else session.snapshot
+        return session.rows.get(transactional_id) or seen.get(transactional_id)
+
+    def lock(self, session: Session, transactional_id: str, *, exclusive: bool = True) -> StateRow | None:
+        """SELECT ... FOR UPDATE, or FOR SHARE: the row as it is once the lock is there."""
+        self._statement(session)
+        self._lock(session, transactional_id, exclusive=exclusive)
+        row = session.rows.get(transactional_id)
+        if row is not None:
+            return row
+        row = self.rows.get(transactional_id)
+        if session.snapshot is not None and session.snapshot.get(transactional_id) is not row:
+            raise self._fail(session, Conflict())
+        return row
+
+    def write(self, session: Session, row: StateRow) -> None:
+        """INSERT or UPDATE of a row whose lock the session has."""
+        session.rows[row.transactional_id] = row
+        self.name(session)
+
+    def write_user_row(self, session: Session, row: object) -> None:
+        """INSERT of a row of the user's."""
+        self._statement(session)
+        session.user_rows.append(row)
+        self.name(session)
+
+    def fail_statement(self, session: Session) -> None:
+        """A statement of the user's that violates a constraint."""
+        self._statement(session)
+        raise self._fail(session, StatementFailed())
+
+    def note(self, session: Session, incident: Incident) -> None:
+        """INSERT ... ON CONFLICT DO NOTHING of an incident."""
+        session.incidents.setdefault((incident.transactional_id, incident.prepared_transaction_state), incident)
+
+    def name(self, session: Session) -> str | None:
+        """The transaction's name; SQLite has none."""
+        if session.name is None and self.kind is not Kind.SQLITE:
+            self._transactions += 1
+            session.name = f"{self._transactions}@{self._starts}"
+        return session.name
+
+    def find(self, prefix: str) -> list[StateRow]:
+        """SELECT of the committed rows whose id begins with the prefix, in order."""
+        return [self.rows[key] for key in sorted(self.rows) if key.startswith(prefix)]
+
+    def find_all(self, transactional_ids: Iterable[str]) -> list[StateRow]:
+        """SELECT of the committed rows with these ids, in order."""
+        return [self.rows[key] for key in sorted(set(transactional_ids)) if key in self.rows]
+
+
+def new_row(transactional_id: str, namespace: str, cluster_id: str, owner: str) -> StateRow:
+    """A row that nobody has claimed yet."""
+    return StateRow(transactional_id, PreparedTxnState(), namespace, 0, 0, None, cluster_id, owner, ALWAYS)

@@ -1,0 +1,76 @@
+"""The simulated librdkafka in the place that the library keeps for the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, cast
+
+from confluent_kafka import KafkaException
+
+from dualwrite.deadline import Deadline, now_s
+from dualwrite.kafka.bounded_call import NoAnswer
+from dualwrite.testing.simulator.client import SimulatedProducer
+from dualwrite.testing.simulator.scheduler import Simulation
+
+if TYPE_CHECKING:
+    from confluent_kafka import Producer
+
+    from dualwrite.kafka.handle import Handle
+
+_LEFT_BEHIND_S: Final = 5.0
+"""A call that comes back so much too late has been given up by whoever made it."""
+
+
+class SimulatedHandle:
+    """What stands for :class:`dualwrite.kafka.handle.Handle`.
+
+    Args:
+        simulation: Where the broker is.
+        settings: librdkafka's settings.
+        eager: See :mod:`dualwrite.testing.simulator.client`.
+    """
+
+    def __init__(self, simulation: Simulation, settings: Mapping[str, object], *, eager: bool = False) -> None:
+        self.producer = SimulatedProducer(simulation, settings, eager=eager)
+
+    @property
+    def raw(self) -> Producer:
+        """The producer."""
+        return cast("Producer", self.producer)
+
+    def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        """Call it, and say how long that took.
+
+        Raises:
+            NoAnswer: The deadline came long before.
+        """
+        began, left_s = now_s(), deadline.remaining_s()
+        self.producer.deadline = deadline
+        try:
+            function(self.raw, left_s)
+        except KafkaException:
+            if now_s() > began + left_s + _LEFT_BEHIND_S:
+                raise NoAnswer from None
+            raise
+        return now_s() - began
+
+    @property
+    def init_unanswered(self) -> bool:
+        """Whether the producer has said that it asks for a producer id once more; see the real one."""
+        return self.producer.init_unanswered
+
+    def close(self) -> None:
+        """Destroy it. What it has sent may still arrive."""
+        self.producer.purge()
+
+
+def make_handle(
+    simulation: Simulation, *, eager: bool = False
+) -> Callable[[Mapping[str, object], str, Deadline], Handle]:
+    """What to give to ``TransactionalProducer(make_handle=...)``."""
+
+    def make(settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> Handle:
+        del transactional_id, deadline
+        return cast("Handle", SimulatedHandle(simulation, settings, eager=eager))
+
+    return make

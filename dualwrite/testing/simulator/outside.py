@@ -1,0 +1,248 @@
+"""The coordinator's port over the simulated broker: what somebody sees and does of a transaction who is not its producer.
+
+As ``dualwrite.kafka.coordinator`` does over the wire: what is not answered is asked again, after waits that grow, until the
+deadline. The proof of an outcome is read by that package's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar, cast
+
+from dualwrite.deadline import Deadline, pause
+from dualwrite.errors import Unavailable
+from dualwrite.kafka.log import Scan, combined
+from dualwrite.kafka.partitions import Place
+from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.testing.simulator.process import Unanswered
+from dualwrite.testing.simulator.requests import (
+    COMMIT,
+    Batch,
+    DescribeProducers,
+    DescribeProducersResponse,
+    DescribeTransactions,
+    DescribeTransactionsResponse,
+    EndTxn,
+    ErrorCode,
+    ErrorResponse,
+    Fetch,
+    FetchResponse,
+    InitProducerId,
+    InitProducerIdResponse,
+    ListTransactions,
+    ListTransactionsResponse,
+    Request,
+    Response,
+)
+from dualwrite.testing.simulator.scheduler import Simulation
+from dualwrite.testing.simulator.state import topic_id
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+_RETIRED_TIMEOUT_MS: Final = 1000
+_STATUS: Final = {status.value: status for status in TransactionStatus}
+_OPEN: Final = frozenset({TransactionStatus.ONGOING, TransactionStatus.PREPARE_COMMIT, TransactionStatus.PREPARE_ABORT})
+_END_ANSWERS: Final = {
+    ErrorCode.NONE: EndAnswer.ENDED,
+    ErrorCode.CONCURRENT_TRANSACTIONS: EndAnswer.IN_PROGRESS,
+    ErrorCode.INVALID_PRODUCER_EPOCH: EndAnswer.FENCED,
+    ErrorCode.PRODUCER_FENCED: EndAnswer.FENCED,
+    ErrorCode.INVALID_PRODUCER_ID_MAPPING: EndAnswer.NO_SUCH_ID,
+    ErrorCode.INVALID_TXN_STATE: EndAnswer.INVALID_STATE,
+}
+Answer = TypeVar("Answer")
+
+
+class SimulatedCoordinator:
+    """:class:`~dualwrite.ports.TransactionCoordinator` over the simulated broker, for processes of the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """See the port. It does not change, so nothing is sent."""
+        del deadline
+        return self._simulation.broker.cluster_id
+
+    def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
+        """See the port. It does not change, so nothing is sent."""
+        del deadline
+        return self._simulation.broker.max_timeout_ms
+
+    def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
+        """See the port. Metadata, which every client has at hand: nothing is sent."""
+        del deadline
+        found = {name: topic_id(self._simulation.broker, name) for name in topics}
+        return {name: known for name, known in found.items() if known is not None}
+
+    def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
+        """See the port."""
+        ids = list(kafka_ids)
+        answers = self._all([DescribeTransactions(kafka_id) for kafka_id in ids], deadline)
+        return {
+            kafka_id: _view(cast("DescribeTransactionsResponse", answer))
+            for kafka_id, answer in zip(ids, answers, strict=True)
+        }
+
+    def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
+        """See the port."""
+        [answer] = self._all([ListTransactions()], deadline)
+        listed = cast("ListTransactionsResponse", answer).transactions
+        return [known.transactional_id for known in listed if known.transactional_id.startswith(prefix)]
+
+    def open_offsets(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int | None]]:
+        """See the port."""
+        places = list(
+            dict.fromkeys((first.topic, first.partition) for state in states for first in state.first_offsets)
+        )
+        shown = dict(zip(places, self._producers(places, deadline), strict=True))
+        return [
+            {
+                (first.topic, first.partition): (
+                    shown[first.topic, first.partition].get((state.producer_id, state.epoch))
+                    if self._is_same_topic(first)
+                    else None
+                )
+                for first in state.first_offsets
+            }
+            for state in states
+        ]
+
+    def producer_open_offsets(
+        self, producer_id: int, epoch: int, partitions: Collection[tuple[str, int]], deadline: Deadline
+    ) -> Mapping[tuple[str, int], int | None]:
+        """See the port."""
+        places = list(partitions)
+        shown = self._producers(places, deadline)
+        return {place: found.get((producer_id, epoch)) for place, found in zip(places, shown, strict=True)}
+
+    def _producers(
+        self, places: Sequence[tuple[str, int]], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[int, int], int]]:
+        answers = self._all([DescribeProducers(place) for place in places], deadline)
+        return [
+            {
+                (view.producer_id, view.producer_epoch): view.current_txn_start_offset
+                for view in cast("DescribeProducersResponse", answer).active_producers
+                if view.current_txn_start_offset >= 0
+            }
+            for answer in answers
+        ]
+
+    def _is_same_topic(self, first: FirstOffset) -> bool:
+        return first.topic_id is None or topic_id(self._simulation.broker, first.topic) == first.topic_id
+
+    def end(
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """See the port."""
+        return {
+            kafka_id: _END_ANSWERS[
+                cast(
+                    "ErrorResponse",
+                    self._one(EndTxn(kafka_id, state.producer_id, state.epoch, committed), deadline, _is_answer),
+                ).error_code
+            ]
+            for kafka_id, state in transactions.items()
+        }
+
+    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
+        """See the port."""
+        for kafka_id in kafka_ids:
+            self._one(InitProducerId(kafka_id, _RETIRED_TIMEOUT_MS), deadline, _is_success)
+
+    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
+        """See the port: read by the code that reads real logs."""
+        proofs: dict[Place, LogProof] = {}
+        for first in state.first_offsets:
+            scan = Scan(first, state.producer_id, state.epoch)
+            proofs[scan.place] = self._scan(scan, deadline)
+        return combined(state, proofs)
+
+    def _scan(self, scan: Scan, deadline: Deadline) -> LogProof:
+        if not self._is_same_topic(scan.first):
+            return LogProof.UNKNOWABLE
+        place = (scan.first.topic, scan.first.partition)
+        [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
+        fetched = cast("FetchResponse", answer)
+        if fetched.error_code is not ErrorCode.NONE:
+            return LogProof.UNKNOWABLE
+        proof = scan.read([_SeenBatch(batch) for batch in fetched.batches])
+        if proof is not None:
+            return proof
+        return LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE
+
+    def close(self) -> None:
+        """See the port. There is nothing to close."""
+
+    def _all(self, requests: list[Request], deadline: Deadline) -> list[Response]:
+        if not requests:
+            return []
+        return self._until_answered(lambda: self._simulation.ask_all(requests), deadline, lambda _: True)
+
+    def _one(self, request: Request, deadline: Deadline, is_final: Callable[[Response], bool]) -> Response:
+        return self._until_answered(lambda: self._simulation.ask(request), deadline, is_final)
+
+    @staticmethod
+    def _until_answered(ask: Callable[[], Answer], deadline: Deadline, is_final: Callable[[Answer], bool]) -> Answer:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                answer = ask()
+            except Unanswered:
+                pass
+            else:
+                if is_final(answer):
+                    return answer
+            if deadline.expired:
+                raise Unavailable("Kafka did not answer in time")
+            pause(min(wait_s, deadline.remaining_s()))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _is_answer(answer: Response) -> bool:
+    return cast("ErrorResponse", answer).error_code in _END_ANSWERS
+
+
+def _is_success(answer: Response) -> bool:
+    return cast("InitProducerIdResponse", answer).error_code is ErrorCode.NONE
+
+
+def _view(answer: DescribeTransactionsResponse) -> TransactionView:
+    if answer.error_code is not ErrorCode.NONE:
+        return TransactionView(TransactionStatus.NO_SUCH_ID)
+    status = _STATUS[answer.transaction_state]
+    return TransactionView(
+        status=status,
+        producer_id=answer.producer_id,
+        epoch=answer.producer_epoch,
+        started_ms=answer.transaction_start_time_ms if status in _OPEN else None,
+        timeout_ms=answer.transaction_timeout_ms,
+        partitions=answer.partitions,
+    )
+
+
+class _Marker(NamedTuple):
+    """A control record, as the reader of real logs sees it."""
+
+    commit: bool
+    abort: bool
+
+
+class _SeenBatch:
+    """A batch of the simulator's, as the reader of real logs sees it."""
+
+    magic = 2
+
+    def __init__(self, batch: Batch) -> None:
+        self.base_offset = batch.base_offset
+        self.next_offset = batch.next_offset
+        self.producer_id = batch.producer_id
+        self.producer_epoch = batch.producer_epoch
+        self.is_control_batch = bool(batch.control)
+        self._committed = batch.control == COMMIT
+
+    def __iter__(self) -> Iterator[_Marker]:
+        yield _Marker(self._committed, not self._committed)

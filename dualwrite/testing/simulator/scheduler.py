@@ -1,0 +1,295 @@
+"""The scheduler: processes that run the library's own recipes, one step at a time, against the simulated servers.
+
+A *process* is a greenlet. It runs until it needs a server or time, and then stands still with a :class:`Call`; what happens
+next is the scheduler's choice: the call is served, held back by the network, lost, or its answer is; or another process goes
+first; or this one is killed where it stands. Nothing happens by itself, no thread and no clock takes part, so the same choices
+lead to the same run.
+
+Between two calls a process changes nothing that another one could see, so a process that is killed or paused before its next
+call stands for one that is killed or paused anywhere since the last. A paused process is one that is not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Final
+
+from greenlet import getcurrent
+
+from dualwrite import failpoints
+from dualwrite.deadline import running_on
+from dualwrite.testing.simulator.broker import handle
+from dualwrite.testing.simulator.database import ConnectionLost, Database, MustWait, Session
+from dualwrite.testing.simulator.environment import write_markers
+from dualwrite.testing.simulator.process import Call, Process, Server, Unanswered, nothing
+from dualwrite.testing.simulator.requests import (
+    AddOffsetsToTxn,
+    AddPartitionsToTxn,
+    EndTxn,
+    InitProducerId,
+    Produce,
+    Request,
+    Response,
+    TxnOffsetCommit,
+)
+from dualwrite.testing.simulator.state import Broker
+
+_STEP_S: Final = 0.000_5
+_CHANGES: Final = frozenset({InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, Produce, TxnOffsetCommit, EndTxn})
+
+
+class Held:
+    """A request that the network holds back. Its process may still wait for the answer, or not."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    @property
+    def label(self) -> str:
+        """The request's name."""
+        return self.call.label
+
+    @property
+    def owner(self) -> str:
+        """Whose request it is."""
+        return self.call.process.name
+
+
+class Simulation:
+    """The servers, the network, the time and the processes of one run.
+
+    Args:
+        broker: Kafka at the start.
+        database: The database at the start.
+
+    Attributes:
+        broker: Kafka now.
+        database: The database.
+        now_s: The time, in seconds since the start.
+        processes: By name, the newest of each.
+        held: What the network holds back, in order.
+        markers_delayed: Whether prepared transactions wait for :meth:`write_markers`; else markers are written at once.
+        steps: How many calls were served.
+    """
+
+    def __init__(self, broker: Broker, database: Database) -> None:
+        self.broker = broker
+        self.database = database
+        self.now_s = 1000.0
+        self.processes: dict[str, Process] = {}
+        self.held: list[Held] = []
+        self.markers_delayed = False
+        self.steps = 0
+        self.running: Process | None = None
+        self.hub = getcurrent()
+
+    @contextmanager
+    def clock_and_points(self) -> Generator[None, None, None]:
+        """Around everything that lets processes run: gives them this run's clock, and notes the fail points they pass.
+
+        At the end those that still run are killed.
+        """
+        with running_on(self), failpoints.watched(self._note_point):
+            try:
+                yield
+            finally:
+                for process in self.processes.values():
+                    process.kill()
+
+    def _note_point(self, name: str) -> None:
+        if self.running is not None:
+            self.running.passed.append(name)
+
+    # The clock, as the recipes see it
+
+    def monotonic(self) -> float:
+        """The time."""
+        return self.now_s
+
+    def sleep(self, seconds: float, /) -> None:
+        """The running process stands still until then."""
+        process = self.inside()
+        process.need(Call(process, Server.CLOCK, "pause", nothing, until_s=self.now_s + seconds))
+
+    def inside(self) -> Process:
+        """The process that is running."""
+        assert self.running is not None, "called outside of a process"
+        return self.running
+
+    # What a process asks for
+
+    def ask(self, request: Request) -> Response:
+        """Inside a process: ask Kafka.
+
+        Raises:
+            Unanswered: No answer came.
+        """
+        process = self.inside()
+        kind = type(request)
+        call = Call(process, Server.KAFKA, kind.__name__, lambda: self._handle(request), changes=kind in _CHANGES)
+        return process.need(call)  # type: ignore[return-value] # what serving the call gives
+
+    def ask_all(self, requests: list[Request]) -> list[Response]:
+        """Inside a process: ask Kafka for several things that change nothing, in one step.
+
+        Raises:
+            Unanswered: No answer came.
+        """
+        process = self.inside()
+
+        def serve() -> list[Response]:
+            return [self._handle(request) for request in requests]
+
+        label = type(requests[0]).__name__ if requests else "nothing"
+        return process.need(Call(process, Server.KAFKA, label, serve))  # type: ignore[return-value] # as above
+
+    def execute(self, session: Session, label: str, statement: Callable[[], object]) -> object:
+        """Inside a process: run a statement in a session; waits while the locks it needs are taken.
+
+        Raises:
+            ConnectionLost: The session's connection broke; whether the statement was run is not known.
+        """
+        process = self.inside()
+        return process.need(Call(process, Server.DATABASE, label, statement, session=session))
+
+    def _handle(self, request: Request) -> Response:
+        kind = type(request)
+        if (
+            kind is AddPartitionsToTxn or kind is AddOffsetsToTxn
+        ):  # only the start of a transaction shows the broker's clock
+            self.broker = self.broker._replace(clock_ms=int(self.now_s * 1000))
+        self.broker, answer = handle(self.broker, request)
+        if not self.markers_delayed and (kind is EndTxn or kind is InitProducerId):
+            self.write_markers()
+        return answer
+
+    def write_markers(self) -> None:
+        """The broker writes what markers there are to be written."""
+        self.broker = write_markers(self.broker)
+
+    # What the scheduler can do
+
+    def spawn(self, name: str, body: Callable[[Process], object]) -> Process:
+        """Start a process; it runs to its first call."""
+        process = self.processes[name] = Process(name, body, self)
+        process.resume()
+        return process
+
+    def can_step(self, process: Process) -> bool:
+        """Whether :meth:`step` can do anything for it."""
+        call = process.call
+        if call is None or call.held or call.lost or call.server is Server.COMMAND:
+            return False
+        return call.session is None or not self.database.is_blocked(call.session)
+
+    def step(self, process: Process) -> bool:
+        """Serve the process's call and let it run to the next. False where it has to wait for a lock."""
+        call = process.call
+        assert call is not None
+        self.steps += 1
+        if call.until_s > self.now_s:
+            self.now_s = call.until_s
+        else:
+            self.now_s += _STEP_S
+        try:
+            answer = call.serve()
+        except MustWait:
+            return False
+        except Exception as error:  # noqa: BLE001 - it is the process's to see
+            process.resume(error=error)
+            return True
+        process.resume(answer)
+        return True
+
+    def command(self, process: Process, command: object) -> None:
+        """Give a process that awaits one its command; it runs to its next call."""
+        assert process.call is not None
+        assert process.call.server is Server.COMMAND
+        process.resume(command)
+
+    def hold(self, process: Process) -> Held:
+        """The network holds the process's request back."""
+        call = process.call
+        assert call is not None
+        call.held = True
+        held = Held(call)
+        self.held.append(held)
+        return held
+
+    def lose_request(self, process: Process) -> None:
+        """The request never arrives."""
+        assert process.call is not None
+        process.call.lost = True
+
+    def lose_answer(self, process: Process) -> None:
+        """The request arrives, the answer does not."""
+        assert process.call is not None
+        process.call.serve()
+        process.call.lost = True
+
+    def wait_in_vain(self, process: Process, seconds: float) -> None:
+        """The process, whose call was held or lost, gives up waiting after some time."""
+        call = process.call
+        assert call is not None
+        assert call.held or call.lost
+        self.now_s += seconds
+        process.resume(error=Unanswered())
+
+    def arrive(self, held: Held, *, answered: bool = True) -> None:
+        """A request that was held back arrives. Its process goes on if it still waits for it."""
+        self.held.remove(held)
+        call = held.call
+        try:
+            answer = call.serve()
+        finally:
+            waits = call.process.call is call
+            call.held, call.lost = False, waits
+        if waits and answered:
+            call.process.resume(answer)
+
+    def drop(self, held: Held) -> None:
+        """A request that was held back never arrives."""
+        self.held.remove(held)
+        held.call.held, held.call.lost = False, True
+
+    def restart_broker(self, restarted: Broker) -> None:
+        """The broker stops and starts: what the network holds is gone, and who waits for an answer gets none."""
+        self.broker = restarted
+        for held in list(self.held):
+            self.drop(held)
+
+    def break_connection(self, process: Process, *, executed: bool = False, under_way: bool = False) -> None:
+        """The process loses the connection of the statement that it stands before.
+
+        Args:
+            process: The process.
+            executed: The statement was run; only its answer is lost.
+            under_way: The statement is a COMMIT that the server still works on.
+        """
+        call = process.call
+        assert call is not None
+        assert call.session is not None
+        if executed:
+            try:
+                call.serve()
+            except MustWait:
+                pass
+            except Exception:  # noqa: BLE001 - the answer is lost, whatever it was
+                pass
+        self.database.abandon(call.session, committing=under_way)
+        process.resume(error=ConnectionLost())
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL. Its database sessions live on until the server notices."""
+        process.kill()
+        process.call = None
+        self.database.abandon_all(process)
+
+    def end_sessions(self, process: Process) -> None:
+        """The server ends the sessions of a client that was idle for too long, which learns it with its next statement."""
+        self.database.disconnect_all(process)
+
+    def stop_database(self) -> None:
+        """The database is stopped at once and started: what was not committed is gone, and every session with it."""
+        self.database.stop()

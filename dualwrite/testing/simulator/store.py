@@ -1,0 +1,345 @@
+"""The state store's port over the simulated database, as one process uses it: each statement is a step of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+from dualwrite.errors import (
+    ConfigurationError,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.mismatch import gone_back
+from dualwrite.observations import Outcome
+from dualwrite.ports import Incident, StateRow
+from dualwrite.stores.rows import check_not_gone_back
+from dualwrite.testing.simulator.connection import SimulatedConnection
+from dualwrite.testing.simulator.database import (
+    ALWAYS,
+    Conflict,
+    ConnectionLost,
+    Kind,
+    LockTimeout,
+    Session,
+    StatementFailed,
+    TransactionFailed,
+    new_row,
+)
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.deadline import Deadline
+    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.testing.simulator.process import Process
+    from dualwrite.testing.simulator.scheduler import Simulation
+
+_ATTEMPTS: Final = 5
+Result = TypeVar("Result")
+
+
+def _of(connection: Connection) -> SimulatedConnection:
+    """The recipes pass on what they were given, and do not look inside."""
+    return cast("SimulatedConnection", connection)
+
+
+class SimulatedStore:
+    """:class:`~dualwrite.ports.StateStore` over the simulated database.
+
+    Args:
+        simulation: Where the database is.
+        owner: The process whose store it is.
+    """
+
+    def __init__(self, simulation: Simulation, owner: Process) -> None:
+        self._simulation = simulation
+        self._database = simulation.database
+        self._owner = owner
+
+    # Inside the caller's transaction
+
+    def begin(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.begin`."""
+        used = _of(connection)
+        if used.in_transaction:
+            raise IllegalStateError("the connection is already in a transaction")
+        session = used.session
+        if self._database.kind is Kind.SQLITE:
+            try:
+                self._mapped(used, "BEGIN IMMEDIATE", self._database.begin_immediate)
+            except DualWriteError:
+                used.close()
+                raise
+        else:
+            session.open = True  # nothing is sent
+
+    def read_incarnation(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
+    ) -> int | None:
+        """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
+        row = self._mapped(_of(connection), "SELECT", lambda session: self._database.read(session, transactional_id))
+        if row is None or namespace not in {None, row.namespace}:
+            return None
+        if known is not None:
+            check_not_gone_back(known, row.incarnation, str(row.prepared))
+        return row.incarnation
+
+    def decide(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        state: PreparedTxnState,
+        *,
+        namespace: str | None = None,
+    ) -> tuple[bool, str | None]:
+        """See :meth:`dualwrite.ports.StateStore.decide`."""
+
+        def update(session: Session) -> tuple[bool, str | None]:
+            row = self._database.lock(session, transactional_id)
+            if row is None or not _is_ours(row, incarnation, namespace):
+                return False, None
+            self._database.write(session, replace(row, prepared=state, completed=None))
+            return True, self._database.name(session)
+
+        return self._mapped(_of(connection), "UPDATE", update)
+
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+    ) -> bool:
+        """See :meth:`dualwrite.ports.StateStore.hold`."""
+
+        def share(session: Session) -> bool:
+            return _is_ours(self._database.lock(session, transactional_id, exclusive=False), incarnation, namespace)
+
+        return self._mapped(_of(connection), "SELECT FOR SHARE", share)
+
+    def commit(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.commit`."""
+        used = _of(connection)
+        if used.is_broken:
+            raise TransactionAborted("the database connection was lost before COMMIT was sent")
+        if used.session.failed:
+            self.rollback(connection)
+            raise TransactionAborted(
+                "a statement had failed, so that COMMIT would have been a ROLLBACK", retryable=False
+            )
+        try:
+            used.run("COMMIT", self._database.commit)
+        except ConnectionLost as error:
+            used.lose()
+            raise TransactionInDoubt("the answer to COMMIT is missing") from error
+
+    def rollback(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.rollback`."""
+        used = _of(connection)
+        if used.in_transaction:
+            try:
+                used.run("ROLLBACK", self._database.rollback)
+            except ConnectionLost:
+                used.lose()
+
+    def discard(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.discard`."""
+        _of(connection).lose()
+
+    @staticmethod
+    def _mapped(used: SimulatedConnection, label: str, statement: Callable[[Session], Result]) -> Result:
+        try:
+            return used.run(label, statement)
+        except (ConnectionLost, LockTimeout) as error:
+            raise Unavailable(_WHY[type(error)]) from error
+        except (Conflict, TransactionFailed, StatementFailed) as error:
+            raise TransactionAborted(_WHY[type(error)], retryable=isinstance(error, Conflict)) from error
+
+    # In transactions of our own
+
+    def _run(self, work: Callable[[SimulatedConnection], Result]) -> Result:
+        """As ``dualwrite.stores.short_transactions`` does: again after a conflict and after a lost connection."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            used = SimulatedConnection(self._simulation)
+            used.session.repeatable = False
+            try:
+                if self._database.kind is Kind.SQLITE:
+                    used.run("BEGIN IMMEDIATE", self._database.begin_immediate)
+                result = work(used)
+                used.run("COMMIT", self._database.commit)
+            except (ConnectionLost, Conflict, LockTimeout) as error:
+                used.close()
+                if attempt == _ATTEMPTS or isinstance(error, LockTimeout):
+                    raise Unavailable(_WHY[type(error)]) from error
+            except DualWriteError:
+                used.close()
+                raise
+            else:
+                used.close()
+                return result
+        raise AssertionError("the last attempt returns or raises")
+
+    def _read(self, select: Callable[[], Result]) -> Result:
+        for attempt in range(1, _ATTEMPTS + 1):
+            used = SimulatedConnection(self._simulation)
+            session = used.session
+            try:
+                return cast("Result", self._simulation.execute(session, "SELECT", select))
+            except ConnectionLost as error:
+                if attempt == _ATTEMPTS:
+                    raise Unavailable(_WHY[ConnectionLost]) from error
+            finally:
+                used.close()
+        raise AssertionError("the last attempt returns or raises")
+
+    def claim(
+        self,
+        transactional_ids: Sequence[str],
+        *,
+        owner: str,
+        cluster_id: str,
+        guard: tuple[str, int] | None = None,
+        verify: Callable[[Sequence[StateRow]], None] | None = None,
+        raise_to: Mapping[str, int] | None = None,
+    ) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.claim`."""
+        ids = sorted(set(transactional_ids))
+        database = self._database
+
+        def work(used: SimulatedConnection) -> Sequence[StateRow]:
+            if guard is not None:
+                row = used.run(
+                    "SELECT FOR UPDATE", lambda session: database.lock(session, guard[0], exclusive=guard[0] in ids)
+                )
+                if row is None or row.owner != owner:
+                    raise Fenced("another owner has claimed the row", transactional_id=guard[0])
+                if row.incarnation < guard[1]:
+                    raise gone_back("the row names an older incarnation than was claimed", guard[0])
+            rows = [self._raise(used, name, owner, cluster_id, (raise_to or {}).get(name, 0)) for name in ids]
+            if verify is not None:
+                try:
+                    verify(rows)
+                except ConfigurationError:
+                    used.run("SELECT", database.begin)  # what was found counts only while the rows are ours
+                    raise
+            return rows
+
+        return self._run(work) if ids else []
+
+    def _raise(self, used: SimulatedConnection, name: str, owner: str, cluster_id: str, at_least: int) -> StateRow:
+        database = self._database
+
+        def update(session: Session) -> StateRow:
+            row = database.lock(session, name) or new_row(name, "n", cluster_id, owner)
+            if row.prepared.incarnation == row.incarnation + 1 or row.cluster_id != cluster_id:
+                raise ConfigurationError("bad row", transactional_id=name)
+            raised = replace(row, incarnation=max(row.incarnation + 1, at_least), owner=owner)
+            database.write(session, raised)
+            return raised
+
+        return used.run("UPDATE", update)
+
+    def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.read`."""
+        return self._read(lambda: self._database.find_all(transactional_ids))
+
+    def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
+        """See :meth:`dualwrite.ports.StateStore.read_locked`."""
+        del deadline  # how long a lock is waited for is the scheduler's choice
+        row = self._run(
+            lambda used: used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, transactional_id))
+        )
+        if row is None:
+            raise ConfigurationError("the row is gone", transactional_id=transactional_id)
+        return row
+
+    def find(self, prefix: str) -> Sequence[StateRow]:
+        """See :meth:`dualwrite.ports.StateStore.find`."""
+        return self._read(lambda: self._database.find(prefix))
+
+    def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.record_outcomes`."""
+        ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
+
+        def work(used: SimulatedConnection) -> None:
+            for row, outcome, detail in ordered:
+                self._record(used, row, outcome, detail)
+
+        if ordered:
+            self._run(work)
+
+    def _record(self, used: SimulatedConnection, row: StateRow, outcome: Outcome, detail: str) -> None:
+        database = self._database
+
+        def update(session: Session) -> None:
+            now = database.lock(session, row.transactional_id)
+            if now is not None and now.prepared == row.prepared and now.completed is None:
+                now = replace(now, completed=outcome)
+                database.write(session, now)
+            better = now is not None and now.prepared == row.prepared and now.completed is not outcome
+            if outcome is Outcome.LOST or (outcome is Outcome.UNVERIFIABLE and not better):
+                incident = Incident(row.transactional_id, str(row.prepared), outcome, detail, ALWAYS, None)
+                database.note(session, incident)
+
+        used.run("UPDATE", update)
+
+    def mark_settled(self, incarnations: Mapping[str, int]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.mark_settled`."""
+        database = self._database
+
+        def raise_mark(used: SimulatedConnection, name: str) -> None:
+            def update(session: Session) -> None:
+                row = database.lock(session, name)
+                if row is not None and row.settled_incarnation < incarnations[name]:
+                    database.write(session, replace(row, settled_incarnation=incarnations[name]))
+
+            used.run("UPDATE", update)
+
+        def work(used: SimulatedConnection) -> None:
+            for name in sorted(incarnations):
+                raise_mark(used, name)
+
+        if incarnations:
+            self._run(work)
+
+    def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """See :meth:`dualwrite.ports.StateStore.incident`."""
+        found = self._read(lambda: self._database.incidents.get((transactional_id, str(state))))
+        return found.outcome if found is not None else None
+
+    def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
+        """See :meth:`dualwrite.ports.StateStore.incidents`. Nobody acknowledges anything here."""
+        del acknowledged
+        return self._read(
+            lambda: [found for key, found in self._database.incidents.items() if key[0].startswith(prefix)]
+        )
+
+    def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
+        """See :meth:`dualwrite.ports.StateStore.acknowledge`: there is no person here."""
+        raise NotImplementedError
+
+    def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
+        """See :meth:`dualwrite.ports.StateStore.transaction_verdict`."""
+        return self._read(lambda: self._database.verdict(transaction))
+
+
+_WHY: Final[Mapping[type[Exception], str]] = {
+    ConnectionLost: "the connection is lost",
+    Conflict: "another transaction was in the way",
+    LockTimeout: "a lock was not free in time",
+    TransactionFailed: "an earlier statement of the transaction had failed",
+    StatementFailed: "the statement violates a constraint",
+}
+
+
+def _is_ours(row: StateRow | None, incarnation: int, namespace: str | None) -> bool:
+    return row is not None and row.incarnation == incarnation and namespace in {None, row.namespace}

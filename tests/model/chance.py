@@ -1,0 +1,210 @@
+"""Random schedules: what happens next is drawn from a seed. The same seed makes the same schedule."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from dualwrite.testing.simulator.database import Kind
+from dualwrite.testing.simulator.process import Server
+from model.world import PARTITIONS, World
+
+if TYPE_CHECKING:
+    from dualwrite.testing.simulator.process import Process
+
+_KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
+_WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
+_NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Schedule:
+    """One random schedule.
+
+    Args:
+        seed: Makes it what it is.
+
+    Attributes:
+        world: Where it runs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random = Random(seed)
+        self.world = World(random.choice(_KINDS))
+        self._length = random.choice((20, 40, 40, 80))
+        self._stays = random.choice((0.5, 0.8, 0.95))
+        self._faults = random.choice((0.02, 0.05, 0.05, 0.12))
+        self._environment = random.choice((0.0, 0.0, 0.01, 0.04))
+        self._most_alive = random.choice((1, 2, 2, 3, 4))
+        self._lanes = random.choice((1, 1, 1, 2))
+        self._opened = 0
+        self._recoverers = 0
+        self._current: Process | None = None
+
+    def run(self) -> World:
+        """Run it to its end, and check. Raises ``Finding``."""
+        with self.world.running():
+            for _ in range(self._length):
+                self.act()
+            if self._random.random() < 0.2:
+                self.world.do_heal(deliver=self._random.random() < 0.6)
+                for _ in range(self._length // 2):
+                    self.act()
+            self.world.do_heal(deliver=self._random.random() < 0.6)
+            if self._random.random() < 0.25:
+                self.world.do_last_owner()
+        return self.world
+
+    def act(self) -> None:
+        """One thing happens."""
+        random, world = self._random, self.world
+        alive = world.alive
+        if not alive or (len(alive) < self._most_alive and random.random() < 0.06):
+            self._open()
+            return
+        if random.random() < self._environment and self._disturb():
+            return
+        if world.simulation.held and random.random() < 0.06:
+            held = random.choice(world.simulation.held)
+            if random.random() < 0.8:
+                world.do_arrive(held, answered=random.random() < 0.7)
+            else:
+                world.do_drop(held)
+            return
+        if world.simulation.markers_delayed and random.random() < 0.1:
+            self._markers()
+            return
+        if world.simulation.database.orphans and random.random() < 0.1:
+            self._end_orphan()
+            return
+        process = self._current
+        if process is None or process.call is None or random.random() > self._stays:
+            process = self._current = random.choice(alive)
+        self._go_on(process)
+
+    def _open(self) -> None:
+        random, world = self._random, self.world
+        if self._opened and random.random() < 0.25:
+            self._recoverers += 1
+            world.do_recover(f"R{self._recoverers}")
+            return
+        name = _NAMES[self._opened] if self._opened < len(_NAMES) else f"Z{self._opened}"
+        self._opened += 1
+        self._current = world.do_open(name, lanes=self._lanes, eager=random.random() < 0.3)
+
+    def _go_on(self, process: Process) -> None:
+        random, world = self._random, self.world
+        call = process.call
+        if call.server is Server.COMMAND:
+            draw = random.random()
+            if draw < 0.04:
+                world.do_close(process)
+            elif draw < 0.07:
+                world.do_keep_house(process)
+            else:
+                self._write(process)
+        elif call.held or call.lost:
+            if call.held and random.random() < 0.3:
+                held = next(held for held in world.simulation.held if held.call is call)
+                world.do_arrive(held, answered=random.random() < 0.6)
+            else:
+                world.do_wait_in_vain(process, random.choice(_WAITS_S))
+        elif not world.simulation.can_step(process):
+            self._unblock(process)
+        elif random.random() < self._faults:
+            self._fault(process)
+        else:
+            world.do_step(process)
+
+    def _write(self, process: Process) -> None:
+        random = self._random
+        draw = random.random()
+        fails = "code" if draw < 0.05 else "statement" if draw < 0.1 else None
+        partitions = tuple(random.randrange(PARTITIONS) for _ in range(random.choice((1, 1, 2, 2, 3))))
+        draw = random.random()
+        if draw < 0.05:
+            self.world.do_write(process, (), fails=fails)
+        else:
+            self.world.do_write(process, partitions, rows=draw > 0.1, fails=fails)
+
+    def _unblock(self, process: Process) -> None:
+        if self._random.random() < 0.1:
+            self.world.do_time_out_lock(process)
+        elif self.world.simulation.database.orphans:
+            self._end_orphan()
+        else:
+            self._current = None
+
+    def _end_orphan(self) -> None:
+        database = self.world.simulation.database
+        index = self._random.randrange(len(database.orphans))
+        committed = database.orphans[index].committing and self._random.random() < 0.6
+        self.world.do_end_orphan(index, committed=committed)
+
+    def _markers(self) -> None:
+        world = self.world
+        prepared = world.prepared()
+        if prepared and self._random.random() < 0.5:
+            world.do_write_one_marker(self._random.choice(prepared))
+        else:
+            world.do_write_markers()
+
+    def _fault(self, process: Process) -> None:
+        random, world = self._random, self.world
+        call = process.call
+        if random.random() < 0.3:
+            world.do_kill(process)
+        elif call.server is Server.KAFKA:
+            draw = random.random()
+            if call.changes and draw < 0.6:
+                world.do_hold(process)
+            elif draw < 0.8:
+                world.do_lose_answer(process)
+            else:
+                world.do_lose_request(process)
+        elif call.server is Server.DATABASE and world.kind is not Kind.SQLITE:
+            how = random.choice(("before", "after", "during") if call.label == "COMMIT" else ("before", "after"))
+            world.do_break_connection(process, how)
+        else:
+            world.do_step(process)
+
+    def _disturb(self) -> bool:
+        """Something happens to a server; False where it cannot."""
+        return self._random.choice((self._disturb_broker, self._disturb_database, self._disturb_transaction))()
+
+    def _disturb_broker(self) -> bool:
+        draw = self._random.random()
+        if draw < 0.4:
+            self.world.do_restart_broker()
+        elif draw < 0.8:
+            self.world.do_delay_markers()
+        elif at_rest := self.world.at_rest():
+            self.world.do_expire(self._random.choice(at_rest))
+        else:
+            return False
+        return True
+
+    def _disturb_database(self) -> bool:
+        if self.world.kind is Kind.SQLITE:  # it is no server
+            return False
+        if self._random.random() < 0.5 and self.world.alive:
+            self.world.do_end_session(self._random.choice(self.world.alive))
+        else:
+            self.world.do_stop_database()
+        return True
+
+    def _disturb_transaction(self) -> bool:
+        ongoing = self.world.ongoing()
+        if not ongoing:
+            return False
+        chosen = self._random.choice(ongoing)
+        draw = self._random.random()
+        if draw < 0.5:
+            self.world.do_time_out(chosen)
+        elif draw < 0.85:
+            self.world.do_force_terminate(chosen)
+        elif all(process.name.startswith("R") for process in self.world.alive):
+            # The tool is for transactions whose producer is gone.
+            self.world.do_abort_on_partition(chosen, self._random.randrange(PARTITIONS))
+        else:
+            return False
+        return True

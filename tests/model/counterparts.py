@@ -1,0 +1,136 @@
+"""Planted mistakes whose place in the product is an adapter: the same mistake in the simulator's adapter.
+
+What :func:`harness.mistakes.planted` patches above the ports (recipes, pure core, producer, evidence) holds in the simulation
+as it is. What it patches below them (SQL, the wire) is planted here once more.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dualwrite.testing.simulator.database import Session
+from dualwrite.testing.simulator.handle import SimulatedHandle
+from dualwrite.testing.simulator.outside import SimulatedCoordinator
+from dualwrite.testing.simulator.requests import InitProducerId
+from dualwrite.testing.simulator.store import SimulatedStore, _of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def unconditional_update(patch: pytest.MonkeyPatch) -> None:
+    def decide(self, connection, transactional_id, incarnation, state, *, namespace=None):
+        database = self._database
+
+        def update(session: Session):
+            row = database.lock(session, transactional_id)
+            database.write(session, replace(row, prepared=state, completed=None))
+            return True, database.name(session)
+
+        return self._mapped(_of(connection), "UPDATE", update)
+
+    patch.setattr(SimulatedStore, "decide", decide)
+
+
+def failed_commit_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
+    decide = SimulatedStore.decide
+
+    def unchecked(self, connection, *args, **kwargs):
+        if _of(connection).session.failed:
+            return True, None
+        return decide(self, connection, *args, **kwargs)
+
+    def commit(self, connection):
+        used = _of(connection)
+        used.run("COMMIT", self._database.commit)
+
+    patch.setattr(SimulatedStore, "decide", unchecked)
+    patch.setattr(SimulatedStore, "commit", commit)
+
+
+def claim_returns_a_row_read_before(patch: pytest.MonkeyPatch) -> None:
+    real = SimulatedStore.claim
+
+    def claim(self, transactional_ids, **kwargs):
+        before = {row.transactional_id: row for row in self.read(transactional_ids)}
+        return [
+            replace(
+                row, prepared=before[row.transactional_id].prepared, completed=before[row.transactional_id].completed
+            )
+            if row.transactional_id in before
+            else row
+            for row in real(self, transactional_ids, **kwargs)
+        ]
+
+    patch.setattr(SimulatedStore, "claim", claim)
+
+
+def row_in_doubt_read_without_its_lock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedStore, "read_locked", lambda self, name, _: self.read([name])[0])
+
+
+def settled_mark_may_sink(patch: pytest.MonkeyPatch) -> None:
+    def mark_settled(self, incarnations):
+        def work(used):
+            for name in sorted(incarnations):
+
+                def update(session, name=name):
+                    row = self._database.lock(session, name)
+                    self._database.write(session, replace(row, settled_incarnation=incarnations[name]))
+
+                used.run("UPDATE", update)
+
+        self._run(work)
+
+    patch.setattr(SimulatedStore, "mark_settled", mark_settled)
+
+
+def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> None:
+    describe, seen = SimulatedCoordinator.describe, {}
+
+    def describe_and_remember(self, kafka_ids, deadline):
+        views = describe(self, kafka_ids, deadline)
+        for kafka_id, view in views.items():
+            seen.setdefault((id(self), kafka_id), view)
+        return views
+
+    def retire(self, kafka_ids, deadline):
+        for kafka_id in kafka_ids:
+            view = seen[id(self), kafka_id]
+            self._one(InitProducerId(kafka_id, 1000, view.producer_id, view.epoch), deadline, lambda _: True)
+
+    patch.setattr(SimulatedCoordinator, "describe", describe_and_remember)
+    patch.setattr(SimulatedCoordinator, "retire", retire)
+
+
+def kept_after_a_repeated_init(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedHandle, "init_unanswered", False)
+
+
+COUNTERPARTS = {
+    function.__name__: function
+    for function in (
+        unconditional_update,
+        failed_commit_taken_for_committed,
+        claim_returns_a_row_read_before,
+        row_in_doubt_read_without_its_lock,
+        settled_mark_may_sink,
+        conditional_init_taken_for_a_compare_and_set,
+        kept_after_a_repeated_init,
+    )
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The mistake of that name, wherever its place is."""
+    from harness import mistakes
+
+    with mistakes.planted(name), pytest.MonkeyPatch.context() as patch:
+        if name in COUNTERPARTS:
+            COUNTERPARTS[name](patch)
+        yield

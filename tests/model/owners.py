@@ -1,0 +1,215 @@
+"""The processes of the model: owners that write, and recoverers. They run the library's recipes; nothing here is protocol."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dualwrite.block import dual_write
+from dualwrite.claiming import Ground
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    OutcomeUnverifiable,
+)
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.lane import Lane, claim_lanes, lane_id
+from dualwrite.recovery import recover_rows
+from dualwrite.testing.simulator.connection import SimulatedConnection
+from dualwrite.testing.simulator.database import (
+    Conflict,
+    ConnectionLost,
+    LockTimeout,
+    StatementFailed,
+    TransactionFailed,
+)
+from dualwrite.testing.simulator.handle import make_handle
+from dualwrite.testing.simulator.outside import SimulatedCoordinator
+from dualwrite.testing.simulator.store import SimulatedStore
+
+if TYPE_CHECKING:
+    from dualwrite.testing.simulator.process import Process
+    from dualwrite.testing.simulator.scheduler import Simulation
+
+NAME = "orders"
+TOPIC = "events"
+KAFKA = KafkaConfig.parse({"bootstrap.servers": "simulated:9092"})
+TIMEOUT_S = 60.0
+
+_OF_THE_USERS_STATEMENT = (ConnectionLost, Conflict, LockTimeout, StatementFailed, TransactionFailed)
+
+
+class CodeFailed(Exception):
+    """What the user's own code raises inside a block."""
+
+
+@dataclass
+class Write:
+    """One dual write: what it was to do, and what its owner was told.
+
+    Attributes:
+        number: Counts all writes; the name of its row.
+        owner: Whose it is.
+        messages: Message names with their partitions.
+        rows: Whether it has rows.
+        fails: ``code`` or ``statement`` where the user's code makes it abort.
+        told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``.
+        lane: The transactional id that it ran under.
+    """
+
+    number: int
+    owner: str
+    messages: tuple[tuple[str, int], ...]
+    rows: bool = True
+    fails: str | None = None
+    told: str | None = None
+    lane: str = ""
+
+
+@dataclass
+class Told:
+    """What processes were told, beside their writes. It survives them, as a log file would."""
+
+    losses: set[str] = field(default_factory=set)
+    opened: dict[str, str] = field(default_factory=dict)
+    alarms: list[BaseException] = field(default_factory=list)
+
+    def note(self, error: DualWriteError) -> None:
+        """Note what an error says beside what it says of one dual write."""
+        if isinstance(error, (ConfigurationError, IllegalStateError)):
+            self.alarms.append(error)  # nobody has made a mistake in this world
+        if isinstance(error, (DecidedTransactionLost, OutcomeUnverifiable)) and error.state:
+            self.losses.add(error.state)
+
+
+class Owner:
+    """A process that opens the writer's lanes and writes what it is told to."""
+
+    def __init__(self, simulation: Simulation, told: Told, *, lanes: int, eager: bool) -> None:
+        self._simulation = simulation
+        self._told = told
+        self._lanes: list[Lane] = []
+        self._count = lanes
+        self._eager = eager
+
+    def run(self, process: Process) -> None:
+        coordinator = SimulatedCoordinator(self._simulation)
+        ground = Ground(coordinator, SimulatedStore(self._simulation, process), process.name)
+        try:
+            rows = claim_lanes(ground, NAME, self._count, Deadline(TIMEOUT_S))
+            self._lanes = [self._lane(ground, number) for number in range(self._count)]
+            for lane in self._lanes:
+                lane.adopt(rows[lane.transactional_id])
+            for lane in self._lanes:
+                lane.ready(Deadline(TIMEOUT_S))
+        except DualWriteError as error:
+            self._told.note(error)
+            self._told.opened[process.name] = type(error).__name__
+            return
+        self._told.opened[process.name] = "open"
+        connection = SimulatedConnection(self._simulation)
+        while (command := process.await_command()) is not None:
+            if isinstance(command, Write):
+                if not self._write(ground, connection, command):
+                    return
+            else:
+                self._keep_house()
+        self._keep_house()
+        try:
+            for lane in self._lanes:
+                lane.record_completed()
+        except DualWriteError as error:
+            self._told.note(error)
+
+    def _keep_house(self) -> None:
+        """What a writer does for its lanes in the background, and when it closes."""
+        for lane in self._lanes:
+            try:
+                if lane.needs_settling:
+                    lane.settle(Deadline(10.0))
+            except DualWriteError as error:
+                self._told.note(error)
+
+    def _lane(self, ground: Ground, number: int) -> Lane:
+        def make_producer(row):
+            return TransactionalProducer(
+                KAFKA,
+                row.kafka_id(row.incarnation),
+                coordinator=ground.coordinator,
+                incarnation=row.incarnation,
+                call_timeout_s=TIMEOUT_S / 2,
+                make_handle=make_handle(self._simulation, eager=self._eager),
+            )
+
+        def first_lane() -> tuple[str, int]:
+            return NAME, self._lanes[0].row.incarnation
+
+        return Lane(lane_id(NAME, number), ground, make_producer, guard=first_lane if number else None)
+
+    def _write(self, ground: Ground, connection: SimulatedConnection, write: Write) -> bool:
+        """Do one dual write; False where the owner has to stop."""
+        lane = self._lanes.pop(0)
+        self._lanes.append(lane)
+        write.lane = lane.transactional_id
+        begun = False
+        try:
+            lane.ready(Deadline(TIMEOUT_S))
+            with dual_write(lane, ground, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
+                begun = True
+                connection.about(write)
+                for name, partition in write.messages:
+                    if write.rows:
+                        connection.insert(name)
+                    transaction.produce(TOPIC, name, partition=partition)
+                if write.rows and not write.messages:
+                    connection.insert(f"row {write.number}")
+                if write.fails == "statement":
+                    connection.fail()
+                if write.fails == "code":
+                    raise CodeFailed
+        except (CodeFailed, *_OF_THE_USERS_STATEMENT):
+            write.told = "aborted"
+        except DualWriteError as error:
+            self._told.note(error)
+            write.told = _MEANING[error.outcome] if begun else "aborted"
+            if isinstance(error, Fenced):
+                return False
+        else:
+            write.told = "committed"
+        return True
+
+
+_MEANING = {"none": "aborted", "aborted": "aborted", "decided": "decided", "lost": "lost", "unknown": "unknown"}
+
+
+class Recoverer:
+    """A process that recovers everything that needs it."""
+
+    def __init__(self, simulation: Simulation, told: Told) -> None:
+        self._simulation = simulation
+        self._told = told
+        self.planned: int | None = None
+
+    def run(self, process: Process) -> None:
+        store = SimulatedStore(self._simulation, process)
+        try:
+            report = recover_rows(
+                partial(store.find, ""),
+                store=store,
+                connect=lambda: nullcontext(SimulatedCoordinator(self._simulation)),
+                deadline=Deadline(5 * TIMEOUT_S),
+                owner=process.name,
+            )
+        except DualWriteError as error:
+            self._told.note(error)
+            self._told.opened[process.name] = type(error).__name__
+            return
+        self._told.opened[process.name] = "recovered"
+        self.planned = len(report.planned)

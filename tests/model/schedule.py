@@ -1,0 +1,334 @@
+"""Schedules as text: what a run has done, in lines that can be read aloud, and run again. ``README.md`` lists them all."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from dualwrite.failpoints import FAILPOINTS
+from dualwrite.testing.simulator.database import Kind
+from dualwrite.testing.simulator.process import Server
+from model.world import World, kafka_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from dualwrite.testing.simulator.process import Process
+    from dualwrite.testing.simulator.scheduler import Held
+
+_FAR = 500
+"""So many steps are enough to come to any request."""
+
+
+class Impossible(Exception):
+    """The line cannot happen now: its process is not there, or is elsewhere."""
+
+
+def lines_of(trace: Sequence[str | tuple[str, str, list[str] | None]]) -> list[str]:
+    """A trace as lines: steps of one process in a row are one line."""
+    lines: list[str] = []
+    steps: list[tuple[str, str, list[str] | None]] = []
+
+    def flush() -> None:
+        if steps:
+            lines.append(_steps_line(steps))
+            steps.clear()
+
+    for item in trace:
+        if isinstance(item, tuple):
+            if steps and steps[-1][0] != item[0]:
+                flush()
+            steps.append(item)
+        else:
+            flush()
+            lines.append(item)
+    flush()
+    return lines
+
+
+def _steps_line(steps: Sequence[tuple[str, str, list[str] | None]]) -> str:
+    name = steps[0][0]
+    passed = steps[-1][2]
+    before = {point for step in steps[:-1] for point in step[2] or ()}
+    comment = ", ".join(label for _, label, _ in steps)
+    if passed is None:
+        comment += ": waits for a lock"
+    elif passed and passed[-1] not in before:
+        return f"{name} runs to {passed[-1]}  # {comment}"
+    return f"{name} steps{'' if len(steps) == 1 else f' {len(steps)} times'}  # {comment}"
+
+
+def fine_lines_of(trace: Iterable[str | tuple[str, str, list[str] | None]]) -> list[str]:
+    """A trace as lines, each step its own: to be shrunk."""
+    return [f"{item[0]} steps" if isinstance(item, tuple) else item for item in trace]
+
+
+class Performer:
+    """Performs lines in a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def perform(self, line: str) -> None:
+        """Let it happen.
+
+        Raises:
+            Impossible: It cannot happen now.
+            ValueError: It is no line of the language.
+            Finding: The promise is broken.
+        """
+        for pattern, method in _LINES:
+            match = pattern.fullmatch(line)
+            if match:
+                method(self, **match.groupdict())
+                return
+        raise ValueError(f"not a line of a schedule: {line!r}")
+
+    # Finding one's way
+
+    def _process(self, name: str) -> Process:
+        process = self._world.simulation.processes.get(name)
+        if process is None or process.call is None:
+            raise Impossible(f"there is no {name}")
+        return process
+
+    def _commanded(self, name: str) -> Process:
+        process = self._process(name)
+        if process.call.server is not Server.COMMAND:
+            raise Impossible(f"{name} is busy")
+        return process
+
+    def _can_step(self, process: Process) -> bool:
+        return process.call is not None and self._world.simulation.can_step(process)
+
+    def _before(self, name: str, label: str) -> Process:
+        """The process, which runs until it stands before that call."""
+        process = self._process(name)
+        for _ in range(_FAR):
+            if process.call is not None and process.call.label == label and self._can_step(process):
+                return process
+            if not self._can_step(process):
+                break
+            self._world.do_step(process)
+        raise Impossible(f"{name} does not come to {label}")
+
+    def _held(self, name: str, label: str) -> Held:
+        for held in self._world.simulation.held:
+            if held.owner == name and held.label == label:
+                return held
+        raise Impossible(f"no {label} of {name} is held")
+
+    def _known(self, name: str, incarnation: str, among: Sequence[str]) -> str:
+        found = kafka_id(name, int(incarnation))
+        if found not in among:
+            raise Impossible(f"{found} is not in that state")
+        return found
+
+    # Lines
+
+    def opens(self, name: str, lanes: str | None, early: str | None) -> None:
+        if name in self._world.simulation.processes and self._world.simulation.processes[name].call is not None:
+            raise Impossible(f"{name} is open")
+        self._world.do_open(name, lanes=int(lanes or 1), eager=early is not None)
+
+    def recovers(self, name: str) -> None:
+        self._world.do_recover(name)
+
+    def writes(self, name: str, where: str, without: str | None, fails: str | None) -> None:
+        process = self._commanded(name)
+        partitions = tuple(int(number) for number in re.findall(r"to partition (\d+)", where))
+        kind = {None: None, ", and its code fails": "code", ", and a statement fails": "statement"}[fails]
+        self._world.do_write(process, partitions, rows=without is None, fails=kind)
+
+    def closes(self, name: str) -> None:
+        self._world.do_close(self._commanded(name))
+
+    def keeps_house(self, name: str) -> None:
+        self._world.do_keep_house(self._commanded(name))
+
+    def steps(self, name: str, times: str | None) -> None:
+        process = self._process(name)
+        for _ in range(int(times or 1)):
+            if not self._can_step(process):
+                raise Impossible(f"{name} cannot go on")
+            self._world.do_step(process)
+
+    def runs(self, name: str) -> None:
+        process = self._process(name)
+        for _ in range(_FAR):
+            if not self._can_step(process):
+                return
+            self._world.do_step(process)
+        raise Impossible(f"{name} does not come to an end")
+
+    def runs_to(self, name: str, point: str) -> None:
+        if point not in FAILPOINTS:
+            raise ValueError(f"there is no fail point {point}")
+        process = self._process(name)
+        for _ in range(_FAR):
+            if not self._can_step(process):
+                break
+            self._world.do_step(process)
+            if point in process.passed:
+                return
+        raise Impossible(f"{name} does not come to {point}")
+
+    def is_killed(self, name: str) -> None:
+        self._world.do_kill(self._process(name))
+
+    def holds(self, name: str, label: str) -> None:
+        self._world.do_hold(self._before(name, label))
+
+    def loses(self, answer: str | None, name: str, label: str) -> None:
+        process = self._before(name, label)
+        (self._world.do_lose_answer if answer else self._world.do_lose_request)(process)
+
+    def waits(self, name: str, seconds: str) -> None:
+        process = self._process(name)
+        if not (process.call.held or process.call.lost):
+            raise Impossible(f"{name} waits for nothing")
+        self._world.do_wait_in_vain(process, float(seconds))
+
+    def arrives(self, label: str, name: str, lost: str | None) -> None:
+        self._world.do_arrive(self._held(name, label), answered=lost is None)
+
+    def held_is_lost(self, label: str, name: str) -> None:
+        self._world.do_drop(self._held(name, label))
+
+    def connection_breaks(self, name: str, how: str, label: str) -> None:
+        self._world.do_break_connection(self._before(name, label), how)
+
+    def sessions_end(self, name: str) -> None:
+        self._world.do_end_session(self._process(name))
+
+    def orphan_ends(self, does: str, number: str) -> None:
+        orphans = self._world.simulation.database.orphans
+        index = int(number) - 1
+        if index >= len(orphans) or (does == "commits" and not orphans[index].committing):
+            raise Impossible("there is no such session")
+        self._world.do_end_orphan(index, committed=does == "commits")
+
+    def lock_times_out(self, name: str) -> None:
+        process = self._process(name)
+        session = process.call.session
+        if session is None or not self._world.simulation.database.is_blocked(session):
+            raise Impossible(f"{name} waits for no lock")
+        self._world.do_time_out_lock(process)
+
+    def database_stops(self) -> None:
+        self._world.do_stop_database()
+
+    def broker_restarts(self) -> None:
+        self._world.do_restart_broker()
+
+    def markers_are_delayed(self) -> None:
+        self._world.do_delay_markers()
+
+    def markers_are_written(self) -> None:
+        self._world.do_write_markers()
+
+    def one_marker(self, name: str, incarnation: str) -> None:
+        self._world.do_write_one_marker(self._known(name, incarnation, self._world.prepared()))
+
+    def times_out(self, name: str, incarnation: str) -> None:
+        self._world.do_time_out(self._known(name, incarnation, self._world.ongoing()))
+
+    def forgets(self, name: str, incarnation: str) -> None:
+        self._world.do_expire(self._known(name, incarnation, self._world.at_rest()))
+
+    def terminates(self, name: str, incarnation: str) -> None:
+        self._world.do_force_terminate(self._known(name, incarnation, self._world.ongoing()))
+
+    def aborts_on(self, name: str, incarnation: str, partition: str) -> None:
+        self._world.do_abort_on_partition(self._known(name, incarnation, self._world.ongoing()), int(partition))
+
+    def heals(self, lost: str | None) -> None:
+        self._world.do_heal(deliver=lost is None)
+
+    def last_owner(self) -> None:
+        self._world.do_last_owner()
+
+
+_NAME = r"(?P<name>[A-Z]\d*)"
+_LABEL = r"(?P<label>\w+(?: \w+)*)"
+_OF = r"(?P<name>[a-z#0-9]+), incarnation (?P<incarnation>\d+)"
+_LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
+    (re.compile(pattern), method)
+    for pattern, method in [
+        (rf"{_NAME} opens(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?\))?", Performer.opens),
+        (rf"{_NAME} recovers", Performer.recovers),
+        (
+            rf"{_NAME} writes (?P<where>rows alone|m\d+ to partition \d+(?: and m\d+ to partition \d+)*)"
+            r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?",
+            Performer.writes,
+        ),
+        (rf"{_NAME} closes", Performer.closes),
+        (rf"{_NAME} keeps house", Performer.keeps_house),
+        (rf"{_NAME} steps(?: (?P<times>\d+) times)?", Performer.steps),
+        (rf"{_NAME} runs", Performer.runs),
+        (rf"{_NAME} runs to (?P<point>[a-z_.]+)", Performer.runs_to),
+        (rf"{_NAME} is killed", Performer.is_killed),
+        (rf"the network holds {_NAME}'s {_LABEL}", Performer.holds),
+        (rf"the network loses (?P<answer>the answer to )?{_NAME}'s {_LABEL}", Performer.loses),
+        (rf"{_NAME} waits (?P<seconds>[0-9.]+) s in vain", Performer.waits),
+        (rf"the held {_LABEL} of {_NAME} arrives(?P<lost>, its answer is lost)?", Performer.arrives),
+        (rf"the held {_LABEL} of {_NAME} is lost", Performer.held_is_lost),
+        (rf"{_NAME}'s connection breaks (?P<how>before|after|during) {_LABEL}", Performer.connection_breaks),
+        (rf"the database ends {_NAME}'s sessions", Performer.sessions_end),
+        (r"the database (?P<does>commits|rolls back) orphaned session (?P<number>\d+)", Performer.orphan_ends),
+        (rf"{_NAME} waits too long for a lock", Performer.lock_times_out),
+        (r"the database is stopped at once and started", Performer.database_stops),
+        (r"the broker is restarted", Performer.broker_restarts),
+        (r"the broker delays its markers", Performer.markers_are_delayed),
+        (r"the broker writes its markers", Performer.markers_are_written),
+        (rf"the broker writes one marker of {_OF}", Performer.one_marker),
+        (rf"the broker times out {_OF}", Performer.times_out),
+        (rf"the broker forgets {_OF}", Performer.forgets),
+        (rf"an operator terminates {_OF}", Performer.terminates),
+        (rf"an operator aborts {_OF} on partition (?P<partition>\d+)", Performer.aborts_on),
+        (r"(?P<lost>everything held is lost, and )?everything heals", Performer.heals),
+        (r"a last owner opens and writes", Performer.last_owner),
+    ]
+]
+
+
+def kind_of(lines: Sequence[str]) -> Kind:
+    """The database that a schedule asks for in its first line."""
+    if lines and lines[0].startswith("given "):
+        return Kind(lines[0].removeprefix("given "))
+    return Kind.READ_COMMITTED
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a schedule's text, without comments."""
+    stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+    return [line for line in stripped if line]
+
+
+def run_lines(lines: Sequence[str], *, lenient: bool = False) -> World:
+    """Run a schedule.
+
+    Args:
+        lines: Its lines.
+        lenient: Leave out what cannot happen.
+
+    Raises:
+        Finding: The promise is broken. Its ``world`` is where.
+        Impossible: A line cannot happen, and ``lenient`` is not set.
+    """
+    world = World(kind_of(lines))
+    performer = Performer(world)
+    try:
+        with world.running():
+            for line in lines:
+                if line.startswith("given "):
+                    continue
+                try:
+                    performer.perform(line)
+                except Impossible:
+                    if not lenient:
+                        raise
+    except Exception as error:
+        error.world = world  # type: ignore[attr-defined] # for whoever shrinks it
+        raise
+    return world

@@ -1,0 +1,78 @@
+"""Some thousands of random schedules; ``make model N=...`` runs as many as one likes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.counterparts import planted
+from model.results import Counts
+from model.run import chunks, run_chunk
+from model.schedule import run_lines, text_lines
+
+CHUNK = 500
+FOUND = Path(__file__).parent / "found"
+
+
+@pytest.mark.parametrize("first", range(1_000_000_000, 1_000_000_000 + 8 * CHUNK, CHUNK))
+def test_both_sides_agree_after_every_random_schedule(first):
+    counts = run_chunk(first, CHUNK)
+    assert not counts.findings
+    assert counts.schedules == CHUNK
+    assert counts.happened["kills"] > 100
+    assert counts.happened["late requests"] > 20
+    assert counts.told["committed"] > 100
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "unconditional_update",
+        "failed_commit_taken_for_committed",
+        "lost_commit_answer_taken_for_no",
+        "retire_before_complete",
+        "never_retired",
+        "nothing_settled_at_the_start",
+    ],
+)
+def test_a_planted_mistake_is_found_soon(mistake):
+    assert run_chunk(0, 1000, mistake).findings
+
+
+def test_a_schedule_that_has_found_a_mistake_finds_it_when_it_is_planted_again():
+    lines = text_lines((FOUND / "first_init_comes_late.txt").read_text(encoding="utf-8"))
+    with planted("kept_after_a_repeated_init"), pytest.raises(AssertionError, match="told as lost"):
+        run_lines(lines)
+
+
+def test_several_processes_run_the_same_schedules_as_one():
+    one, two = Counts(), Counts()
+    for counts in chunks(7, 600, "", 1):
+        one.add(counts)
+    for counts in chunks(7, 600, "", 2):
+        two.add(counts)
+    assert one.schedules == 600
+    assert one == two
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_is_stopped_says_how_far_it_came(tmp_path, jobs):
+    results = tmp_path / "results.json"
+    command = [sys.executable, "-m", "model", "--schedules", "1000000", "--seed", "5", "--jobs", str(jobs)]
+    with subprocess.Popen(
+        [*command, "--results", results], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.readline()  # the first schedules are done
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in told
+    kept = json.loads(results.read_text(encoding="utf-8"))
+    assert not kept["complete"]
+    assert 0 < kept["schedules"] < 1_000_000
+    assert kept["last_seed"] == 5 + kept["schedules"] - 1

@@ -1,0 +1,400 @@
+"""The world of the model: what can happen, by name, and what must hold when it has come to rest.
+
+Every method that begins with ``do_`` is one thing that happens, and leaves one line in :attr:`World.trace`;
+``tests/model/README.md`` explains the lines. The hypothesis machine, the random runs and the scenario files all go
+through these methods, so what one of them finds, the others can do again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dualwrite.testing.simulator import environment
+from dualwrite.testing.simulator.broker import handle
+from dualwrite.testing.simulator.database import Database, Kind
+from dualwrite.testing.simulator.process import Process, Server
+from dualwrite.testing.simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
+from dualwrite.testing.simulator.scheduler import Held, Simulation
+from dualwrite.testing.simulator.state import new_broker, transaction
+from model.checker import Finding, check
+from model.owners import TOPIC, Owner, Recoverer, Told, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PARTITIONS = 2
+NAMESPACE = "n"
+_MOST_STEPS = 20_000
+
+
+class World:
+    """One run.
+
+    Attributes:
+        simulation: The servers and the processes.
+        writes: All dual writes that were begun.
+        told: What processes were told.
+        excused: Numbers of writes whose Kafka transaction the environment has ended.
+        trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
+        counts: How often each kind of thing happened.
+        places: For what happened to a process or its request: before which call, by kind.
+        passed: How often each fail point was passed.
+    """
+
+    def __init__(self, kind: Kind = Kind.READ_COMMITTED) -> None:
+        self.kind = kind
+        self.simulation = Simulation(new_broker({TOPIC: PARTITIONS}), Database(kind))
+        self.writes: list[Write] = []
+        self.told = Told()
+        self.excused: set[int] = set()
+        self.trace: list[str | tuple[str, str, list[str] | None]] = []
+        self.counts: Counter[str] = Counter()
+        self.places: dict[str, Counter[str]] = defaultdict(Counter)
+        self.passed: Counter[str] = Counter()
+        self.owners: dict[str, Process] = {}
+        self.recoverers = 0
+        self.messages = 0
+        if kind is not Kind.READ_COMMITTED:
+            self.trace.append(f"given {kind.value}")
+
+    @contextmanager
+    def running(self) -> Iterator[World]:
+        """Around all that happens."""
+        with self.simulation.clock_and_points():
+            yield self
+
+    def _happened(self, kind: str, line: str, before: str | None = None) -> None:
+        self.counts[kind] += 1
+        if before is not None:
+            self.places[kind][before] += 1
+        self.trace.append(line)
+
+    def _check_process(self, process: Process) -> None:
+        if process.error is not None:
+            raise Finding(f"{process.name} ended with {process.error!r}") from process.error
+        if self.told.alarms:
+            raise Finding(f"a false alarm: {self.told.alarms[0]!r}") from self.told.alarms[0]
+
+    # Processes
+
+    @property
+    def alive(self) -> list[Process]:
+        """The processes that have not ended."""
+        return [process for process in self.simulation.processes.values() if process.call is not None]
+
+    def idle(self) -> list[Process]:
+        """The owners that wait for something to do."""
+        return [process for process in self.alive if process.call.server is Server.COMMAND]
+
+    def do_open(self, name: str, *, lanes: int = 1, eager: bool = False) -> Process:
+        how = [f"{lanes} lanes"] * (lanes > 1) + ["sends early"] * eager
+        self._happened("opens", f"{name} opens" + (f" ({', '.join(how)})" if how else ""))
+        owner = Owner(self.simulation, self.told, lanes=lanes, eager=eager)
+        process = self.simulation.spawn(name, owner.run)
+        self._check_process(process)
+        return process
+
+    def do_recover(self, name: str) -> Recoverer:
+        self._happened("recoveries", f"{name} recovers")
+        recoverer = Recoverer(self.simulation, self.told)
+        process = self.simulation.spawn(name, recoverer.run)
+        self._check_process(process)
+        return recoverer
+
+    def do_write(
+        self, process: Process, partitions: tuple[int, ...], *, rows: bool = True, fails: str | None = None
+    ) -> Write:
+        messages = []
+        for partition in partitions:
+            self.messages += 1
+            messages.append((f"m{self.messages}", partition))
+        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails)
+        where = " and ".join(f"{name} to partition {partition}" for name, partition in messages) or "rows alone"
+        ending = {"code": ", and its code fails", "statement": ", and a statement fails", None: ""}[fails]
+        self._happened("writes", f"{process.name} writes {where}{'' if rows else ', without rows'}{ending}")
+        self.writes.append(write)
+        self.simulation.command(process, write)
+        self._check_process(process)
+        return write
+
+    def do_close(self, process: Process) -> None:
+        self._happened("closes", f"{process.name} closes")
+        self.simulation.command(process, None)
+        self._check_process(process)
+
+    def do_step(self, process: Process) -> bool:
+        call = process.call
+        gone_on = self.simulation.step(process)
+        self.trace.append((process.name, call.label, process.passed if gone_on else None))
+        if gone_on and process.passed:
+            self.passed.update(process.passed)
+        if process.error is not None or self.told.alarms:
+            self._check_process(process)
+        return gone_on
+
+    def do_kill(self, process: Process) -> None:
+        self._happened("kills", f"{process.name} is killed", process.call.label or "its next command")
+        self.simulation.kill(process)
+        if self.kind is Kind.SQLITE:  # no server is left to end its transaction later
+            for session in self.simulation.database.orphans:
+                self.simulation.database.end_orphan(session)
+
+    # The network
+
+    def do_hold(self, process: Process) -> None:
+        self._happened("held", f"the network holds {process.name}'s {process.call.label}", process.call.label)
+        self.simulation.hold(process)
+
+    def do_lose_request(self, process: Process) -> None:
+        self._happened("lost requests", f"the network loses {process.name}'s {process.call.label}", process.call.label)
+        self.simulation.lose_request(process)
+
+    def do_lose_answer(self, process: Process) -> None:
+        self._happened(
+            "lost answers", f"the network loses the answer to {process.name}'s {process.call.label}", process.call.label
+        )
+        self.simulation.lose_answer(process)
+
+    def do_wait_in_vain(self, process: Process, seconds: float) -> None:
+        self._happened("waits", f"{process.name} waits {seconds:g} s in vain")
+        self.simulation.wait_in_vain(process, seconds)
+        self._check_process(process)
+
+    def do_arrive(self, held: Held, *, answered: bool = True) -> None:
+        ending = "" if answered else ", its answer is lost"
+        self._happened("late requests", f"the held {held.label} of {held.owner} arrives{ending}", held.label)
+        self.simulation.arrive(held, answered=answered)
+        self._check_process(held.call.process)
+
+    def do_drop(self, held: Held) -> None:
+        self._happened("lost requests", f"the held {held.label} of {held.owner} is lost", held.label)
+        self.simulation.drop(held)
+
+    # The database
+
+    def do_break_connection(self, process: Process, how: str) -> None:
+        label = process.call.label
+        self._happened(f"connections broken {how}", f"{process.name}'s connection breaks {how} {label}", label)
+        self.simulation.break_connection(process, executed=how == "after", under_way=how == "during")
+        self._check_process(process)
+
+    def do_end_session(self, process: Process) -> None:
+        self._happened("sessions ended", f"the database ends {process.name}'s sessions")
+        self.simulation.end_sessions(process)
+
+    def do_keep_house(self, process: Process) -> None:
+        self._happened("housekeeping", f"{process.name} keeps house")
+        self.simulation.command(process, "keep house")
+        self._check_process(process)
+
+    def do_end_orphan(self, index: int, *, committed: bool) -> None:
+        session = self.simulation.database.orphans[index]
+        self._happened(
+            "orphans", f"the database {'commits' if committed else 'rolls back'} orphaned session {index + 1}"
+        )
+        self.simulation.database.end_orphan(session, committed=committed)
+
+    def do_time_out_lock(self, process: Process) -> None:
+        self._happened("lock timeouts", f"{process.name} waits too long for a lock")
+        error = self.simulation.database.time_out_lock(process.call.session)
+        process.resume(error=error)
+        self._check_process(process)
+
+    def do_stop_database(self) -> None:
+        self._happened("database stops", "the database is stopped at once and started")
+        self.simulation.stop_database()
+
+    # The broker
+
+    def do_restart_broker(self) -> None:
+        self._happened("broker restarts", "the broker is restarted")
+        self.simulation.restart_broker(environment.restart(self.simulation.broker))
+
+    def do_delay_markers(self) -> None:
+        self._happened("markers delayed", "the broker delays its markers")
+        self.simulation.markers_delayed = True
+
+    def do_write_markers(self) -> None:
+        self._happened("markers written", "the broker writes its markers")
+        self.simulation.markers_delayed = False
+        self.simulation.write_markers()
+
+    def do_write_one_marker(self, kafka_id: str) -> None:
+        self._happened("single markers", f"the broker writes one marker of {spoken(kafka_id)}")
+        self.simulation.broker = environment.write_marker(self.simulation.broker, kafka_id)
+
+    def do_time_out(self, kafka_id: str) -> None:
+        self._happened("time-outs", f"the broker times out {spoken(kafka_id)}")
+        self._excuse(kafka_id)
+        self.simulation.broker = environment.time_out(self.simulation.broker, kafka_id)
+        self._markers_of_the_environment()
+
+    def do_force_terminate(self, kafka_id: str) -> None:
+        self._happened("operator aborts", f"an operator terminates {spoken(kafka_id)}")
+        self._excuse(kafka_id)
+        self.simulation.broker, _ = handle(self.simulation.broker, InitProducerId(kafka_id, 60_000))
+        self._markers_of_the_environment()
+
+    def do_abort_on_partition(self, kafka_id: str, partition: int) -> None:
+        self._happened("operator aborts", f"an operator aborts {spoken(kafka_id)} on partition {partition}")
+        self._excuse(kafka_id)
+        known = transaction(self.simulation.broker, kafka_id)
+        request = WriteTxnMarkers(
+            known.producer_id,
+            known.producer_epoch,
+            False,
+            ((TOPIC, partition),),
+            self.simulation.broker.coordinator_epoch,
+        )
+        self.simulation.broker, answer = handle(self.simulation.broker, request)
+        assert answer.error_codes == (ErrorCode.NONE,)
+
+    def _markers_of_the_environment(self) -> None:
+        if not self.simulation.markers_delayed:
+            self.simulation.write_markers()
+
+    def _excuse(self, kafka_id: str) -> None:
+        """Whatever is open under this id is the environment's doing from now on."""
+        known = transaction(self.simulation.broker, kafka_id)
+        names = set()
+        for found in self.simulation.broker.partitions:
+            for entry in found.producers:
+                if entry.producer_id == known.producer_id and entry.txn_start >= 0:
+                    names |= {
+                        value
+                        for batch in found.batches
+                        if batch.producer_id == known.producer_id and batch.base_offset >= entry.txn_start
+                        for value in batch.values
+                    }
+        self.excused |= {write.number for write in self.writes if names & {name for name, _ in write.messages}}
+
+    def do_expire(self, kafka_id: str) -> None:
+        self._happened("expired ids", f"the broker forgets {spoken(kafka_id)}")
+        self.simulation.broker = environment.expire_transactional_id(self.simulation.broker, kafka_id)
+
+    # Rest
+
+    def do_heal(self, *, deliver: bool = True) -> None:
+        """Everything that is held arrives, or never does; every process comes to an end or to idleness; then all is checked."""
+        self._happened(
+            "quiet points", "everything heals" if deliver else "everything held is lost, and everything heals"
+        )
+        for held in list(self.simulation.held):
+            if held in self.simulation.held:
+                (self.simulation.arrive if deliver else self.simulation.drop)(held)
+        self.simulation.markers_delayed = False
+        self.simulation.write_markers()
+        database = self.simulation.database
+        for session in database.orphans:
+            database.end_orphan(session, committed=deliver)
+        self._run_all()
+        self._recover()
+        before = self._shown()
+        if self._recover() != 0:
+            raise Finding("the second recovery found something to do")
+        if self._shown() != before:
+            raise Finding("the second recovery changed something")
+        check(self.simulation, self.writes, self.told, self.excused)
+
+    def _recover(self) -> int:
+        self.recoverers += 1
+        recoverer = Recoverer(self.simulation, self.told)
+        process = self.simulation.spawn(f"recoverer {self.recoverers}", recoverer.run)
+        self._run_all()
+        if recoverer.planned is None:
+            raise Finding(f"recovery failed: {self.told.opened[process.name]}")
+        return recoverer.planned
+
+    def _run_all(self) -> None:
+        simulation = self.simulation
+        for _ in range(_MOST_STEPS):
+            moved = False
+            for process in list(simulation.processes.values()):
+                call = process.call
+                if call is None or call.server is Server.COMMAND:
+                    self._forget(process)
+                elif call.held or call.lost:
+                    simulation.wait_in_vain(process, 0.0)
+                    moved = True
+                elif simulation.can_step(process):
+                    simulation.step(process)
+                    moved = True
+                self._check_process(process)
+            for session in simulation.database.orphans:  # of connections that were thrown away meanwhile
+                simulation.database.end_orphan(session)
+                moved = True
+            if not moved:
+                break
+        stuck = [process for process in self.alive if process.call.server is not Server.COMMAND]
+        if stuck:
+            raise Finding(f"{stuck} hang")
+
+    def _forget(self, process: Process) -> None:
+        if process.call is None and process.error is None:
+            del self.simulation.processes[process.name]
+
+    def _shown(self):
+        return (
+            self.simulation.broker.partitions,
+            self.simulation.broker.transactions,
+            dict(self.simulation.database.rows),
+        )
+
+    def do_last_owner(self) -> None:
+        """After rest: a last owner opens, settling what there may be, and writes; all is checked once more."""
+        self._happened("last owners", "a last owner opens and writes")
+        for process in self.idle():
+            self.simulation.kill(process)
+        owner = self._open_last("last")
+        if owner is None:
+            owner = self._open_last("very last")  # the first one was told of a loss
+        if owner is None:
+            raise Finding(f"nobody can open any more: {self.told.opened}")
+        write = self._write_last(owner)
+        if write.told != "committed":
+            raise Finding(f"the last write was told {write.told}")
+        check(self.simulation, self.writes, self.told, self.excused)
+
+    def _open_last(self, name: str) -> Process | None:
+        process = self.simulation.spawn(name, Owner(self.simulation, self.told, lanes=2, eager=False).run)
+        self._run_all()
+        return process if self.told.opened[name] == "open" else None
+
+    def _write_last(self, owner: Process) -> Write:
+        self.messages += 1
+        write = Write(len(self.writes) + 1, owner.name, ((f"m{self.messages}", 0),))
+        self.writes.append(write)
+        self.simulation.command(owner, write)
+        self._run_all()
+        return write
+
+    # What can be chosen from
+
+    def ongoing(self) -> list[str]:
+        """The Kafka ids with an open transaction."""
+        return [known.transactional_id for known in self.simulation.broker.transactions if known.state == "Ongoing"]
+
+    def prepared(self) -> list[str]:
+        """The Kafka ids whose markers are to be written."""
+        return list(environment.prepared_ids(self.simulation.broker))
+
+    def at_rest(self) -> list[str]:
+        """The Kafka ids that the coordinator may forget."""
+        return [
+            known.transactional_id
+            for known in self.simulation.broker.transactions
+            if known.state in {"Empty", "CompleteCommit", "CompleteAbort"}
+        ]
+
+
+def spoken(kafka_id: str) -> str:
+    """A Kafka id as scenarios say it."""
+    name, _, incarnation = kafka_id.rpartition(".")
+    return f"{name.removesuffix('.' + NAMESPACE)}, incarnation {incarnation}"
+
+
+def kafka_id(name: str, incarnation: int) -> str:
+    """The Kafka id of an incarnation in this world."""
+    return f"{name}.{NAMESPACE}.{incarnation}"
