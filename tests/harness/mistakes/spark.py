@@ -36,7 +36,7 @@ def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job, "PartitionTask", SameTask)
 
 
-@mistake(Check(f"{_DIES}[write.decided-kill]", "too many|missing|IntegrityError"))
+@mistake(Check(f"{_DIES}[write.decided-kill]", "too many|missing|IntegrityError|0 of 4 partitions are in the ledger"))
 def no_ledger(patch: pytest.MonkeyPatch) -> None:
     """A task does not look whether its partition is written already: Spark runs tasks again that have succeeded."""
     from dualwrite.sinks.spark.task import _Attempt
