@@ -1,0 +1,180 @@
+"""The report: ``python -m model.page RESULTS...`` takes the results of runs, adds them up, and writes the page.
+
+Without results it writes the page anew from the figures that the repository keeps. Give it runs whose seeds do not overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualwrite.failpoints import FAILPOINTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "proof-model.md"
+FIGURES = Path(__file__).with_name("figures.json")
+
+HEAD = """\
+# Random schedules
+
+Real servers show a fault where a test has put it. A simulator can put it anywhere. Here the library's own code (claiming,
+settling, the dual write, the producer and its judgement, the recovery command) runs as processes that stand still before each
+request and each statement, and a seed draws what happens next: which process goes on, which is killed, what the network does
+with a request or its answer, what happens to a database session, to the broker, to a transaction.
+"""
+
+METHOD = """\
+## How it runs
+
+The broker is simulated by rules that `make simulator` holds against a real one, answer for answer; the database has
+PostgreSQL's row locks and sessions (READ COMMITTED or REPEATABLE READ), or SQLite's one writer; the client repeats requests,
+reports deliveries and fails as librdkafka does. A schedule has one to four processes at a time, of one or two lanes, and
+twenty to eighty steps of chance, each of which may be a fault. Then all that is held arrives, or never does, whoever lives
+comes to rest, two recoveries run, and both sides are compared:
+
+- every message that readers see is in the database and the other way round, whole, once, in order; but for recorded losses
+  that the environment has caused (a transaction that was timed out or terminated);
+- whoever was told "committed" or "aborted" was told the truth;
+- no transaction holds readers back, nothing hangs, no error says that somebody has made a mistake;
+- the second recovery finds nothing to do and changes nothing.
+
+What is found is made shorter, and is then a text that can be run again: `tests/model/found` has what was found once.
+"""
+
+FOOT = """\
+## What this does not show
+
+- The simulated client and database are written by hand, from sources and measurements. Only the simulated broker is held
+  against a real one. What they do otherwise than the real ones is shown by the [runs on real servers](proof-chaos.md).
+- Code below the ports: SQL, the wire, threads, forks, Spark, slots and ledgers. Consumed offsets.
+- A cluster of several brokers, topics that are deleted, logs that are truncated, a database that loses commits.
+- Chance tries much, not everything: within bounds, the [search](proof-search.md) does.
+"""
+
+_HAPPENED = {
+    "opens": "an owner starts, and settles what it finds",
+    "recoveries": "somebody runs the recovery command",
+    "kills": "a process is killed",
+    "held": "a request is held back by the network",
+    "late requests": "such a request arrives, late",
+    "lost requests": "a request never arrives",
+    "lost answers": "a request arrives and its answer is lost",
+    "waits": "a process gives up waiting for an answer",
+    "connections broken before": "a database connection breaks before a statement",
+    "connections broken after": "it breaks after a statement, whose answer is lost",
+    "connections broken during": "it breaks while the server works on a COMMIT",
+    "orphans": "the server ends the session of a client that is gone",
+    "sessions ended": "the server ends the sessions of a client that lives",
+    "lock timeouts": "a lock is not free in time",
+    "database stops": "the database is stopped at once, and started",
+    "broker restarts": "the broker is restarted",
+    "markers delayed": "the broker delays its markers",
+    "time-outs": "the broker times an open transaction out",
+    "operator aborts": "an operator aborts an open transaction",
+    "expired ids": "the broker forgets an id",
+    "closes": "an owner closes",
+    "housekeeping": "an owner settles what it has left behind",
+    "quiet points": "all comes to rest, and both sides are compared",
+}
+_PLACES = ("kills", "held", "late requests", "lost requests", "lost answers")
+_TOLD = {
+    "committed": "committed",
+    "decided": "decided, Kafka will follow",
+    "aborted": "aborted",
+    "lost": "decided and lost, by a time-out or an operator",
+    "unknown": "in doubt",
+}
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the page, of several runs together."""
+    about = ("began", "command", "first_seed", "last_seed", "machine", "schedules", "schedules_per_second", "seconds")
+    total: dict[str, Any] = {
+        "runs": [{name: run[name] for name in (*about, "stopped")} for run in runs],
+        "schedules": sum(run["schedules"] for run in runs),
+        "findings": [finding for run in runs for finding in run["findings"]],
+    }
+    for name in ("happened", "passed", "told"):
+        total[name] = sum((Counter(run[name]) for run in runs), Counter())
+    total["places"] = {kind: sum((Counter(run["places"].get(kind, {})) for run in runs), Counter()) for kind in _PLACES}
+    return total
+
+
+def render(figures: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    happened, told = figures["happened"], figures["told"]
+    return "\n".join(
+        [
+            HEAD,
+            f"**{figures['schedules']:,} schedules**, {happened['calls served']:,} requests and statements, "
+            f"{happened['kills']:,} killed processes, {happened['late requests']:,} requests that came late: "
+            f"**{len(figures['findings'])}** findings.",
+            "",
+            "| run | date (UTC) | seeds | schedules | a second | minutes | machine |",
+            "|---|---|---|--:|--:|--:|---|",
+            *(_run(run) for run in figures["runs"]),
+            "",
+            METHOD,
+            "## What has happened",
+            "",
+            "| what | times |",
+            "|---|--:|",
+            *(f"| {what} | {happened.get(kind, 0):,} |" for kind, what in _HAPPENED.items()),
+            "",
+            f"{happened['writes']:,} dual writes were begun. Their owners were told:",
+            "",
+            "| what | times |",
+            "|---|--:|",
+            *(f"| {what} | {told.get(kind, 0):,} |" for kind, what in _TOLD.items()),
+            f"| nothing: the process was killed first | {sum(told.values()) - sum(told.get(k, 0) for k in _TOLD):,} |",
+            "",
+            *_places(figures["places"]),
+            *_passed(figures["passed"]),
+            FOOT,
+        ]
+    )
+
+
+def _run(run: Mapping[str, Any]) -> str:
+    stopped = f" (stopped by {run['stopped']})" if run["stopped"] else ""
+    return (
+        f"| `{run['command']}`{stopped} | {run['began']} | {run['first_seed']} to {run['last_seed']} | "
+        f"{run['schedules']:,} | {run['schedules_per_second']:.0f} | {run['seconds'] / 60:.0f} | {run['machine']} |"
+    )
+
+
+def _places(places: Mapping[str, Mapping[str, int]]) -> list[str]:
+    labels = sorted(set().union(*places.values()))
+    return [
+        "## Before which request or statement",
+        "",
+        f"| | {' | '.join(_PLACES)} |",
+        f"|---|{'--:|' * len(_PLACES)}",
+        *(
+            f"| `{label}` | " + " | ".join(f"{places[kind].get(label, 0):,}" for kind in _PLACES) + " |"
+            for label in labels
+        ),
+        "",
+        "`pause` is a wait before something is asked again.",
+        "",
+    ]
+
+
+def _passed(passed: Mapping[str, int]) -> list[str]:
+    rows = [f"| `{point}` | {passed[point]:,} |" for point in FAILPOINTS if passed.get(point)]
+    return ["## Fail points passed", "", "| point | times |", "|---|--:|", *rows, ""]
+
+
+def main(paths: Sequence[str]) -> None:
+    """Take in the runs, if there are any, and write the page."""
+    if paths:
+        figures = summary([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+        FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(render(json.loads(FIGURES.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
