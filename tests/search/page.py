@@ -42,6 +42,7 @@ FOOT = """\
 
 - Bounds are bounds: three processes, two transactions each, at most four incarnations, two partitions, one message each,
   and of each misfortune as many as the table says.
+- Clients speak transactions as librdkafka does: one epoch for many of them (not KIP-890's new epoch for each).
 - One broker: no leader that changes and no coordinator that moves, except in the two mistakes that believe deposed ones.
 - Settling of several incarnations is searched one incarnation after the other. They share nothing but the row's mark.
 - States that were seen are known by 64 bits each, where no trace is kept. That two of a hundred million share theirs, so that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dualwrite.kafka.log import _combined, _Scan
+from dualwrite.kafka.log import Scan, combined
 from dualwrite.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.testing.simulator import requests as sim
@@ -58,11 +58,11 @@ def prove(broker: Broker, state: PreparedTxnState) -> LogProof:
     """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show."""
     proofs = {}
     for first in state.first_offsets:
-        scan = _Scan(first, state.producer_id, state.epoch)
+        scan = Scan(first, state.producer_id, state.epoch)
         read = handle(broker, sim.Fetch((first.topic, first.partition), first.offset))[1]
         if read.error_code is not ErrorCode.NONE:
             proofs[scan.place] = LogProof.UNKNOWABLE
             continue
         proof = scan.read([_Batch(batch) for batch in read.batches])
         proofs[scan.place] = proof or (LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE)
-    return _combined(state, proofs)
+    return combined(state, proofs)
