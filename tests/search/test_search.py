@@ -68,6 +68,11 @@ def test_the_page_is_made_of_the_figures(figures):
     assert PAGE.read_text("utf-8") == render(figures)
 
 
+def test_the_page_has_all_that_is_searched(figures):
+    assert figures["configurations"].keys() == CONFIGURATIONS.keys()
+    assert figures["mistakes"].keys() == MISTAKES.keys()
+
+
 def test_a_search_without_traces_sees_the_same_states():
     bounds = CONFIGURATIONS["in_doubt_with_a_verdict"].bounds
     one_by_one, by_levels = explore(World(bounds)), explore_levels(World(bounds))
