@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualwrite.claiming import Ground
     from dualwrite.lane import Lane
 
-_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED})
+_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 
 
 def session_of_block(bind: Connection) -> Session:
@@ -34,6 +34,7 @@ def dual_write(
     session_factory: Callable[..., Session] = session_of_block,
     margin_s: float,
     timeout_s: float,
+    hand_over: bool = False,
 ) -> Generator[Transaction, None, None]:
     """One dual write on a lane that is ready: the block's end commits both sides, an exception in it aborts both.
 
@@ -44,6 +45,7 @@ def dual_write(
         session_factory: Makes the ORM session, called with ``bind=connection``.
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         timeout_s: Bounds the ending, in seconds.
+        hand_over: End the block undecided instead, see :meth:`Transaction.hand_over`.
 
     Raises:
         DualWriteError: As :meth:`Transaction.begin` and :meth:`Transaction.commit` say.
@@ -59,7 +61,10 @@ def dual_write(
             if transaction.state is WriteState.CHECKED:  # any other, and a commit was called inside the block
                 transaction.abort()
             raise
-        transaction.commit()
+        if hand_over:
+            transaction.hand_over()
+        else:
+            transaction.commit()
     finally:
         transaction.release()
         if transaction.state not in _ENDED:

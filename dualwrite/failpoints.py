@@ -35,6 +35,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "write.decided": "the database has committed",
     "write.completed": "Kafka has committed",
     "write.before_abort": "about to abort both sides",
+    "write.handed_over": "the Kafka transaction is prepared and the database has what belongs to it, undecided",
     "write.rolled_back": "the database has rolled back, Kafka has not yet aborted",
     "slot.leased": "a slot is leased",
     "slot.released": "a slot is given back",
@@ -43,6 +44,10 @@ FAILPOINTS: Final[dict[str, str]] = {
     "spark.task_started": "a Spark task begins",
     "spark.rows_copied": "a Spark task has sent all rows to the database",
     "spark.task_done": "a Spark task has written its partition",
+    "batch.prepared": "all tasks of a batch have prepared, nothing is decided",
+    "batch.recorded": "the decision on a batch is written, not committed",
+    "batch.decided": "the database has committed a batch, Kafka has not",
+    "batch.completed": "Kafka has all of a batch",
     "spark.driver_started": "the driver has settled and starts the job",
     "spark.driver_done": "the job is done, the driver has not settled again",
 }

@@ -240,6 +240,32 @@ class Transaction:
         if interruption is not None:
             raise interruption
 
+    def hand_over(self) -> None:
+        """End the dual write undecided: prepare Kafka, and commit what the database has, without naming it in the row.
+
+        For writes that somebody else decides together with others: the rows must stand where nobody reads them. On return
+        they are durable, :attr:`prepared` is the open Kafka transaction, and this process must do nothing more with it:
+        neither commit nor abort.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may stand where they are, and
+                count for nothing.
+            IllegalStateError: It has ended before.
+        """
+        self._machine.check(WriteEvent.PREPARE)
+        failpoints.hit("write.body_done")
+        try:
+            self._prepare()
+            self._ground.store.commit(self._connection)
+        except (Unavailable, TransactionInDoubt) as error:
+            self.abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._machine.apply(WriteEvent.HAND_OVER)
+        failpoints.hit("write.handed_over")
+
     def _prepare(self) -> PreparedTxnState:
         if self._session is not None:
             self._session.flush()

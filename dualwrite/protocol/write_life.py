@@ -21,6 +21,7 @@ class WriteState(Enum):
     IN_DOUBT = "in doubt"
     DECIDED = "decided"
     COMPLETED = "completed"
+    HANDED_OVER = "handed over"
     LOST = "lost"
     ABORTED = "aborted"
 
@@ -32,7 +33,8 @@ class WriteEvent(Enum):
     statement of the user's. ``PREPARE``: every message is acknowledged. ``RECORD``: the row was updated to the prepared
     state, or, where nothing was produced, still names our incarnation. ``COMMIT``: the database has committed.
     ``LOSE_ANSWER``: the COMMIT's answer is missing. ``COMPLETE``: Kafka has answered. ``FIND_LOST``: proof that the broker
-    aborted it. ``ABORT``: both sides have rolled back.
+    aborted it. ``ABORT``: both sides have rolled back. ``HAND_OVER``: both sides hold what is prepared, and somebody else
+    decides.
     """
 
     CHECK = "check"
@@ -45,6 +47,7 @@ class WriteEvent(Enum):
     COMPLETE = "complete"
     FIND_LOST = "find lost"
     ABORT = "abort"
+    HAND_OVER = "hand over"
 
 
 _S, _E = WriteState, WriteEvent
@@ -58,11 +61,12 @@ WRITE_LIFE: Mapping[WriteState, Mapping[WriteEvent, WriteState]] = MappingProxyT
             _E.PREPARE: _S.PREPARED,
             _E.ABORT: _S.ABORTED,
         },
-        _S.PREPARED: {_E.RECORD: _S.RECORDED, _E.ABORT: _S.ABORTED},
+        _S.PREPARED: {_E.RECORD: _S.RECORDED, _E.HAND_OVER: _S.HANDED_OVER, _E.ABORT: _S.ABORTED},
         _S.RECORDED: {_E.COMMIT: _S.DECIDED, _E.LOSE_ANSWER: _S.IN_DOUBT, _E.ABORT: _S.ABORTED},
         _S.IN_DOUBT: {_E.COMMIT: _S.DECIDED, _E.ABORT: _S.ABORTED, _E.FIND_LOST: _S.LOST},
         _S.DECIDED: {_E.COMPLETE: _S.COMPLETED, _E.FIND_LOST: _S.LOST},
         _S.COMPLETED: {},
+        _S.HANDED_OVER: {},
         _S.LOST: {},
         _S.ABORTED: {},
     }

@@ -6,7 +6,7 @@ that fences whoever had it before, also a worker that was paused and does not kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -19,6 +19,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     create_engine,
+    exc,
     func,
     literal,
     null,
@@ -30,7 +31,8 @@ from sqlalchemy import (
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores.clock import database_now, database_now_plus
-from dualwrite.stores.rows import begins_with, check_name
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.rows import begins_with, check_name, in_chunks
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.tables import MAX_ID_LENGTH, declare_tables
 
@@ -189,6 +191,24 @@ class SlotPool:
     def held_by(self, owner_prefix: str) -> Sequence[Lease]:
         """The leases, over or not, whose owner's name begins so: of one worker, or of all workers of one job."""
         return self._list(begins_with(self._slot.c.lease_owner, owner_prefix))
+
+    def held_in(self, connection: Connection, owners: Mapping[str, str]) -> set[str]:
+        """Of the slots by owner, those that this owner still holds now; asked inside the caller's transaction.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`lease`.
+        """
+        slot = self._slot
+        held: set[str] = set()
+        for names in in_chunks(sorted(owners)):
+            statement = select(slot.c.transactional_id, slot.c.lease_owner).where(
+                slot.c.pool == self.pool, slot.c.transactional_id.in_(names), slot.c.lease_until > database_now()
+            )
+            try:
+                held.update(name for name, owner in connection.execute(statement) if owners[name] == owner)
+            except exc.SQLAlchemyError as error:
+                raise map_database_error(error, self._engine) from error
+        return held
 
     def _list(self, condition: ColumnElement[bool]) -> Sequence[Lease]:
         slot = self._slot

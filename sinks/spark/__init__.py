@@ -1,4 +1,4 @@
-"""Write a DataFrame into a Kafka topic and a PostgreSQL table: each partition on both sides or on neither, and once.
+"""Write a DataFrame into a Kafka topic and a PostgreSQL table: together or not at all, and once.
 
 Install ``dualwrite[spark]``, on the driver and on the executors.
 """
@@ -8,5 +8,17 @@ from __future__ import annotations
 from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
 from dualwrite.sinks.spark.job import BatchReport
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.source import DualWriteDataSource, register
+from dualwrite.sinks.spark.source_options import SourceOptions
 
-__all__ = ["BatchReport", "SinkOptions", "SinkSettings", "foreach_batch", "foreach_partition", "write_batch"]
+__all__ = [
+    "BatchReport",
+    "DualWriteDataSource",
+    "SinkOptions",
+    "SinkSettings",
+    "SourceOptions",
+    "foreach_batch",
+    "foreach_partition",
+    "register",
+    "write_batch",
+]

@@ -73,15 +73,15 @@ class TableCopy:
 
 
 @contextmanager
-def copying(connection: Connection, layout: Layout) -> Generator[TableCopy, None, None]:
-    """COPY into the layout's table; leaving the block by an exception cancels it.
+def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> Generator[TableCopy, None, None]:
+    """COPY the layout's table columns into the table of that schema and name; leaving the block by an exception cancels it.
 
     Raises:
         TransactionAborted: The database refused a row, or is gone: leave the dual write, both sides abort.
     """
     driver = cast("_Driver", connection.connection.dbapi_connection)
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
-        sql.Identifier(*layout.table),
+        sql.Identifier(*table),
         sql.SQL(", ").join(sql.Identifier(name) for name, _, _ in layout.table_columns),
     )
     try:
@@ -90,12 +90,17 @@ def copying(connection: Connection, layout: Layout) -> Generator[TableCopy, None
             yield table_copy
             table_copy.finish()
     except psycopg.Error as error:
-        # The context says line and column; in binary COPY it holds no values.
-        where = (error.diag.context or "").partition("\n")[0]
-        raise TransactionAborted(
-            f"COPY into {layout.table[1]!r} failed: {driver_words(error)}{where and f' ({where})'}",
-            retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES,
-        ) from error
+        raise refused(f"COPY into {table[1]!r} failed", error) from error
+
+
+def refused(what: str, error: psycopg.Error) -> TransactionAborted:
+    """The error for rows that a table does not take; it says whether the same rows can be taken another time."""
+    # The context says line and column; in binary COPY it holds no values.
+    where = (error.diag.context or "").partition("\n")[0]
+    return TransactionAborted(
+        f"{what}: {driver_words(error)}{where and f' ({where})'}",
+        retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES,
+    )
 
 
 def _wire_type(layout: Layout, number: int) -> pa.DataType:

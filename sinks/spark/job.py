@@ -13,29 +13,15 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc
 
 from dualwrite import failpoints
-from dualwrite.claiming import Ground, claim_rows, unique_owner
-from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import Outcome
-from dualwrite.settling import settle
-from dualwrite.sinks.spark.connecting import connect_engine
-from dualwrite.sinks.spark.layout import plan_layout
-from dualwrite.sinks.spark.table import read_table
-from dualwrite.sinks.spark.task import PartitionReport, PartitionTask, owner_prefix
+from dualwrite.errors import DualWriteError
+from dualwrite.sinks.spark.driver import DriverSide
+from dualwrite.sinks.spark.task import PartitionReport, PartitionTask
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.ledger import Ledger, check_partition_count
-from dualwrite.stores.rows import check_name
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.ledger import check_partition_count
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
     from typing_extensions import Self
-
-    from dualwrite.ports import Incident
-    from dualwrite.sinks.spark.settings import SinkOptions
 
 logger = logging.getLogger(__name__)
 
@@ -66,38 +52,17 @@ class BatchReport:
     written_rows: int
 
 
-class BatchJob:
-    """One run of one batch, on the driver. A context manager; settles the sink's slots when it is entered and left.
-
-    Args:
-        options: The sink's settings.
-        batch_id: Name of the batch.
+class BatchJob(DriverSide):
+    """One run of one batch whose partitions are written each on its own. Settles when it is entered and left.
 
     Raises:
-        ConfigurationError: From entering: a name, a right, the schema or the cluster is not as it should be.
-        DecidedTransactionLost, OutcomeUnverifiable: From entering: settling found a loss that an earlier run has left. It is
-            recorded; the next run goes on.
-        Unavailable: A server does not answer.
+        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: From entering, as :meth:`settle_left`.
     """
 
-    def __init__(self, options: SinkOptions, batch_id: str) -> None:
-        check_name(batch_id, "the name of a batch")
-        self._options = options
-        self._batch_id = batch_id
-        self._name = f"sink {options.sink!r} batch {batch_id!r}"
-        self._engine = connect_engine(options)
-        self._coordinator = KafkaCoordinator(options.kafka_config())
-        self._store = SqlStateStore(self._engine, schema=options.schema)
-        self._ledger = Ledger(options.schema)
-        self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
-        self._known_incidents: set[tuple[str, str]] = set()
-
     def __enter__(self) -> Self:
+        super().__enter__()
         try:
-            check_schema(self._engine, self._options.schema)
-            self._known_incidents = {_identity(incident) for incident in self._incidents()}
-            self._settle()
-            self._raise_new_incidents()
+            self.settle_left()
         except BaseException:
             self._close()
             raise
@@ -115,28 +80,13 @@ class BatchJob:
         finally:
             self._close()
 
-    def _close(self) -> None:
-        self._coordinator.close()
-        self._engine.dispose()
-
     def plan(self, schema: spark.StructType) -> PartitionTask:
         """Check topic, table and every column; nothing is written.
 
         Raises:
-            ConfigurationError: What does not fit; it names the column and the type.
-            Unavailable: A server does not answer.
+            ConfigurationError, Unavailable: As :meth:`layout`.
         """
-        options = self._options
-        if options.topic is not None:
-            found = self._coordinator.topic_ids([options.topic], Deadline(options.timeout_s))
-            if options.topic not in found:
-                raise ConfigurationError(f"there is no topic {options.topic!r}", next_step="create it")
-        try:
-            with self._engine.connect() as connection:
-                table = read_table(connection, options.table)
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, self._engine, options.schema) from error
-        return PartitionTask(options, plan_layout(schema, options, table), schema, self._batch_id)
+        return PartitionTask(self._options, self.layout(schema), schema, self._batch_id)
 
     def begin(self, partition_count: int) -> None:
         """Record with how many partitions the batch is begun, before any of them is written.
@@ -174,8 +124,7 @@ class BatchJob:
             DualWriteError: A task has reported success, but the ledger does not show it.
         """
         failpoints.hit("spark.driver_done")
-        self._settle()
-        self._raise_new_incidents()
+        self.settle_left()
         written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         if written.partitions != partition_count:
             raise DualWriteError(
@@ -229,38 +178,3 @@ class BatchJob:
                 partition_count,
                 written.rows,
             )
-
-    def _settle(self) -> None:
-        """Settle the slots that nobody holds any more, and those that tasks of this batch have left.
-
-        Tasks of this batch that still run, of a former driver or of a cancelled job, are fenced by it.
-        """
-        leases = [*self._pool.expired(), *self._pool.held_by(owner_prefix(self._batch_id))]
-        if not leases:
-            return
-        deadline = Deadline(self._options.timeout_s)
-        ground = Ground(self._coordinator, self._store, unique_owner())
-        rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
-        report = settle(rows, coordinator=self._coordinator, store=self._store, deadline=deadline)
-        for lease in leases:
-            self._pool.release(lease)
-        logger.info(
-            "%s: settled %d slots, %d transactions rolled forward", self._name, len(rows), len(report.rolled_forward)
-        )
-
-    def _incidents(self) -> list[Incident]:
-        return list(self._store.incidents(f"{self._pool.pool}#"))
-
-    def _raise_new_incidents(self) -> None:
-        for incident in self._incidents():
-            if _identity(incident) not in self._known_incidents:
-                kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
-                raise kind(
-                    incident.detail,
-                    transactional_id=incident.transactional_id,
-                    state=incident.prepared_transaction_state,
-                )
-
-
-def _identity(incident: Incident) -> tuple[str, str]:
-    return incident.transactional_id, incident.prepared_transaction_state

@@ -75,6 +75,11 @@ class Layout:
         """The projected columns as an Arrow schema."""
         return pa.schema([(f"c{number}", column.arrow) for number, column in enumerate(self.projected)])
 
+    @property
+    def table_column_names(self) -> tuple[str, ...]:
+        """The table's columns that are written."""
+        return tuple(name for name, _, _ in self.table_columns)
+
 
 def plan_layout(schema: spark.StructType, options: SinkOptions, table: Table) -> Layout:
     """Match the DataFrame's columns with the message's parts and the table's columns.

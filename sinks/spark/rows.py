@@ -50,15 +50,16 @@ def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -
 def _maker(schema: spark.StructType, layout: Layout, source: int, form: Form) -> Callable[[Row], Value]:
     """What makes one projected value from a row."""
     if source == WHOLE_ROW:
-        parts = [(number, name, _json(schema.fields[number].dataType)) for number, name in layout.json_columns]
+        parts = [(number, name, json_converter(schema.fields[number].dataType)) for number, name in layout.json_columns]
         return lambda row: orjson.dumps({name: make(row[number]) for number, name, make in parts}).decode()
-    convert = _converter(schema.fields[source].dataType, form)
+    convert = converter(schema.fields[source].dataType, form)
     return lambda row: convert(row[source])
 
 
-def _converter(data_type: spark.DataType, form: Form) -> Convert:
+def converter(data_type: spark.DataType, form: Form) -> Convert:
+    """What turns a value of Spark's, or of Arrow's, into one of the projected column."""
     if form is Form.JSON:
-        make = _json(data_type)
+        make = json_converter(data_type)
         return _unless_null(lambda value: orjson.dumps(make(value)).decode())
     if form is Form.TEXT:
         return _unless_null(str)
@@ -86,24 +87,29 @@ def _utc(value: Value) -> datetime:
 
 
 def _headers(value: Value) -> list[dict[str, Value]]:
-    entries = value.items() if isinstance(value, dict) else cast("Sequence[tuple[str, Value]]", value)
+    entries = value.items() if isinstance(value, dict) else map(_fields, cast("Sequence[Value]", value))
     return [{"key": key, "value": item.encode() if isinstance(item, str) else item} for key, item in entries]
 
 
-def _json(data_type: spark.DataType) -> Convert:
-    """What turns a value into one that orjson writes as Spark's ``to_json`` does."""
+def _fields(value: Value) -> Sequence[Value]:
+    """Of a struct: Spark's rows are tuples, Arrow gives dictionaries."""
+    return list(value.values()) if isinstance(value, dict) else cast("Sequence[Value]", value)
+
+
+def json_converter(data_type: spark.DataType) -> Convert:
+    """What turns a value of Spark's, or of Arrow's, into one that orjson writes as Spark's ``to_json`` does."""
     if isinstance(data_type, spark.ArrayType):
-        element = _json(data_type.elementType)
+        element = json_converter(data_type.elementType)
         return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
     if isinstance(data_type, spark.MapType):
-        inner = _json(data_type.valueType)
-        return _unless_null(lambda value: {key: inner(item) for key, item in cast("dict[str, Value]", value).items()})
-    if isinstance(data_type, spark.StructType):
-        parts = [(field.name, _json(field.dataType)) for field in data_type.fields]
+        inner = json_converter(data_type.valueType)
         return _unless_null(
-            lambda value: {
-                name: make(item) for (name, make), item in zip(parts, cast("Sequence[Value]", value), strict=True)
-            }
+            lambda value: {key: inner(item) for key, item in dict(cast("dict[str, Value]", value)).items()}
+        )
+    if isinstance(data_type, spark.StructType):
+        parts = [(field.name, json_converter(field.dataType)) for field in data_type.fields]
+        return _unless_null(
+            lambda value: {name: make(item) for (name, make), item in zip(parts, _fields(value), strict=True)}
         )
     scalar = _SCALARS.get(type(data_type).__name__)
     return _same if scalar is None else _unless_null(scalar)
@@ -147,6 +153,8 @@ def _date(value: Value) -> Value:
 
 
 def _variant(value: Value) -> Value:
+    if isinstance(value, dict):
+        value = spark.VariantVal(value["value"], value["metadata"])
     assert isinstance(value, spark.VariantVal)
     return orjson.Fragment(value.toJson())
 

@@ -50,6 +50,7 @@ class SinkSettings(_Needed, total=False):
     timeout_s: float
     margin_s: float
     progress_s: float
+    decide_within_s: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +84,8 @@ class SinkOptions:
         timeout_s: Bounds settling, claiming, and the ending of each dual write, in seconds.
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         progress_s: Time between two progress lines in the driver's log, in seconds.
+        decide_within_s: For a batch that is decided as one: how long what the first task has prepared waits for the last one,
+            in seconds. Bounded by the broker's transaction timeout as well.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
@@ -106,6 +109,7 @@ class SinkOptions:
     timeout_s: float = 120.0
     margin_s: float = 10.0
     progress_s: float = 5.0
+    decide_within_s: float = 3600.0
 
     def __post_init__(self) -> None:
         check_name(self.sink, "the name of a sink")
@@ -116,7 +120,7 @@ class SinkOptions:
             )
         if (self.topic is None) == (self.topic_column is None):
             raise ConfigurationError("give either topic or topic_column")
-        for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s"):
+        for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
         _parse_url(self.url)

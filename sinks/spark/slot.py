@@ -15,28 +15,49 @@ logger = logging.getLogger(__name__)
 _RENEWALS_PER_LEASE = 3
 
 
+class Slot:
+    """A slot in use.
+
+    Attributes:
+        lease: The lease. Its id is the slot's transactional id.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.kept_for_s: float | None = None
+
+    def keep_for(self, seconds: float) -> None:
+        """Leave the slot leased for so long when the block ends: somebody else will decide on what is prepared in it."""
+        self.kept_for_s = seconds
+
+
 @contextmanager
-def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Lease, None, None]:
+def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
-    Leaving the block normally gives the slot back. Leaving it by an exception keeps the lease: what the task left behind is
-    for the driver to settle, or for whoever leases the slot when the lease is over. A lease that is lost meanwhile harms
-    nothing: whoever gets the slot claims its id, and that fences us.
+    Leaving the block normally gives the slot back, unless it is to be kept. Leaving it by an exception keeps the lease as it
+    is: what the task left behind is for the driver to settle, or for whoever leases the slot when the lease is over. A lease
+    that is lost meanwhile harms nothing: whoever gets the slot claims its id, and that fences us.
 
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
+        Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
     """
     lease = pool.lease(owner, lease_s)
+    slot = Slot(lease)
     stop = threading.Event()
     renewer = threading.Thread(
         target=_renew, args=(pool, lease, lease_s, stop), name=f"lease of {lease.transactional_id}", daemon=True
     )
     renewer.start()
     try:
-        yield lease
+        yield slot
     finally:
         stop.set()
         renewer.join(lease_s)  # a database that hangs does not hold the task longer than its lease
+    if slot.kept_for_s is not None:
+        pool.renew(lease, slot.kept_for_s)
+        return
     try:
         pool.release(lease)
     except DualWriteError as error:

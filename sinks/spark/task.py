@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -15,36 +12,26 @@ from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.block import dual_write
-from dualwrite.claiming import Ground, default_owner, unique_owner
-from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
-    ConfigurationError,
     DecidedTransactionLost,
     DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
 )
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
+from dualwrite.sinks.spark.attempt import Attempt
+from dualwrite.sinks.spark.batches import cast_batch
 from dualwrite.sinks.spark.connecting import connect_engine
-from dualwrite.sinks.spark.copying import copying
-from dualwrite.sinks.spark.messages import produce_batch
 from dualwrite.sinks.spark.rows import row_batches
-from dualwrite.sinks.spark.slot import leased_slot
 from dualwrite.sinks.spark.whole_input import whole_input
-from dualwrite.stores.ledger import Ledger
-from dualwrite.stores.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.sinks.spark.writing import write_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
     from pyspark.sql import types as spark
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
 
-    from dualwrite.kafka.config import KafkaConfig
-    from dualwrite.ports import StateRow
+    from dualwrite.lane import Lane
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
 
@@ -87,7 +74,7 @@ class PartitionTask:
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the projected columns: writes the partition and yields what became of it."""
-        report = self._run(map(self._cast, whole_input(batches)))
+        report = self._run(cast_batch(batch, self.schema, self.layout) for batch in whole_input(batches))
         yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
 
     def run_rows(self, rows: Iterator[Row]) -> None:
@@ -99,24 +86,6 @@ class PartitionTask:
         if context is None:
             raise IllegalStateError("this function runs in a Spark task only")
         return write_partition(self, context.partitionId(), context.attemptNumber(), batches)
-
-    def _cast(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch in the types that are sent; a value that does not fit fails the task."""
-        arrays = []
-        for column, projected in zip(batch.columns, self.layout.projected, strict=True):
-            try:
-                arrays.append(column if column.type == projected.arrow else column.cast(projected.arrow))
-            except pa.ArrowInvalid as error:
-                name = self.schema.fields[projected.source].name
-                raise ConfigurationError(
-                    f"a value of column {name!r} does not fit {projected.arrow}: {error}"
-                ) from error
-        return pa.RecordBatch.from_arrays(arrays, schema=self.layout.arrow_schema)
-
-
-def owner_prefix(batch_id: str) -> str:
-    """How the names of the lease owners of a batch begin, and of no other batch."""
-    return f"{json.dumps(batch_id)} "
 
 
 def write_partition(
@@ -139,7 +108,7 @@ def write_partition(
     failpoints.hit("spark.task_started")
     engine = connect_engine(task.options)
     try:
-        report = _Attempt(task, partition, attempt, engine).run(batches)
+        report = _Writing(task, Attempt(task.options, task.batch_id, partition, attempt, engine)).run(batches)
     finally:
         engine.dispose()
     failpoints.hit("spark.task_done")
@@ -150,101 +119,58 @@ class _WrittenByOther(Exception):
     """Another attempt has written the partition: leaves the dual write, so that both sides abort."""
 
 
-class _Attempt:
-    def __init__(self, task: PartitionTask, partition: int, attempt: int, engine: Engine) -> None:
+class _Writing:
+    def __init__(self, task: PartitionTask, attempt: Attempt) -> None:
         self._task = task
-        self._options = task.options
-        self._partition = partition
-        self._engine = engine
-        self._ledger = Ledger(task.options.schema)
+        self._attempt = attempt
         self._rows = 0
-        self._name = f"sink {task.options.sink!r} batch {task.batch_id!r} partition {partition} attempt {attempt}"
-        who = f"partition {partition} attempt {attempt} {secrets.token_hex(4)} {default_owner()}"
-        self._owner = owner_prefix(task.batch_id) + who
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
-        if self._seen():
-            logger.info("%s: already written", self._name)
-            return PartitionReport(self._partition, 0, written=False)
+        attempt, partition = self._attempt, self._attempt.partition
+        if attempt.seen(partition):
+            logger.info("%s: already written", attempt.name)
+            return PartitionReport(partition, 0, written=False)
         try:
             self._write(batches)
         except CompletionPending as error:
             # Decided. The slot stays leased, so that the driver finds and completes it.
-            logger.warning("%s: %s", self._name, error)
+            logger.warning("%s: %s", attempt.name, error)
         except (DecidedTransactionLost, OutcomeUnverifiable):
             raise
         except _WrittenByOther:
-            logger.info("%s: another attempt was faster", self._name)
-            return PartitionReport(self._partition, 0, written=False)
+            logger.info("%s: another attempt was faster", attempt.name)
+            return PartitionReport(partition, 0, written=False)
         except Exception as error:
             # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
-            if not self._seen_after(error):
+            if not attempt.seen_after(error, partition):
                 raise
-            return PartitionReport(self._partition, 0, written=False)
-        logger.info("%s: %d rows written", self._name, self._rows)
-        return PartitionReport(self._partition, self._rows, written=True)
-
-    def _seen(self) -> bool:
-        with self._engine.connect() as connection:
-            return self._ledger.seen(connection, self._options.sink, self._task.batch_id, self._partition)
-
-    def _seen_after(self, error: Exception) -> bool:
-        try:
-            seen = self._seen()
-        except DualWriteError as more:
-            logger.warning("%s: the ledger could not be read after a failure: %s", self._name, more)
-            return False
-        if seen:
-            logger.info("%s: written all the same; this attempt failed: %s", self._name, error)
-        return seen
+            return PartitionReport(partition, 0, written=False)
+        logger.info("%s: %d rows written", attempt.name, self._rows)
+        return PartitionReport(partition, self._rows, written=True)
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
-        options, config = self._options, self._options.kafka_config()
-        pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
-        with (
-            closing(KafkaCoordinator(config)) as coordinator,
-            leased_slot(pool, self._owner, options.lease_s) as lease,
-        ):
-            ground = Ground(coordinator, SqlStateStore(self._engine, schema=options.schema), unique_owner())
-            lane = Lane(lease.transactional_id, ground, _producer_maker(config, ground, options.timeout_s))
-            try:
-                self._make_ready(lane)
-                with (
-                    self._engine.connect() as connection,
-                    dual_write(
-                        lane, ground, connection, margin_s=options.margin_s, timeout_s=options.timeout_s
-                    ) as transaction,
-                ):
-                    with copying(transaction.connection, self._task.layout) as table:
-                        for batch in batches:
-                            table.write(batch)
-                            produce_batch(transaction, batch, self._task.layout, options.topic)
-                            self._rows += batch.num_rows
-                    failpoints.hit("spark.rows_copied")
-                    self._record(transaction.connection)
-                self._record_completed(lane)
-            finally:
-                lane.discard()
-
-    def _make_ready(self, lane: Lane) -> None:
-        deadline = Deadline(self._options.timeout_s)
-        try:
-            lane.ready(deadline)
-        except (DecidedTransactionLost, OutcomeUnverifiable):
-            # Of the slot's former user. It is recorded, and the driver reports it.
-            logger.exception("%s: the slot's former user has lost a transaction", self._name)
-            lane.ready(deadline)
+        attempt, options, layout = self._attempt, self._task.options, self._task.layout
+        with attempt.workplace() as place:
+            with (
+                attempt.engine.connect() as connection,
+                dual_write(
+                    place.lane, place.ground, connection, margin_s=options.margin_s, timeout_s=options.timeout_s
+                ) as transaction,
+            ):
+                self._rows = write_rows(transaction, batches, layout, layout.table, options.topic)
+                self._record(transaction.connection)
+            self._record_completed(place.lane)
 
     def _record(self, connection: Connection) -> None:
-        sink, batch_id = self._options.sink, self._task.batch_id
-        partition_count = self._ledger.started(connection, sink, batch_id)
-        if partition_count is None or self._partition >= partition_count:
-            raise IllegalStateError(f"{self._name}: the batch was begun with {partition_count} partitions")
-        if not self._ledger.insert(
+        attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
+        partition_count = attempt.ledger.started(connection, sink, batch_id)
+        if partition_count is None or attempt.partition >= partition_count:
+            raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
+        if not attempt.ledger.insert(
             connection,
             sink,
             batch_id,
-            self._partition,
+            attempt.partition,
             row_count=self._rows,
             message_count=self._rows,
             partition_count=partition_count,
@@ -255,20 +181,6 @@ class _Attempt:
         try:
             lane.record_completed()
         except DualWriteError as error:
-            logger.warning("%s: completion was not recorded, the next claim will prove it: %s", self._name, error)
-
-
-def _producer_maker(
-    config: KafkaConfig, ground: Ground, timeout_s: float
-) -> Callable[[StateRow], TransactionalProducer]:
-    def make_producer(row: StateRow) -> TransactionalProducer:
-        return TransactionalProducer(
-            config,
-            row.kafka_id(row.incarnation),
-            coordinator=ground.coordinator,
-            incarnation=row.incarnation,
-            call_timeout_s=timeout_s,
-            bulk=True,
-        )
-
-    return make_producer
+            logger.warning(
+                "%s: completion was not recorded, the next claim will prove it: %s", self._attempt.name, error
+            )

@@ -1,6 +1,7 @@
 """A task's slot while the task runs, and what the driver makes of slots that were left."""
 
 import threading
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -38,13 +39,20 @@ def pool(numbers):
 
 
 def test_a_lease_is_renewed_while_the_task_runs_and_given_back_at_its_end(pool):
-    with leased_slot(pool, "me", 0.3) as lease:
+    with leased_slot(pool, "me", 0.3) as slot:
         assert pool.renewals.acquire(timeout=30)
         assert pool.renewals.acquire(timeout=30)
         [renewed] = pool.held_by("me")
-        assert renewed.until > lease.until
+        assert renewed.until > slot.lease.until
     assert not pool.held_by("me")
-    assert pool.lease("you", 60).transactional_id == lease.transactional_id
+    assert pool.lease("you", 60).transactional_id == slot.lease.transactional_id
+
+
+def test_a_slot_that_is_kept_stays_leased_for_as_long_as_was_said(pool):
+    with leased_slot(pool, "me", 60) as slot:
+        slot.keep_for(1000)
+    [kept] = pool.held_by("me")
+    assert kept.until > slot.lease.until + timedelta(seconds=900)
 
 
 def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
@@ -54,10 +62,10 @@ def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
 
 
 def test_a_lost_lease_ends_the_renewals_and_takes_nothing_from_the_new_holder(pool, caplog):
-    with leased_slot(pool, "me", 0.6) as lease:
-        pool.release(lease)
+    with leased_slot(pool, "me", 0.6) as slot:
+        pool.release(slot.lease)
         other = pool.lease("you", 60)
-        assert other.transactional_id == lease.transactional_id
+        assert other.transactional_id == slot.lease.transactional_id
         assert pool.renewals.acquire(timeout=30)
     assert "the lease is lost" in caplog.text
     assert pool.held_by("you") == [other]

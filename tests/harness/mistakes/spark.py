@@ -10,15 +10,15 @@ _DIES = "integration/test_spark_batch.py::test_a_task_that_dies_at_any_point_is_
 @mistake(Check(f"{_DIES}[write.recorded-kill]", "missing"))
 def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     """A task writes its row of the ledger in a transaction of its own, before the decision."""
-    from dualwrite.sinks.spark.task import _Attempt
+    from dualwrite.sinks.spark.task import _Writing
 
-    real = _Attempt._record
+    real = _Writing._record
 
     def record(self, _):
-        with self._engine.begin() as own:
+        with self._attempt.engine.begin() as own:
             real(self, own)
 
-    patch.setattr(_Attempt, "_record", record)
+    patch.setattr(_Writing, "_record", record)
 
 
 @mistake(
@@ -39,7 +39,8 @@ def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
 @mistake(Check(f"{_DIES}[write.decided-kill]", "too many|missing|IntegrityError|0 of 4 partitions are in the ledger"))
 def no_ledger(patch: pytest.MonkeyPatch) -> None:
     """A task does not look whether its partition is written already: Spark runs tasks again that have succeeded."""
-    from dualwrite.sinks.spark.task import _Attempt
+    from dualwrite.sinks.spark.attempt import Attempt
+    from dualwrite.sinks.spark.task import _Writing
 
-    patch.setattr(_Attempt, "_seen", lambda _: False)
-    patch.setattr(_Attempt, "_record", lambda *_: None)
+    patch.setattr(Attempt, "seen", lambda *_: False)
+    patch.setattr(_Writing, "_record", lambda *_: None)

@@ -1,0 +1,160 @@
+"""What every way into the sink does on the driver: check the servers, settle what tasks have left, tell what was lost."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from sqlalchemy import exc
+
+from dualwrite.claiming import Ground, claim_rows, unique_owner
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.observations import Outcome
+from dualwrite.settling import settle
+from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.layout import plan_layout
+from dualwrite.sinks.spark.owners import owner_prefix
+from dualwrite.sinks.spark.table import read_table
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.ledger import Ledger
+from dualwrite.stores.rows import check_name
+from dualwrite.stores.schema import check_schema
+from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from pyspark.sql import types as spark
+    from sqlalchemy import Engine
+    from typing_extensions import Self
+
+    from dualwrite.ports import Incident, TransactionCoordinator
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.settings import SinkOptions
+
+logger = logging.getLogger(__name__)
+
+
+class DriverSide:
+    """One batch as the driver sees it. A context manager.
+
+    Args:
+        options: The sink's settings.
+        batch_id: Name of the batch.
+
+    Raises:
+        ConfigurationError: From entering: a name, a right, or the schema is not as it should be.
+        Unavailable: From entering: the database does not answer.
+    """
+
+    def __init__(self, options: SinkOptions, batch_id: str) -> None:
+        check_name(batch_id, "the name of a batch")
+        self._options = options
+        self._batch_id = batch_id
+        self._name = f"sink {options.sink!r} batch {batch_id!r}"
+        self._engine = connect_engine(options)
+        self._coordinator = KafkaCoordinator(options.kafka_config())
+        self._store = SqlStateStore(self._engine, schema=options.schema)
+        self._ledger = Ledger(options.schema)
+        self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+        self._known_incidents: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Self:
+        try:
+            check_schema(self._engine, self._options.schema)
+            self._known_incidents = {_identity(incident) for incident in self._incidents()}
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def settle_left(self) -> None:
+        """Settle what runs of this batch have left, also tasks that still run, and slots that nobody holds any more.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run goes on.
+            Unavailable: A server does not answer.
+        """
+        self._settle()
+        self._raise_new_incidents()
+
+    def _close(self) -> None:
+        self._coordinator.close()
+        self._engine.dispose()
+
+    def layout(self, schema: spark.StructType) -> Layout:
+        """As :func:`read_layout`."""
+        return _read_layout(self._options, schema, self._engine, self._coordinator)
+
+    def _settle(self) -> None:
+        """Settle the slots that nobody holds any more, and those that tasks of this batch have left.
+
+        Tasks of this batch that still run, of a former driver or of a cancelled job, are fenced by it.
+        """
+        leases = [*self._pool.expired(), *self._pool.held_by(owner_prefix(self._batch_id))]
+        if not leases:
+            return
+        deadline = Deadline(self._options.timeout_s)
+        ground = Ground(self._coordinator, self._store, unique_owner())
+        rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
+        report = settle(rows, coordinator=self._coordinator, store=self._store, deadline=deadline)
+        for lease in leases:
+            self._pool.release(lease)
+        logger.info(
+            "%s: settled %d slots, %d transactions rolled forward", self._name, len(rows), len(report.rolled_forward)
+        )
+
+    def _incidents(self) -> list[Incident]:
+        return list(self._store.incidents(f"{self._pool.pool}#"))
+
+    def _raise_new_incidents(self) -> None:
+        for incident in self._incidents():
+            if _identity(incident) not in self._known_incidents:
+                kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
+                raise kind(
+                    incident.detail,
+                    transactional_id=incident.transactional_id,
+                    state=incident.prepared_transaction_state,
+                )
+
+
+def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
+    """Check topic, table and every column; nothing is written.
+
+    Raises:
+        ConfigurationError: What does not fit; it names the column and the type.
+        Unavailable: A server does not answer.
+    """
+    engine = connect_engine(options)
+    try:
+        with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
+            return _read_layout(options, schema, engine, coordinator)
+    finally:
+        engine.dispose()
+
+
+def _read_layout(
+    options: SinkOptions, schema: spark.StructType, engine: Engine, coordinator: TransactionCoordinator
+) -> Layout:
+    if options.topic is not None:
+        found = coordinator.topic_ids([options.topic], Deadline(options.timeout_s))
+        if options.topic not in found:
+            raise ConfigurationError(f"there is no topic {options.topic!r}", next_step="create it")
+    try:
+        with engine.connect() as connection:
+            table = read_table(connection, options.table)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, options.schema) from error
+    return plan_layout(schema, options, table)
+
+
+def _identity(incident: Incident) -> tuple[str, str]:
+    return incident.transactional_id, incident.prepared_transaction_state

@@ -1,0 +1,216 @@
+"""The Data Source: ``df.write.format("dualwrite")`` and ``df.writeStream.format("dualwrite")``, a whole batch at once.
+
+Spark plans the write on the driver, sends the writer to the tasks, and calls ``commit`` or ``abort`` in a process of its own
+beside the driver; for a stream it makes the writer anew there. So nothing is kept between those calls but the options.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.driver import read_layout
+from dualwrite.sinks.spark.rows import row_batches
+from dualwrite.sinks.spark.source_options import SourceOptions
+from dualwrite.sinks.spark.undecided import Undecided, prepare_partition
+from dualwrite.sinks.spark.whole_batch import WholeBatch
+from dualwrite.sinks.spark.whole_input import whole_input
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+    from pyspark.sql import types as spark
+
+    from dualwrite.sinks.spark.layout import Layout
+
+try:
+    from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter
+except ImportError:  # an older PySpark
+    from pyspark.sql.datasource import DataSourceStreamWriter as DataSourceStreamArrowWriter  # type: ignore[assignment]
+    from pyspark.sql.datasource import DataSourceWriter as DataSourceArrowWriter  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+SHORT_NAME: Final = "dualwrite"
+_QUERY_ID: Final = "sql.streaming.queryId"
+_BATCH_NUMBER: Final = "streaming.sql.batchId"
+
+
+@dataclass(frozen=True)
+class TaskMessage(WriterCommitMessage):
+    """What a task tells the driver.
+
+    Attributes:
+        batch_id: Name of the batch, as the task knows it.
+        undecided: What it has prepared; None where there was nothing to do.
+    """
+
+    batch_id: str
+    undecided: Undecided | None
+
+
+class DualWriteDataSource(DataSource):
+    """Writes a batch, or each micro-batch of a stream, into a PostgreSQL table and a Kafka topic: all of it or nothing.
+
+    Register it with :func:`register`, then use the format ``dualwrite``. `SourceOptions` has the options.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """The short name."""
+        return SHORT_NAME
+
+    def writer(self, schema: spark.StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's signature
+        """Plan a batch: checks options, table, topic and every column; nothing is written.
+
+        Raises:
+            ConfigurationError: What does not fit.
+            DecidedTransactionLost, OutcomeUnverifiable: An earlier run of this batch has left a loss. It is recorded; the next
+                run goes on.
+            Unavailable: A server does not answer.
+        """
+        options = _options(self.options)
+        if options.batch_id is None:
+            raise ConfigurationError(
+                "the option batchId is missing",
+                next_step='name the batch: .option("batchId", "2026-01-01"); a batch that is run again under the same name is '
+                "written once",
+            )
+        with WholeBatch(options.sink, options.batch_id) as batch:
+            batch.settle_left()
+            layout = batch.layout(schema)
+        return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite)
+
+    def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
+        """Plan a micro-batch, or its end: as :meth:`writer`.
+
+        Raises:
+            ConfigurationError: What does not fit; ``batchId`` is Spark's own here. Only the output mode "append" is supported.
+            Unavailable: A server does not answer.
+        """
+        options = _options(self.options)
+        if options.batch_id is not None:
+            raise ConfigurationError("batchId is for batches: a stream names its micro-batches itself")
+        if overwrite:
+            raise ConfigurationError(
+                "a stream cannot empty the table with each micro-batch",
+                next_step='use outputMode("append"), or outputMode("update") with upsertKeys',
+            )
+        return _StreamWriter(options, schema, read_layout(options.sink, schema))
+
+
+def register(session: SparkSession) -> None:
+    """Register the format ``dualwrite`` with a session. May be called again.
+
+    Where ``dualwrite`` is installed, Spark finds it by itself; calling this makes it certain.
+    """
+    session.dataSource.register(DualWriteDataSource)
+
+
+def _options(given: MutableMapping[str, str]) -> SourceOptions:
+    return SourceOptions.parse(dict(given))
+
+
+def _task() -> TaskContext:
+    context = TaskContext.get()
+    if context is None:
+        raise IllegalStateError("this function runs in a Spark task only")
+    return context
+
+
+class _BatchWriter(DataSourceArrowWriter):
+    def __init__(
+        self, options: SourceOptions, batch_id: str, schema: spark.StructType, layout: Layout, *, overwrite: bool
+    ) -> None:
+        self._options = options
+        self._batch_id = batch_id
+        self._schema = schema
+        self._layout = layout
+        self._overwrite = overwrite
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """In a task: prepare the partition."""
+        return _write(self._options, self._layout, self._schema, self._batch_id, iterator)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, when all tasks have ended well: decide."""
+        options = self._options
+        with WholeBatch(options.sink, self._batch_id) as batch:
+            batch.decide(self._layout, _undecided(messages), truncate=self._overwrite, upsert=options.upsert_keys)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, when a task has failed for good, or the decision has failed."""
+        del messages  # what was prepared is found by its leases, also of tasks whose message was lost
+        with WholeBatch(self._options.sink, self._batch_id) as batch:
+            batch.give_up(self._layout)
+
+
+class _StreamWriter(DataSourceStreamArrowWriter):
+    def __init__(self, options: SourceOptions, schema: spark.StructType, layout: Layout) -> None:
+        self._options = options
+        self._schema = schema
+        self._layout = layout
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """In a task: prepare the partition."""
+        task = _task()
+        query, number = task.getLocalProperty(_QUERY_ID), task.getLocalProperty(_BATCH_NUMBER)
+        if query is None or number is None:
+            raise IllegalStateError(
+                "Spark does not tell the task which query and micro-batch it belongs to",
+                next_step="use a version of PySpark that this library is tested with",
+            )
+        return _write(self._options, self._layout, self._schema, f"{query}/{number}", iterator)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
+        """On the driver, when all tasks of the micro-batch have ended well: decide."""
+        batch_id = _batch_of(messages, batchId)
+        if batch_id is None:
+            return  # no partitions, no rows
+        with WholeBatch(self._options.sink, batch_id) as batch:
+            batch.decide(self._layout, _undecided(messages), truncate=False, upsert=self._options.upsert_keys)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
+        """On the driver, when the micro-batch has failed."""
+        batch_id = _batch_of(messages, batchId)
+        if batch_id is None:
+            return  # no task has ended well: what others have left is settled when the micro-batch is run again
+        with WholeBatch(self._options.sink, batch_id) as batch:
+            batch.give_up(self._layout)
+
+
+def _write(
+    options: SourceOptions, layout: Layout, schema: spark.StructType, batch_id: str, found: Iterator[pa.RecordBatch]
+) -> TaskMessage:
+    task = _task()
+    project = projected_batches if DataSourceArrowWriter is not DataSourceWriter else row_batches
+    batches = project(whole_input(found), schema, layout)
+    prepared = prepare_partition(
+        options.sink, layout, batch_id, batches, partition=task.partitionId(), number=task.attemptNumber()
+    )
+    return TaskMessage(batch_id, prepared)
+
+
+def _undecided(messages: Sequence[WriterCommitMessage | None]) -> list[Undecided]:
+    return [message.undecided for message in _own(messages) if message.undecided is not None]
+
+
+def _batch_of(messages: Sequence[WriterCommitMessage | None], number: int) -> str | None:
+    """The name of the micro-batch, as its tasks know it: the driver is told its number alone."""
+    names = {message.batch_id for message in _own(messages)}
+    if len(names) > 1 or any(name.rpartition("/")[2] != str(number) for name in names):
+        raise IllegalStateError(f"the tasks of micro-batch {number} belong to {sorted(names)}")
+    return next(iter(names), None)
+
+
+def _own(messages: Sequence[WriterCommitMessage | None]) -> list[TaskMessage]:
+    return [message for message in messages if isinstance(message, TaskMessage)]

@@ -1,0 +1,214 @@
+"""Staging tables: rows that tasks have brought into the database, and that nobody sees before the driver takes them over.
+
+Each attempt at a partition fills a table of its own, unlogged: written once, read once, and of no use after a crash of the
+database, which empties it. Who takes the rows over compares their number with what the task has counted, so an emptied table
+fails the batch and harms nothing.
+
+A staging table says in its comment which incarnation of which slot has made it. Once somebody has claimed that slot anew,
+nobody can decide on its rows any more, and it is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+from psycopg import sql
+from sqlalchemy import Connection, CursorResult, exc, text
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.sinks.spark.copying import refused
+from dualwrite.stores.failures import driver_words, map_database_error
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "dualwrite_staging_"
+_COMMENT: Final = "made by dualwrite, dropped by it: "
+_DROP_LOCK_TIMEOUT: Final = "2s"
+_FIND: Final = text(
+    "SELECT n.nspname, c.relname, obj_description(c.oid, 'pg_class') FROM pg_class c "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE c.relkind = 'r' AND starts_with(c.relname, :prefix) AND n.nspname = :schema ORDER BY c.relname"
+)
+
+
+@dataclass(frozen=True)
+class StagingTable:
+    """One staging table.
+
+    Attributes:
+        schema: The database schema that it is in.
+        name: Its name.
+        transactional_id: The slot of the task that has made it.
+        incarnation: The incarnation of that slot.
+    """
+
+    schema: str
+    name: str
+    transactional_id: str
+    incarnation: int
+
+    @property
+    def table(self) -> tuple[str, str]:
+        """Schema and name."""
+        return self.schema, self.name
+
+
+def create_staging(
+    connection: Connection,
+    target: tuple[str, str],
+    columns: Sequence[str],
+    *,
+    transactional_id: str,
+    incarnation: int,
+) -> StagingTable:
+    """Make an empty staging table for some columns of the target, in the target's schema and the caller's transaction.
+
+    Raises:
+        ConfigurationError: Tables may not be made in that schema.
+        TransactionAborted, Unavailable: The transaction cannot go on.
+    """
+    made = StagingTable(target[0], f"{_PREFIX}{secrets.token_hex(12)}", transactional_id, incarnation)
+    comment = _COMMENT + json.dumps({"slot": transactional_id, "incarnation": incarnation})
+    try:
+        # Types and nothing else: constraints and defaults are the target's affair when the rows are taken over.
+        _execute(
+            connection,
+            sql.SQL(
+                "CREATE UNLOGGED TABLE {} WITH (autovacuum_enabled = false) AS SELECT {} FROM {} WITH NO DATA"
+            ).format(sql.Identifier(*made.table), listed(columns), sql.Identifier(*target)),
+        )
+        _execute(
+            connection, sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(comment))
+        )
+    except exc.SQLAlchemyError as error:
+        mapped = map_database_error(error, connection.engine)
+        if isinstance(mapped, ConfigurationError):
+            raise ConfigurationError(
+                f"no staging table can be made in schema {made.schema!r}: {driver_words(error)}",
+                next_step=f'grant it: GRANT CREATE ON SCHEMA {made.schema} TO "{connection.engine.url.username}"; and SELECT '
+                "on the table that is written",
+            ) from error
+        raise mapped from error
+    return made
+
+
+def take_over(
+    connection: Connection,
+    staged: StagingTable,
+    target: tuple[str, str],
+    columns: Sequence[str],
+    *,
+    rows: int,
+    upsert: Sequence[str] = (),
+) -> None:
+    """Move the rows of a staging table into the target, in the caller's transaction.
+
+    Args:
+        connection: Inside the deciding transaction.
+        staged: The staging table.
+        target: Schema and name of the table that is written.
+        columns: The columns.
+        rows: How many rows there must be.
+        upsert: Key columns: a row whose key is in the target replaces the other columns there.
+
+    Raises:
+        TransactionAborted: The rows are not all there, or the target refuses them; nothing is moved.
+        ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+    """
+    statement = sql.SQL("INSERT INTO {} ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
+        sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*staged.table)
+    )
+    if upsert:
+        # Keys are assigned too, so that every row counts as written, also where there is no other column.
+        statement += sql.SQL(" ON CONFLICT ({}) DO UPDATE SET {}").format(
+            listed(upsert),
+            sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in columns),
+        )
+    try:
+        moved = _execute(connection, statement).rowcount
+    except exc.SQLAlchemyError as error:
+        if isinstance(error.__cause__, psycopg.Error) and error.__cause__.sqlstate:
+            raise refused(f"table {target[1]!r} does not take the batch", error.__cause__) from error
+        raise map_database_error(error, connection.engine) from error
+    if moved != rows:
+        raise TransactionAborted(
+            f"a staging table holds {moved} rows of {rows}: the database has crashed in between",
+            transactional_id=staged.transactional_id,
+        )
+
+
+def drop_dead_staging(engine: Engine, schema: str, incarnations: Mapping[str, int]) -> int:
+    """Drop the staging tables of incarnations that are over. One that somebody still reads is left for the next time.
+
+    Args:
+        engine: The database.
+        schema: Where staging tables are made.
+        incarnations: The present incarnation by slot.
+
+    Returns:
+        How many were dropped.
+    """
+    dropped = 0
+    with engine.connect() as connection:
+        found = [_parsed(*row) for row in connection.execute(_FIND, {"prefix": _PREFIX, "schema": schema})]
+        connection.rollback()
+        for staged in found:
+            if staged is None or staged.incarnation >= incarnations.get(staged.transactional_id, 0):
+                continue
+            dropped += _drop(connection, staged)
+    return dropped
+
+
+def _drop(connection: Connection, staged: StagingTable) -> bool:
+    try:
+        with connection.begin():
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_DROP_LOCK_TIMEOUT}'")
+            _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(*staged.table)))
+    except exc.SQLAlchemyError as error:
+        logger.warning("staging table %s stays for now: %s", staged.name, driver_words(error))
+        return False
+    return True
+
+
+def _parsed(schema: str, name: str, comment: str | None) -> StagingTable | None:
+    if comment is None or not comment.startswith(_COMMENT):
+        return None
+    maker = json.loads(comment[len(_COMMENT) :])
+    return StagingTable(schema, name, str(maker["slot"]), int(maker["incarnation"]))
+
+
+def listed(names: Sequence[str]) -> sql.Composed:
+    """Names of columns, quoted, with commas between."""
+    return sql.SQL(", ").join(map(sql.Identifier, names))
+
+
+def empty(connection: Connection, table: tuple[str, str]) -> None:
+    """Empty a table in the caller's transaction.
+
+    Raises:
+        ConfigurationError: It may not be emptied.
+        TransactionAborted, Unavailable: The transaction cannot go on.
+    """
+    try:
+        _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(sql.Identifier(*table)))
+    except exc.SQLAlchemyError as error:
+        mapped = map_database_error(error, connection.engine)
+        if isinstance(mapped, ConfigurationError):
+            raise ConfigurationError(
+                f"table {table[1]!r} cannot be emptied: {driver_words(error)}",
+                next_step='grant TRUNCATE on it, or use mode("append")',
+            ) from error
+        raise mapped from error
+
+
+def _execute(connection: Connection, statement: sql.Composed) -> CursorResult[tuple[object, ...]]:
+    return connection.exec_driver_sql(statement.as_string().replace("%", "%%"))

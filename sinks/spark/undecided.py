@@ -1,0 +1,153 @@
+"""A task of a batch that is decided as one: it brings its rows and messages to both servers, and decides nothing.
+
+Its rows stand committed in a staging table, which nobody reads. Its messages are flushed in a Kafka transaction that stays
+open, which no ``read_committed`` consumer sees. What it hands to the driver names both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dualwrite import failpoints
+from dualwrite.block import dual_write
+from dualwrite.errors import TransactionAborted
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.sinks.spark.attempt import Attempt
+from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.staging import StagingTable, create_staging
+from dualwrite.sinks.spark.writing import write_rows
+from dualwrite.stores.ledger import WHOLE_BATCH
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.attempt import Workplace
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.settings import SinkOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """What one task has prepared. Pickles; holds no secret.
+
+    Attributes:
+        partition: Number of the partition.
+        rows: Rows in the staging table, and messages in the Kafka transaction.
+        owner: Who holds the slot's lease.
+        namespace: Of the slot's row.
+        prepared: The Kafka transaction.
+        staged: The staging table; its slot is the transactional id.
+    """
+
+    partition: int
+    rows: int
+    owner: str
+    namespace: str
+    prepared: PreparedTxnState
+    staged: StagingTable
+
+
+def prepare_partition(
+    options: SinkOptions,
+    layout: Layout,
+    batch_id: str,
+    batches: Iterable[pa.RecordBatch],
+    *,
+    partition: int,
+    number: int,
+) -> Undecided | None:
+    """Bring one partition to both servers, undecided.
+
+    On return the rows are durable in a staging table, and the messages in an open Kafka transaction. The slot stays leased
+    for as long as the broker surely keeps that transaction open, less the margin, and ``decide_within_s`` at most.
+
+    Args:
+        options: The sink's settings.
+        layout: Which column goes where.
+        batch_id: Name of the batch.
+        batches: The projected rows; its normal end means that they are all.
+        partition: Number of the partition.
+        number: Number of the attempt, for people.
+
+    Returns:
+        What is for the driver to decide. None if the batch is written already, or the partition is empty.
+
+    Raises:
+        DualWriteError: This attempt has prepared nothing that could be decided.
+    """
+    failpoints.hit("spark.task_started")
+    engine = connect_engine(options)
+    try:
+        attempt = Attempt(options, batch_id, partition, number, engine)
+        if attempt.seen(WHOLE_BATCH):
+            logger.info("%s: the batch is already written", attempt.name)
+            return None
+        source = iter(batches)
+        first = next(source, None)
+        if first is None:
+            return None
+        undecided = _prepare(attempt, layout, _joined(first, source))
+    finally:
+        engine.dispose()
+    failpoints.hit("spark.task_done")
+    return undecided
+
+
+def _joined(first: pa.RecordBatch, others: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    yield first
+    yield from others
+
+
+def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]) -> Undecided:
+    options = attempt.options
+    with attempt.workplace() as place:
+        row = place.lane.row
+        with (
+            attempt.engine.connect() as connection,
+            dual_write(
+                place.lane,
+                place.ground,
+                connection,
+                margin_s=options.margin_s,
+                timeout_s=options.timeout_s,
+                hand_over=True,
+            ) as transaction,
+        ):
+            staged = create_staging(
+                transaction.connection,
+                layout.table,
+                layout.table_column_names,
+                transactional_id=row.transactional_id,
+                incarnation=row.incarnation,
+            )
+            rows = write_rows(transaction, batches, layout, staged.table, options.topic)
+        assert transaction.prepared is not None
+        place.slot.keep_for(_lifetime_s(attempt, place))
+    logger.info("%s: %d rows prepared", attempt.name, rows)
+    return Undecided(
+        partition=attempt.partition,
+        rows=rows,
+        owner=place.slot.lease.owner,
+        namespace=row.namespace,
+        prepared=transaction.prepared,
+        staged=staged,
+    )
+
+
+def _lifetime_s(attempt: Attempt, place: Workplace) -> float:
+    """How long the driver has to decide. From here on the database's clock counts, for all partitions alike."""
+    producer, options = place.lane.producer, attempt.options
+    left_s = producer.transaction_timeout_ms / 1000 - producer.begun_for_s - options.margin_s
+    if left_s <= 0:
+        raise TransactionAborted(
+            f"the partition took {producer.begun_for_s:.0f} s, and after {producer.transaction_timeout_ms / 1000:.0f} s the "
+            "broker aborts it",
+            next_step="make partitions smaller, or raise the broker's transaction.max.timeout.ms",
+            retryable=False,
+        )
+    return min(left_s, options.decide_within_s)

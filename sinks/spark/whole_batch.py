@@ -1,0 +1,166 @@
+"""The decision on a whole batch: all its tasks' rows and messages at once, or nothing of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from dualwrite import failpoints
+from dualwrite.errors import (
+    CompletionPending,
+    DualWriteError,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.sinks.spark.driver import DriverSide
+from dualwrite.sinks.spark.staging import drop_dead_staging, empty, take_over
+from dualwrite.stores.ledger import WHOLE_BATCH
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.undecided import Undecided
+
+logger = logging.getLogger(__name__)
+
+
+class WholeBatch(DriverSide):
+    """One run of one batch that is decided as one."""
+
+    def decide(self, layout: Layout, prepared: Collection[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
+        """Decide on all that the tasks have prepared, in one database transaction; then bring Kafka in line.
+
+        On return the rows are in the table, the messages are visible, and the ledger names the batch.
+
+        Args:
+            layout: Which column goes where.
+            prepared: What the tasks have handed over.
+            truncate: Empty the table first, in the same transaction.
+            upsert: Key columns: rows whose key is in the table replace those.
+
+        Returns:
+            Whether this call has written the batch. False if it was written already.
+
+        Raises:
+            TransactionAborted: Nothing of the batch is written. Run it again.
+            Fenced: Another driver of the same batch has taken over; it decides.
+            TransactionInDoubt: The database's answer is missing, and it does not answer. Run the batch again: what is written
+                is skipped.
+            CompletionPending: Decided. Run the batch again: nothing is written twice, and Kafka is brought in line.
+            DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka does not have their messages, or
+                nobody can tell. It is recorded.
+        """
+        failpoints.hit("batch.prepared")
+        ordered = sorted(prepared, key=lambda one: one.staged.transactional_id)
+        try:
+            written = self._decide(layout, ordered, truncate=truncate, upsert=upsert)
+        except TransactionInDoubt as doubt:
+            written = self._resolve(doubt)
+        failpoints.hit("batch.decided")
+        try:
+            self._settle()
+        except Unavailable as error:
+            raise CompletionPending(f"{self._name}: decided, and Kafka has not all of it yet: {error.what}") from error
+        self._drop_staging(layout)
+        failpoints.hit("batch.completed")
+        self._raise_new_incidents()
+        return written
+
+    def _decide(self, layout: Layout, prepared: Sequence[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
+        names = layout.table_column_names
+        with self._engine.connect() as connection:
+            self._store.begin(connection)
+            try:
+                if prepared:
+                    # A driver that is paused from here on loses its session, and its locks with it.
+                    self._store.read_incarnation(connection, prepared[0].staged.transactional_id)
+                if not self._record(connection, prepared):
+                    logger.info("%s: already written", self._name)
+                    self._store.rollback(connection)
+                    return False
+                self._require_leases(connection, prepared)
+                for one in prepared:
+                    self._decide_on_slot(connection, one)
+                if truncate:
+                    empty(connection, layout.table)
+                for one in prepared:
+                    take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
+                failpoints.hit("batch.recorded")
+            except BaseException:
+                self._store.rollback(connection)
+                raise
+            self._store.commit(connection)
+        logger.info(
+            "%s: decided, %d rows in %d partitions", self._name, sum(one.rows for one in prepared), len(prepared)
+        )
+        return True
+
+    def _record(self, connection: Connection, prepared: Sequence[Undecided]) -> bool:
+        if self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH):
+            return False
+        rows = sum(one.rows for one in prepared)
+        return self._ledger.insert(
+            connection,
+            self._options.sink,
+            self._batch_id,
+            WHOLE_BATCH,
+            row_count=rows,
+            message_count=rows,
+            partition_count=max(1, len(prepared)),
+        )
+
+    def _require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
+        held = self._pool.held_in(connection, {one.staged.transactional_id: one.owner for one in prepared})
+        late = [one for one in prepared if one.staged.transactional_id not in held]
+        if late:
+            raise TransactionAborted(
+                f"{self._name}: {len(late)} of {len(prepared)} partitions were prepared too long ago, or taken over by "
+                "another driver",
+                transactional_id=late[0].staged.transactional_id,
+                next_step="run the batch again; if this comes again, make it smaller, or raise decide_within_s and the "
+                "broker's transaction.max.timeout.ms",
+            )
+
+    def _decide_on_slot(self, connection: Connection, one: Undecided) -> None:
+        transactional_id = one.staged.transactional_id
+        ours, _ = self._store.decide(
+            connection, transactional_id, one.staged.incarnation, one.prepared, namespace=one.namespace
+        )
+        if not ours:
+            raise Fenced(
+                f"{self._name}: the slot of partition {one.partition} was claimed by another driver",
+                transactional_id=transactional_id,
+            )
+
+    def _resolve(self, doubt: TransactionInDoubt) -> bool:
+        """Claiming all slots waits for the old backend's locks; whatever it was going to do is done then."""
+        try:
+            self._settle()
+            with self._engine.connect() as connection:
+                written = self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
+        except DualWriteError as error:
+            raise doubt from error
+        if not written:
+            raise TransactionAborted(
+                f"{self._name}: the connection broke during COMMIT; the database has rolled back",
+                next_step="run the batch again",
+            ) from doubt
+        return True
+
+    def give_up(self, layout: Layout) -> None:
+        """Abort what tasks have prepared and nobody has decided. What was decided is completed.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
+        """
+        self._settle()
+        self._drop_staging(layout)
+        self._raise_new_incidents()
+
+    def _drop_staging(self, layout: Layout) -> None:
+        rows = self._store.find(f"{self._pool.pool}#")
+        drop_dead_staging(self._engine, layout.table[0], {row.transactional_id: row.incarnation for row in rows})

@@ -1,0 +1,48 @@
+"""Both legs in one pass: each batch of rows goes into the table and into Kafka before the next one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dualwrite import failpoints
+from dualwrite.sinks.spark.copying import copying
+from dualwrite.sinks.spark.messages import produce_batch
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.transaction import Transaction
+
+
+def write_rows(
+    transaction: Transaction,
+    batches: Iterable[pa.RecordBatch],
+    layout: Layout,
+    table: tuple[str, str],
+    topic: str | None,
+) -> int:
+    """Write projected rows on both sides of a dual write, a batch at a time.
+
+    Args:
+        transaction: The dual write.
+        batches: The rows.
+        layout: Which column goes where.
+        table: Schema and name of the table that the rows go into: the target, or a staging table.
+        topic: The topic of all messages, None where a column says it.
+
+    Returns:
+        How many rows.
+
+    Raises:
+        DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
+    """
+    rows = 0
+    with copying(transaction.connection, layout, table) as copy:
+        for batch in batches:
+            copy.write(batch)
+            produce_batch(transaction, batch, layout, topic)
+            rows += batch.num_rows
+    failpoints.hit("spark.rows_copied")
+    return rows

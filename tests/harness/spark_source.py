@@ -1,0 +1,72 @@
+"""The Data Source with fail points that a test arms by an option: in one task, or in the process that decides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter
+
+from dualwrite import failpoints
+from dualwrite.sinks.spark import DualWriteDataSource
+from dualwrite.sinks.spark.source_options import OPTION_NAMES
+
+PARTITION = 1
+
+
+def options_of(settings):
+    """The sink's settings as the options of the Data Source."""
+    found = {f"kafka.{key}": str(value) for key, value in settings["kafka"].items()}
+    for name, setting in OPTION_NAMES.items():
+        value = settings.get(setting)
+        if value is not None:
+            found[name] = str(value) if isinstance(value, (str, int, float)) else json.dumps(value)
+    return found
+
+
+class ArmedSource(DualWriteDataSource):
+    """``format("armed")``: the option ``inTask`` arms a point in the first attempt at one partition, ``inCommit`` where it
+    is decided, ``inAbort`` where it is given up."""
+
+    def __init__(self, options):
+        self.points = {where: options.pop(where, "") for where in ("inTask", "inCommit", "inAbort")}
+        super().__init__(options)
+
+    @classmethod
+    def name(cls):
+        return "armed"
+
+    def writer(self, schema, overwrite):
+        return ArmedWriter(super().writer(schema, overwrite), self.points)
+
+    def streamWriter(self, schema, overwrite):  # noqa: N802 - Spark's name
+        return ArmedStreamWriter(super().streamWriter(schema, overwrite), self.points)
+
+
+@dataclass
+class _Armed:
+    inner: object
+    points: dict
+
+    def write(self, iterator):
+        task = TaskContext.get()
+        if task.attemptNumber() == 0 and task.partitionId() == PARTITION:
+            failpoints.arm(self.points["inTask"])
+        return self.inner.write(iterator)
+
+    def commit(self, *arguments):
+        failpoints.arm(self.points["inCommit"])
+        self.inner.commit(*arguments)
+
+    def abort(self, *arguments):
+        failpoints.arm(self.points["inAbort"])
+        self.inner.abort(*arguments)
+
+
+class ArmedWriter(_Armed, DataSourceArrowWriter):
+    pass
+
+
+class ArmedStreamWriter(_Armed, DataSourceStreamArrowWriter):
+    pass

@@ -1,0 +1,272 @@
+"""The Data Source: a whole batch on both sides or nothing of it, whatever its tasks and its driver suffer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyspark_dualwrite
+import pytest
+from harness.spark import PARTITIONS, ROWS, TESTS
+from harness.spark import numbers as numbered
+from harness.spark_source import ArmedSource, options_of
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import functions
+
+from dualwrite.recovery import status
+from dualwrite.sinks.spark import register
+
+TASK_POINTS = [
+    "spark.task_started",
+    "slot.leased",
+    "claim.initialized",
+    "write.checked",
+    "write.produced",
+    "spark.rows_copied",
+    "write.prepared",
+    "write.handed_over",
+    "spark.task_done",
+]
+UNDECIDED = ["batch.prepared", "ledger.inserted", "batch.recorded"]
+DECIDED = ["batch.decided", "settle.before_commit", "settle.committed", "settle.retired", "batch.completed"]
+
+
+KILLED = (PySparkException, Py4JJavaError)
+
+
+def options(case, **more):
+    return {key: value for key, value in {**options_of(case.settings), **more}.items() if value is not None}
+
+
+@pytest.fixture
+def write(spark, numbers):
+    register(spark)
+    spark.dataSource.register(ArmedSource)
+
+    def run(df, mode="append", source="dualwrite", **more):
+        df.write.format(source).mode(mode).options(**options(numbers, **more)).save()
+
+    return run
+
+
+def staging_tables(case):
+    return case.execute("SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%'")
+
+
+def nothing_is_left(case):
+    """No staging table, no slot taken, no transaction open."""
+    assert staging_tables(case) == []
+    assert case.execute("SELECT transactional_id FROM dualwrite_slot WHERE lease_owner IS NOT NULL") == []
+    assert case.messages() is not None  # reading waits until no transaction is open
+
+
+def test_a_batch_is_on_both_sides_and_the_ledger_tells(spark, numbers, write):
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    ledger = numbers.execute("SELECT partition_id, row_count, message_count, partition_count FROM dualwrite_ledger")
+    assert ledger == [(-1, ROWS, ROWS, PARTITIONS)]
+    nothing_is_left(numbers)
+
+
+def test_a_batch_that_runs_again_changes_nothing(spark, numbers, write):
+    write(numbered(spark), batchId="1")
+    write(numbered(spark), batchId="1")
+    # Also with other partitions: a batch that is decided as one has no partitions that count.
+    write(numbered(spark, ROWS, 3), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_a_task_that_fails_for_good_leaves_nothing(spark, numbers, write):
+    bad = functions.when(functions.col("id") == 700, functions.raise_error(functions.lit("bad row"))).otherwise(
+        functions.col("name")
+    )
+    with pytest.raises(PySparkException, match="bad row"):
+        write(numbered(spark).withColumn("name", bad), batchId="1")
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+
+
+@pytest.mark.parametrize("point", TASK_POINTS)
+def test_a_killed_task_is_run_again(spark, numbers, write, point):
+    write(numbered(spark), source="armed", batchId="1", inTask=point)
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("point", UNDECIDED)
+def test_a_driver_killed_before_the_decision_leaves_nothing(spark, numbers, write, point):
+    with pytest.raises(KILLED):
+        write(numbered(spark), source="armed", batchId="1", inCommit=point)
+    assert numbers.rows() == []
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("point", DECIDED)
+def test_a_driver_killed_after_the_decision_has_written_the_batch(spark, numbers, write, point):
+    with pytest.raises(KILLED):
+        write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="settle.looked,claim.before")
+    assert len(numbers.rows()) == ROWS
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_the_rows_appear_all_at_once_and_the_old_ones_stay_until_then(spark, numbers, write):
+    numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
+    with pytest.raises(KILLED):
+        write(numbered(spark), mode="overwrite", source="armed", batchId="1", inCommit="batch.recorded")
+    assert numbers.rows() == [(-1, "old")]
+    write(numbered(spark), mode="overwrite", batchId="2")
+    numbers.verify()
+
+
+def test_rows_replace_those_of_the_same_key(spark, numbers, write):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (0, 'old'), (999, 'old')")
+    write(numbered(spark), batchId="1", upsertKeys="id")
+    numbers.verify()
+
+
+def test_the_table_refuses_a_row_and_nothing_is_written(spark, numbers, write):
+    numbers.execute("ALTER TABLE numbers ADD CHECK (id < 900)")
+    with pytest.raises(PySparkException, match="does not take the batch.*numbers_id_check"):
+        write(numbered(spark), batchId="1")
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+
+
+def test_an_empty_batch_is_done(spark, numbers, write):
+    write(numbered(spark).where("id < 0"), batchId="1")
+    write(numbered(spark), batchId="1")
+    assert numbers.rows() == numbers.messages() == []
+
+
+def test_names_with_quotes_and_columns_that_the_database_fills(spark, numbers, write):
+    numbers.table = '"Odd ""na%me"'
+    numbers.execute(
+        'CREATE TABLE "Odd ""na%me" (id bigint GENERATED ALWAYS AS IDENTITY, "na%me ""x" text, '
+        'twice bigint GENERATED ALWAYS AS (id * 2) STORED, "select" int DEFAULT 7)'
+    )
+    df = numbered(spark, 10).withColumnRenamed("name", 'na%me "x')
+    write(df, batchId="1", columns='{"id": "id", "na%me \\"x": "na%me \\"x"}')
+    found = numbers.execute('SELECT id, "na%me ""x", twice, "select" FROM "Odd ""na%me" ORDER BY 1')
+    assert found == [(number, f"row {number}", number * 2, 7) for number in range(10)]
+
+
+def test_an_emptied_staging_table_fails_the_batch(spark, numbers, write):
+    """What a crash of the database does to an unlogged table."""
+    numbers.execute(
+        "CREATE FUNCTION empty_it() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE name text; BEGIN "
+        "FOR name IN SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%' LIMIT 1 LOOP "
+        "EXECUTE format('TRUNCATE %I', name); END LOOP; RETURN NEW; END $$"
+    )
+    numbers.execute(
+        "CREATE TRIGGER empty_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION empty_it()"
+    )
+    with pytest.raises(PySparkException, match="holds 0 rows of 250"):
+        write(numbered(spark), batchId="1")
+    assert numbers.rows() == numbers.messages() == []
+    numbers.execute("DROP TRIGGER empty_it ON dualwrite_ledger")
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+
+
+def test_what_is_prepared_too_long_ago_is_not_decided(spark, numbers, write):
+    with pytest.raises(PySparkException, match="prepared too long ago"):
+        write(numbered(spark), batchId="1", decideWithinSeconds="0.001")
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batchId": None}, "option batchId is missing"),
+        ({"sink": None}, "option sink is missing"),
+        ({"topik": "x"}, "no option 'topik'.*did you mean 'topic'"),
+        ({"url": "jdbc:postgresql://h/d"}, "JDBC URL"),
+        ({"timeoutSeconds": "soon"}, "must be a number"),
+        ({"kafka.plugin.library.paths": "x"}, "runs code"),
+        ({"topic": "nowhere"}, "no topic 'nowhere'"),
+        ({"dbtable": "nowhere"}, "no table 'nowhere'"),
+        ({"keyColumn": "nowhere"}, "names the column 'nowhere'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(spark, numbers, write, given, says):
+    with pytest.raises(PySparkException, match=f"(?s){says}"):
+        write(numbered(spark), **{"batchId": "1", **given})
+    assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+
+
+@pytest.fixture
+def stream(spark, numbers, write, tmp_path):
+    source = tmp_path / "source"
+    numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(str(source))
+
+    def run(source_name="dualwrite", **more):
+        query = (
+            spark.readStream.schema("id bigint, name string")
+            .option("maxFilesPerTrigger", "1")
+            .parquet(str(source))
+            .repartition(2)
+            .writeStream.format(source_name)
+            .options(**options(numbers, **more))
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+
+    return run
+
+
+def test_a_stream_writes_each_micro_batch_once(numbers, stream):
+    stream()
+    stream()
+    numbers.verify()
+    batches = [batch for (batch,) in numbers.execute("SELECT batch_id FROM dualwrite_ledger ORDER BY 1")]
+    assert [batch.partition("/")[2] for batch in batches] == ["0", "1", "2", "3", "4"]
+    assert len({batch.partition("/")[0] for batch in batches}) == 1
+    nothing_is_left(numbers)
+
+
+def test_a_stream_killed_again_and_again_writes_each_file_once(numbers, stream):
+    for point in ("batch.prepared", "batch.recorded", "batch.decided", "batch.completed"):
+        with pytest.raises(PySparkException):
+            stream("armed", inCommit=point)
+    stream("armed", inTask="write.handed_over")  # a killed task does not stop it
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_status_shows_what_a_dead_driver_has_left(spark, numbers, write, kafka, engine):
+    with pytest.raises(KILLED):
+        write(numbered(spark), source="armed", batchId="1", inCommit="batch.decided", inAbort="claim.before")
+    shown = status(kafka=kafka, engine=engine, prefix=numbers.sink)
+    assert len(shown) == PARTITIONS
+
+
+def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers, tmp_path):
+    """Spark looks into every package on the path whose name begins with ``pyspark_``; an editable install has none there."""
+    (tmp_path / "pyspark_dualwrite").symlink_to(Path(pyspark_dualwrite.__file__).parent)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"do": "source", "options": options(numbers, batchId="1")}))
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.spark_job", str(job)],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers.verify()
