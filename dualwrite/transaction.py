@@ -264,7 +264,7 @@ class Transaction:
             self.abort()
             raise
         self._machine.apply(WriteEvent.HAND_OVER)
-        failpoints.hit("write.handed_over")
+        failpoints.hit("batch.handed_over")
 
     def _prepare(self) -> PreparedTxnState:
         if self._session is not None:

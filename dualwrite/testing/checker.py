@@ -69,7 +69,7 @@ class Checker:
         messages_per_operation: int = 1,
         prefix: str = "",
         schema: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
     ) -> None:
         self._journal = Path(journal)
         self._kafka = dict(kafka)

@@ -102,7 +102,7 @@ class Follower:
             self._failure = failure
             self._moved.notify_all()
 
-    def seen(self, ends: Mapping[str, Mapping[int, int]], *, timeout_s: float = 30.0) -> dict[str, list[Record]]:
+    def seen(self, ends: Mapping[str, Mapping[int, int]], *, timeout_s: float = 120.0) -> dict[str, list[Record]]:
         """What it saw, by topic, in order of arrival, once it has come to these ends.
 
         Args:

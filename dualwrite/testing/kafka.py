@@ -72,7 +72,7 @@ class EmbeddedKafka:
         users: Mapping[str, str] | None = None,
         brokers: int = 1,
         proxies: int = 1,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 180.0,
     ) -> None:
         self._properties = dict(properties or {})
         self._users = dict(users or {})
@@ -239,7 +239,7 @@ class EmbeddedKafka:
             raise IllegalStateError(f"there is no broker {broker}: their ids are 1 to {len(self._brokers)}")
         return [self._brokers[broker - 1]]
 
-    def stop(self, timeout_s: float = 60.0, *, broker: int | None = None) -> None:
+    def stop(self, timeout_s: float = 180.0, *, broker: int | None = None) -> None:
         """Stop the brokers as an operator would (SIGTERM). Their data is kept for `start`.
 
         Args:
@@ -323,7 +323,7 @@ class EmbeddedKafka:
         return AdminClient({**self.admin_config(), "log_level": "0"})
 
     def create_topic(
-        self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None, *, timeout_s: float = 30.0
+        self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None, *, timeout_s: float = 120.0
     ) -> str:
         """Create a topic, and return its name when every partition has a leader.
 
@@ -340,7 +340,7 @@ class EmbeddedKafka:
         kafka_topics.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
         return name
 
-    def delete_topic(self, name: str, *, timeout_s: float = 30.0) -> None:
+    def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
         """Delete a topic, and return when the brokers refuse it.
 
         Raises:
@@ -357,7 +357,7 @@ class EmbeddedKafka:
         resource: str,
         *,
         prefixed: bool = False,
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
     ) -> None:
         """Allow a user one operation, as an ACL does.
 

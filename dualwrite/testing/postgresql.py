@@ -52,7 +52,7 @@ class EmbeddedPostgres:
         Unavailable: From `start`: the server was not ready in time.
     """
 
-    def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 60.0) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 180.0) -> None:
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         external = None if self._settings else os.environ.get(SERVER_VARIABLE) or None
@@ -217,7 +217,7 @@ class EmbeddedPostgres:
             raise IllegalStateError(f"cannot {deed} a PostgreSQL server that was never started")
         return self._process
 
-    def stop(self, mode: StopMode = "fast", *, timeout_s: float = 60.0) -> None:
+    def stop(self, mode: StopMode = "fast", *, timeout_s: float = 180.0) -> None:
         """Stop the server. Its data is kept for `start`.
 
         Args:

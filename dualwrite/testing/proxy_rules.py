@@ -86,7 +86,7 @@ class Rule(Generic[RequestT]):
         with self._changed:
             return list(self._taken)
 
-    def wait(self, timeout_s: float = 30.0) -> RequestT:
+    def wait(self, timeout_s: float = 120.0) -> RequestT:
         """Wait until this rule has taken a request; return the first that it took.
 
         Raises:
@@ -97,7 +97,7 @@ class Rule(Generic[RequestT]):
                 raise Unavailable(f"no request came in {timeout_s} s for {self!r}")
             return self._taken[0]
 
-    def wait_answered(self, count: int = 1, timeout_s: float = 30.0) -> None:
+    def wait_answered(self, count: int = 1, timeout_s: float = 120.0) -> None:
         """Wait until the server has given so many answers to requests taken; a copy's answer counts too.
 
         It does not matter whether the client hears of it.

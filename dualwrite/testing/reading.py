@@ -30,7 +30,7 @@ class Record(NamedTuple):
     value: bytes | None
 
 
-def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 30.0) -> list[Record]:
+def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> list[Record]:
     """All committed messages of a topic, in order of partition and offset.
 
     Waits first until no transaction is open on the topic (every partition's last stable offset is its high
@@ -86,7 +86,7 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
     return records
 
 
-def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 30.0) -> dict[int, int]:
+def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> dict[int, int]:
     """The end of each partition, once no transaction is open on the topic.
 
     Args:

@@ -28,8 +28,8 @@ class Servers:
     def __init__(self, archive: Path | None = None) -> None:
         self._archive = archive
         self._closed_later = ExitStack()
-        self.kafka = EmbeddedKafka(start_timeout_s=180)
-        self.postgres = EmbeddedPostgres(start_timeout_s=180)
+        self.kafka = EmbeddedKafka()
+        self.postgres = EmbeddedPostgres()
         self.outages: list[tuple[float, float]] = []
         self._away = 0
         self._changed = threading.Condition()
@@ -45,7 +45,7 @@ class Servers:
         if not archive.exists():
             archive.parent.mkdir(parents=True, exist_ok=True)
             self._with_options(f"-XX:ArchiveClassesAtExit={archive}")
-            with EmbeddedKafka(start_timeout_s=180) as learning:
+            with EmbeddedKafka() as learning:
                 learning.create_topic("any")
                 learning.stop(180)
         self._with_options(f"-XX:SharedArchiveFile={archive}")

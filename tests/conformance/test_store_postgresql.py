@@ -344,7 +344,7 @@ def test_claims_that_wait_for_each_other_are_run_again(postgres: Database) -> No
 
     def each_holds_its_guard(*arguments: Any) -> None:
         if "FOR UPDATE" in arguments[2] and not hasattr(waited, "once"):
-            waited.once = guarded.wait(10)
+            waited.once = guarded.wait(120)
 
     event.listen(store.engine, "before_cursor_execute", each_holds_its_guard)
     event.listen(store.engine, "handle_error", lambda context: deadlocks.append(context.original_exception))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.mistakes import MISTAKES, Check, planted
+from harness.patience import PATIENCE_S
 
 from controls.page import render
 from controls.running import Run, is_caught
@@ -30,7 +31,7 @@ def test_planted_mistakes_are_caught_on_real_servers(tmp_path):
         cwd=TESTS,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -61,7 +61,7 @@ def three_brokers() -> Iterator[Ground]:
 
 def leader(admin: AdminClient, topic: str, partition: int) -> int:
     """The id of the broker that leads a partition."""
-    return admin.list_topics(topic, timeout=30).topics[topic].partitions[partition].leader
+    return admin.list_topics(topic, timeout=120).topics[topic].partitions[partition].leader
 
 
 def keeper(admin: AdminClient, topic: str, key: str) -> int:
@@ -70,7 +70,7 @@ def keeper(admin: AdminClient, topic: str, key: str) -> int:
     for character in key:
         hashed = (31 * hashed + ord(character)) & 0xFFFFFFFF
     absolute = hashed if hashed < 2**31 else 2**32 - hashed
-    return leader(admin, topic, absolute % len(admin.list_topics(topic, timeout=30).topics[topic].partitions))
+    return leader(admin, topic, absolute % len(admin.list_topics(topic, timeout=120).topics[topic].partitions))
 
 
 def wait_until_in_sync(admin: AdminClient) -> None:
@@ -78,7 +78,7 @@ def wait_until_in_sync(admin: AdminClient) -> None:
     deadline = Deadline(RECOVERS_S)
     while not all(
         len(partition.isrs) == BROKERS
-        for topic in admin.list_topics(timeout=30).topics.values()
+        for topic in admin.list_topics(timeout=120).topics.values()
         for partition in topic.partitions.values()
     ):
         if deadline.expired:
@@ -148,7 +148,7 @@ class InCluster(Stage):
         self.note(f"{deed} broker {broker}")
         if deed == "move":
             # Brokers that came back lead nothing until somebody asks for it.
-            self.admin.elect_leaders(ElectionType.PREFERRED).result(60)
+            self.admin.elect_leaders(ElectionType.PREFERRED).result(120)
             return
         self.gone = broker
         self.suspended = deed == "suspend"

@@ -15,6 +15,7 @@ from sqlalchemy import create_engine, inspect, select
 from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.testing import History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
+from harness.patience import PATIENCE_S
 from harness.worker import OPERATIONS
 
 TESTS = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ class Case:
                 text=True,
             )
 
-    def run(self, *, killed: bool = False, timeout_s: float = 90, **job) -> None:
+    def run(self, *, killed: bool = False, timeout_s: float = PATIENCE_S, **job) -> None:
         """Run one worker to its end, and hold how it ended against what was expected."""
         process = self.start(**job)
         process.communicate(timeout=timeout_s)

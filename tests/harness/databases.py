@@ -127,7 +127,7 @@ class Thread:
         except BaseException as error:  # noqa: BLE001 - whatever it is, result() raises it
             self._future.set_exception(error)
 
-    def result(self, timeout: float = 30.0) -> Any:
+    def result(self, timeout: float = 120.0) -> Any:
         return self._future.result(timeout)
 
     @property

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+PATIENCE_S = 600
+"""How long a test waits for a process that takes seconds: longer, on a slow machine too, than all but what hangs."""
+
 PATIENCE = {"retry.backoff.ms": "5000", "retry.backoff.max.ms": "5000"}
 
 

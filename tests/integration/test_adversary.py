@@ -160,7 +160,7 @@ def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka,
         with mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
         (row,) = SqlStateStore(engine).read(["orders"])
-        Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+        Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
         retiring = proxy.on(Api.INIT_PRODUCER_ID).drop_request()
         with pytest.raises(DecidedTransactionLost):
             DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4).open()

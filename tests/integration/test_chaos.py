@@ -7,7 +7,7 @@ from chaos.processes import Forks
 from chaos.results import Results
 from chaos.servers import Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ZOMBIE = Episode("zombie", (Step(failpoint="write.prepared:2:stop"), Step(failpoint="write.decided:2")))
 PAUSED_CLAIM = Episode("zombie", (Step(failpoint="claim.settled:1:stop"), Step(failpoint="write.completed:1")))

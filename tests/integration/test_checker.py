@@ -59,19 +59,19 @@ def test_a_row_without_messages_is_torn(case, check, engine):
 def test_messages_of_nobody_are_foreign_and_torn(case, check):
     producer = Producer(case.kafka)
     producer.produce(case.topic, "nobody", partition=0)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     assert kinds(check()) == [(Kind.FOREIGN, "nobody"), (Kind.TORN, "nobody")]
 
 
 def test_a_transaction_that_stays_open_hangs(case, check):
     producer = Producer({**case.kafka, "transactional.id": f"somebody-else-{case.topic}"})
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     producer.begin_transaction()
     producer.produce(case.topic, "open", partition=0)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     (finding,) = check(timeout_s=3).findings
     assert (finding.kind, "stays open" in finding.detail) == (Kind.HANGING, True)
-    producer.abort_transaction(30)
+    producer.abort_transaction(120)
     assert check().findings == []
 
 
@@ -80,7 +80,7 @@ def test_a_loss_that_is_on_record_is_lost(case, check, engine):
     from dualwrite.stores.state import SqlStateStore
 
     (row,) = SqlStateStore(engine).read(["case"])
-    Producer({**case.kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+    Producer({**case.kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
     assert recover(kafka=case.kafka, engine=engine).losses
     found = kinds(check())
     assert (Kind.LOST, "case") in found
@@ -101,6 +101,6 @@ def test_messages_that_only_the_consumer_saw_that_ran_all_the_time_are_a_disagre
         follower.seen({case.topic: {0: 4, 1: 4}}, timeout_s=60)  # two transactions: a message and a marker each
         admin = AdminClient(case.kafka)  # kept until the answer is there
         for future in admin.delete_records([TopicPartition(case.topic, 0, 2)]).values():
-            future.result(60)
+            future.result(120)
         verdict = check(follower)
     assert (Kind.DISAGREEING, f"{case.topic}[0]") in kinds(verdict)

@@ -7,6 +7,7 @@ import sys
 import pytest
 from confluent_kafka import Producer
 from harness.checker import Case
+from harness.patience import PATIENCE_S
 
 from dualwrite.stores.state import SqlStateStore
 
@@ -21,7 +22,7 @@ def dualwrite(url, kafka):
             ["--url", url, "--bootstrap-server", kafka["bootstrap.servers"]] if arguments[0] != "acknowledge" else []
         )
         return subprocess.run(
-            [*command, *(servers or ["--url", url])], capture_output=True, text=True, timeout=90, check=False
+            [*command, *(servers or ["--url", url])], capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     return run
@@ -72,7 +73,7 @@ def test_recover_all_leaves_young_transactions_to_their_owners(dualwrite, left):
 
 def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left, kafka, engine):
     (row,) = SqlStateStore(engine).read(["case"])
-    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
     found = dualwrite("recover", "case", "--json")
     assert found.returncode == 4, found.stderr
     (loss,) = json.loads(found.stdout)["losses"]
@@ -101,7 +102,7 @@ def test_a_server_that_does_not_answer_has_an_exit_code(url):
         [*command, "--url", url, "--bootstrap-server", "127.0.0.1:1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 5, done.stderr

@@ -100,7 +100,7 @@ def test_open_offsets_survive_a_lost_connection(proxy, through_proxy, prepared, 
 
 def test_a_proof_survives_a_lost_connection(proxy, through_proxy, prepared):
     producer, state = prepared
-    producer.client.commit_transaction(30)
+    producer.client.commit_transaction(120)
     rule = proxy.on(Api.FETCH, nth=1).reset_answer()
     assert through_proxy.prove(state, soon()) is LogProof.COMMITTED
     assert len(rule.taken) == 1

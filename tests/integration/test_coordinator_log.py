@@ -107,7 +107,7 @@ def test_plain_and_compressed_records_in_between_are_passed_over(coordinator, co
     state = producer.state(coordinator)
     for _ in range(200):
         plain.produce(dualwrite_topic, b"y" * 100, partition=0)
-    assert plain.flush(30) == 0
+    assert plain.flush(120) == 0
     finish(coordinator, producer, COMMIT)
     assert coordinator.prove(state, soon()) is LogProof.COMMITTED
 
@@ -131,7 +131,7 @@ def test_one_partition_that_still_has_the_records_is_enough(coordinator, produce
 def delete_records(config, topic, partition, *, up_to):
     admin = AdminClient(config)
     place = TopicPartition(topic, partition, up_to)
-    admin.delete_records([place])[place].result(30)
+    admin.delete_records([place])[place].result(120)
 
 
 def test_deleted_records_leave_nothing_to_prove(coordinator, producer, config, dualwrite_topic):
@@ -250,7 +250,7 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
     with KafkaCoordinator(KafkaConfig.parse(config)) as coordinator:
         producer.client.begin_transaction()
         producer.client.produce(topic, b"aborted", key=b"key", partition=0)
-        assert producer.client.flush(30) == 0
+        assert producer.client.flush(120) == 0
         producer.first_offsets = {(topic, 0): 0}
         aborted = producer.state(coordinator)
         finish(coordinator, producer, ABORT)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, TopicPartition
+from harness.patience import PATIENCE_S
 from harness.transactions import PlainProducer, fresh_id
 
 from dualwrite.deadline import Deadline
@@ -113,7 +114,7 @@ print(answers[kafka_id].value)
 
     argument = json.dumps([config, producer.kafka_id, state])
     done = subprocess.run(
-        [sys.executable, "-c", script, argument], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", script, argument], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert (done.stdout.strip(), done.stderr) == ("ended", "")
     assert values(config, dualwrite_topic) == [b"abandoned"]
@@ -132,9 +133,9 @@ def test_ending_again_is_harmless_and_changes_nothing(coordinator, producer, con
 def test_the_owner_of_a_transaction_that_another_one_ended_goes_on(coordinator, producer, config, dualwrite_topic):
     producer.write(dualwrite_topic, value=b"first")
     end_fully(coordinator, producer, producer.state(coordinator))
-    producer.client.commit_transaction(30)
+    producer.client.commit_transaction(120)
     producer.write(dualwrite_topic, value=b"second")
-    producer.client.commit_transaction(30)
+    producer.client.commit_transaction(120)
     assert values(config, dualwrite_topic) == [b"first", b"second"]
 
 
@@ -169,7 +170,7 @@ def test_retiring_aborts_what_is_open_and_fences_its_producer(coordinator, produ
     assert (seen.producer_id, seen.epoch) > (state.producer_id, state.epoch)
     assert end(coordinator, producer, state) is EndAnswer.FENCED
     with pytest.raises(KafkaException):
-        producer.client.commit_transaction(30)
+        producer.client.commit_transaction(120)
     assert values(config, dualwrite_topic) == []
 
 
@@ -228,7 +229,7 @@ def test_open_offsets_are_those_of_the_delivery_reports(coordinator, producer, c
         state = producer.state(coordinator)
         assert coordinator.open_offsets([state], soon()) == [first]
         assert coordinator.producer_open_offsets(state.producer_id, state.epoch, list(first), soon()) == first
-        producer.client.commit_transaction(30)
+        producer.client.commit_transaction(120)
 
 
 def test_a_finished_transaction_has_no_open_offsets(coordinator, producer, dualwrite_topic):

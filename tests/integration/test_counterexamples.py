@@ -102,13 +102,13 @@ def test_without_that_rule_the_late_copy_commits_half_a_transaction(
     with KafkaProxy(dualwrite_kafka) as proxy:
         config = {**proxy.client_config(), "retry.backoff.ms": 100, "retry.backoff.max.ms": 100}
         producer = Producer({**config, "transactional.id": "kept", "linger.ms": 0})
-        producer.init_transactions(30)
+        producer.init_transactions(120)
         held = proxy.on(Api.END_TXN).hold_request()
         cutter = threading.Thread(target=lambda: (held.wait(), held.cut()))
         cutter.start()
         producer.begin_transaction()
         producer.produce(dualwrite_topic, "1", partition=0)
-        producer.commit_transaction(30)
+        producer.commit_transaction(120)
         cutter.join()
         producer.begin_transaction()
         producer.produce(dualwrite_topic, "2", partition=0)
@@ -184,7 +184,7 @@ def test_nothing_is_retired_before_its_outcome_is_proved_and_recorded(kafka, eng
     """The broker aborts a decided transaction (an operator's InitProducerId): it is told, recorded, and counted."""
     writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
     (row,) = SqlStateStore(engine).read(["orders"])
-    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
     with pytest.raises(DecidedTransactionLost) as caught:
         DualWriter("orders", kafka=kafka, engine=engine).open()
     assert dualwrite_topic in str(caught.value)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def topics(dualwrite_kafka):
     names = [dualwrite_kafka.create_topic(f"topic-{secrets.token_hex(6)}") for _ in range(3)]
     yield names
-    for name in set(names) & set(AdminClient(dualwrite_kafka.client_config()).list_topics(timeout=30).topics):
+    for name in set(names) & set(AdminClient(dualwrite_kafka.client_config()).list_topics(timeout=120).topics):
         dualwrite_kafka.delete_topic(name)
 
 

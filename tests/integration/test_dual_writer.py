@@ -306,11 +306,11 @@ def test_when_all_lanes_are_busy_the_wait_is_bounded(kafka, engine, dualwrite_to
         def hold():
             with writer.transaction():
                 entered.set()
-                leave.wait(30)
+                leave.wait(120)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert entered.wait(30)
+        assert entered.wait(120)
         with pytest.raises(Unavailable, match="lanes"), writer.transaction():
             pass
         leave.set()

@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, ConfigResource
+from harness.patience import PATIENCE_S
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.testing import EmbeddedKafka, read_committed
@@ -40,7 +41,7 @@ def produce(config, topic, *values):
     producer = Producer(config)
     for value in values:
         producer.produce(topic, value)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
 
 
 def values_in(broker, topic):
@@ -65,7 +66,7 @@ def test_a_killed_or_stopped_broker_comes_back_on_its_port_with_its_data(broker,
 
 def test_a_suspended_broker_answers_nobody_until_it_is_resumed(broker):
     admin = AdminClient(broker.client_config())
-    admin.list_topics(timeout=10)
+    admin.list_topics(timeout=120)
     broker.suspend()
     try:
         with pytest.raises(KafkaException) as raised:
@@ -74,7 +75,7 @@ def test_a_suspended_broker_answers_nobody_until_it_is_resumed(broker):
         assert broker.running
     finally:
         broker.resume()
-    assert admin.list_topics(timeout=10).topics
+    assert admin.list_topics(timeout=120).topics
 
 
 def test_a_running_broker_is_not_started_twice_and_a_stopped_one_not_stopped_twice(broker):
@@ -91,19 +92,19 @@ def test_a_running_broker_is_not_started_twice_and_a_stopped_one_not_stopped_twi
 def test_properties_are_the_brokers(broker):
     resource = ConfigResource(ConfigResource.Type.BROKER, "1")
     admin = AdminClient(broker.client_config())
-    settings = admin.describe_configs([resource])[resource].result(10)
+    settings = admin.describe_configs([resource])[resource].result(120)
     assert settings["transaction.max.timeout.ms"].value == "2147483647"
 
 
 def test_the_cluster_has_the_id_that_the_broker_object_names(broker):
-    assert AdminClient(broker.client_config()).list_topics(timeout=10).cluster_id == broker.cluster_id
+    assert AdminClient(broker.client_config()).list_topics(timeout=120).cluster_id == broker.cluster_id
 
 
 def test_a_topic_that_was_not_created_does_not_appear(broker):
     refused = []
     producer = Producer({**broker.client_config(), "topic.metadata.propagation.max.ms": 2000})
     producer.produce("misspelt", b"lost", on_delivery=lambda error, _: refused.append(error and error.code()))
-    producer.flush(30)
+    producer.flush(120)
     assert refused == [KafkaError.UNKNOWN_TOPIC_OR_PART]
     with pytest.raises(KafkaException) as raised:
         read_committed(broker.client_config(), "misspelt")
@@ -113,20 +114,20 @@ def test_a_topic_that_was_not_created_does_not_appear(broker):
 def test_reading_leaves_out_what_was_aborted_and_says_when_a_transaction_is_open(broker):
     topic = broker.create_topic("transactions", 2)
     producer = Producer({**broker.client_config(), "transactional.id": "reading"})
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     for ending in (producer.commit_transaction, producer.abort_transaction):
         producer.begin_transaction()
         producer.produce(topic, ending.__name__.encode(), partition=1)
-        assert producer.flush(30) == 0
+        assert producer.flush(120) == 0
         ending(30)
     assert values_in(broker, topic) == [b"commit_transaction"]
 
     producer.begin_transaction()
     producer.produce(topic, b"open", partition=0)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     with pytest.raises(Unavailable, match=r"stays open on transactions.*\{0: 0\}"):
         read_committed(broker.client_config(), topic, timeout_s=0.5)
-    producer.abort_transaction(30)
+    producer.abort_transaction(120)
 
 
 def test_a_broker_started_by_a_thread_outlives_that_thread():
@@ -135,7 +136,7 @@ def test_a_broker_started_by_a_thread_outlives_that_thread():
     thread.start()
     thread.join()
     with closing(kafka):
-        assert AdminClient(kafka.client_config()).list_topics(timeout=10).brokers
+        assert AdminClient(kafka.client_config()).list_topics(timeout=120).brokers
 
 
 def test_nothing_is_left_when_the_broker_is_closed():
@@ -168,7 +169,7 @@ def test_two_processes_that_fetch_the_jars_at_once_both_get_all_of_them(monkeypa
         subprocess.Popen([sys.executable, "-c", FETCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    (one, said_by_one), (other, said_by_other) = (process.communicate(timeout=240) for process in both)
+    (one, said_by_one), (other, said_by_other) = (process.communicate(timeout=PATIENCE_S) for process in both)
     assert one == other
     assert int(one) > 40
     assert (said_by_one + said_by_other).count("fetching Apache Kafka") == 1
@@ -200,15 +201,15 @@ class TestWithUsers:
         refused = []
         producer = Producer(guarded.client_config("other", mechanism=mechanism))
         producer.produce(topic, b"intruder", on_delivery=lambda error, _: refused.append(error.code()))
-        producer.flush(30)
+        producer.flush(120)
         assert refused == [KafkaError.TOPIC_AUTHORIZATION_FAILED]
 
     def test_transactional_ids_are_allowed_by_prefix(self, guarded):
         guarded.allow("app", "write", "transactional_id", "orders", prefixed=True)
-        Producer({**guarded.client_config("app"), "transactional.id": "orders#1"}).init_transactions(30)
+        Producer({**guarded.client_config("app"), "transactional.id": "orders#1"}).init_transactions(120)
         stranger = Producer({**guarded.client_config("app"), "transactional.id": "payments"})
         with pytest.raises(KafkaException) as raised:
-            stranger.init_transactions(30)
+            stranger.init_transactions(120)
         assert raised.value.args[0].code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
     @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])

@@ -67,7 +67,7 @@ def check_that_a_kill_leaves_nothing(script):
         assert Path(directory).is_dir()
         victim.kill()
         # Whatever cleans up has inherited these pipes: they end when it has ended.
-        _, said = victim.communicate(timeout=30)
+        _, said = victim.communicate(timeout=120)
     finally:
         if int(fork):
             os.kill(int(fork), signal.SIGKILL)

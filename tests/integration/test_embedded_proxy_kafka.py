@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
+from harness.patience import PATIENCE_S
 from kafka.admin import KafkaAdminClient
 
 from dualwrite.errors import IllegalStateError, Unavailable
@@ -33,7 +34,7 @@ def proxy(dualwrite_kafka):
 
 def transactional(config, transactional_id, **more):
     producer = Producer({**config, **IMPATIENT, "transactional.id": transactional_id, **more})
-    producer.init_transactions(30)
+    producer.init_transactions(PATIENCE_S)
     return producer
 
 
@@ -45,7 +46,7 @@ def begin(producer, topic, *values, partition=0):
 def send(producer, topic, *values, partition=0):
     for value in values:
         producer.produce(topic, value, partition=partition)
-    assert producer.flush(30) == 0
+    assert producer.flush(PATIENCE_S) == 0
 
 
 def values_in(kafka, topic):
@@ -66,7 +67,7 @@ def in_a_thread(call):
 def test_clients_that_come_through_the_proxy_stay_with_it_and_others_go_around(proxy, dualwrite_kafka, dualwrite_topic):
     producer = transactional(proxy.client_config(), "through")
     begin(producer, dualwrite_topic, b"through")
-    producer.commit_transaction(30)
+    producer.commit_transaction(PATIENCE_S)
     kinds = [request.api_key for request in proxy.requests]
     assert {Api.METADATA, Api.INIT_PRODUCER_ID, Api.PRODUCE, Api.END_TXN} <= set(kinds)
 
@@ -80,7 +81,7 @@ def test_while_its_end_is_held_a_transaction_stays_ongoing(proxy, dualwrite_kafk
     producer = transactional(proxy.client_config(), "held", **{"socket.timeout.ms": 30_000})
     begin(producer, dualwrite_topic, b"held")
     held = proxy.on(Api.END_TXN).hold_request()
-    committing = in_a_thread(lambda: producer.commit_transaction(30))
+    committing = in_a_thread(lambda: producer.commit_transaction(PATIENCE_S))
     assert held.wait().api_key == Api.END_TXN
     assert state_of(dualwrite_kafka, "held") == "Ongoing"
     held.release()
@@ -93,7 +94,7 @@ def test_when_an_answer_is_dropped_the_client_asks_again_and_says_nothing(proxy,
     producer = transactional(proxy.client_config(), "dropped answer", error_cb=errors.append)
     begin(producer, dualwrite_topic, b"once")
     dropped = proxy.on(Api.END_TXN).drop_answer()
-    producer.commit_transaction(30)
+    producer.commit_transaction(PATIENCE_S)
     dropped.wait_answered()
     ends = [request for request in proxy.requests if request.api_key == Api.END_TXN]
     assert len(ends) == 2
@@ -119,7 +120,7 @@ def test_a_held_first_copy_that_arrives_late_ends_the_next_transaction(proxy, du
     producer = transactional(proxy.client_config(), "late")
     begin(producer, dualwrite_topic, b"first")
     held = proxy.on(Api.END_TXN).hold_request()
-    producer.commit_transaction(30)  # by the second copy, over another connection
+    producer.commit_transaction(PATIENCE_S)  # by the second copy, over another connection
     begin(producer, dualwrite_topic, b"half")
     held.release()
     held.wait_answered()
@@ -130,7 +131,7 @@ def test_a_duplicate_is_answered_to_nobody(proxy, dualwrite_kafka, dualwrite_top
     producer = transactional(proxy.client_config(), "twice")
     begin(producer, dualwrite_topic, b"first")
     twice = proxy.on(Api.END_TXN).duplicate()
-    producer.commit_transaction(30)
+    producer.commit_transaction(PATIENCE_S)
     assert values_in(dualwrite_kafka, dualwrite_topic) == [b"first"]
     begin(producer, dualwrite_topic, b"half")
     twice.release()
@@ -153,7 +154,7 @@ def test_a_held_answer_is_done_and_not_heard_of(proxy, dualwrite_kafka, dualwrit
     producer = transactional(proxy.client_config(), "held answer", **{"socket.timeout.ms": 30_000})
     begin(producer, dualwrite_topic, b"done")
     held = proxy.on(Api.END_TXN).hold_answer()
-    committing = in_a_thread(lambda: producer.commit_transaction(30))
+    committing = in_a_thread(lambda: producer.commit_transaction(PATIENCE_S))
     held.wait_answered()
     assert values_in(dualwrite_kafka, dualwrite_topic) == [b"done"]
     assert committing.is_alive()
@@ -168,7 +169,7 @@ def test_what_is_discarded_is_never_sent(proxy, dualwrite_kafka, dualwrite_topic
     with pytest.raises(KafkaException):
         producer.commit_transaction(0.5)
     held.discard()
-    producer.commit_transaction(30)  # librdkafka asks again after its socket timeout
+    producer.commit_transaction(PATIENCE_S)  # librdkafka asks again after its socket timeout
     assert len([request for request in proxy.requests if request.api_key == Api.END_TXN]) == 2
     assert values_in(dualwrite_kafka, dualwrite_topic) == [b"waiting"]
     with pytest.raises(Unavailable):
@@ -188,10 +189,10 @@ def test_a_rule_counts_only_what_matches_it(proxy, dualwrite_topic):
 
 def test_after_a_cut_clients_come_back(proxy):
     admin = AdminClient({**proxy.client_config(), "log_level": 0})
-    admin.list_topics(timeout=10)
+    admin.list_topics(timeout=120)
     before = len(proxy.requests)
     proxy.cut()
-    admin.list_topics(timeout=10)
+    admin.list_topics(timeout=120)
     # A new connection begins with ApiVersions.
     assert 18 in [request.api_key for request in proxy.requests[before:]]
 
@@ -219,7 +220,7 @@ def test_the_proxy_outlives_a_killed_broker():
         kafka.kill()
         producer.produce(topic, b"meanwhile")
         kafka.start()
-        assert producer.flush(30) == 0
+        assert producer.flush(PATIENCE_S) == 0
         assert values_in(kafka, topic) == [b"before", b"meanwhile"]
 
 

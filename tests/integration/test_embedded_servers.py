@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from dualwrite.testing.ports import accepts_connections
@@ -24,7 +25,7 @@ def run(directory, command):
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=True,
     )
     return done.stdout, done.stderr

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
 from sqlalchemy import create_engine, text
 
 from dualwrite import migrations
@@ -48,7 +49,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
         env=os.environ | servers,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -85,7 +86,6 @@ def test_first_code_that_a_reader_copies_writes_to_both_sides(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # eleven processes and two servers that start, one after the other
 def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path):
     """It starts servers of its own, and kills them."""
     page = (ROOT / "docs" / "prove-your-own-pipeline.md").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from harness.checker import Case
 from harness.death import ended_by_hand, mortal
-from harness.patience import patient
+from harness.patience import PATIENCE_S, patient
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
@@ -142,7 +142,7 @@ def test_outcome_that_the_log_no_longer_shows_is_unverifiable_and_told(hasty_kaf
     wait_for(kafka, kafka_id, TransactionStatus.NO_SUCH_ID)
     admin = AdminClient(kafka)
     for future in admin.delete_records([TopicPartition(topic, partition, 2) for partition in (0, 1)]).values():
-        future.result(30)
+        future.result(120)
     with pytest.raises(OutcomeUnverifiable) as caught:
         DualWriter("orders", kafka=kafka, engine=engine).open()
     assert topic in str(caught.value)
@@ -199,7 +199,7 @@ def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing
     assert os.WIFSTOPPED(how)
     case.run(operations=2)
     zombie.send_signal(signal.SIGCONT)
-    zombie.communicate(timeout=90)
+    zombie.communicate(timeout=PATIENCE_S)
     recover(kafka=kafka, engine=url)
     took_over = point == "claim.before"  # it claims after the other has finished: a new owner, not a zombie
     rows = case.verify()

@@ -94,7 +94,7 @@ def test_messages_that_were_not_delivered_hold_no_reader_back(through, proxy, du
     """The first message opens the transaction; the second is never answered, so that nothing can be aborted any more."""
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(30)
+        tx._lane.producer._instance._raw.flush(120)
         proxy.on(Api.PRODUCE, nth=None).drop_request()
         proxy.on(Api.END_TXN).drop_request()
         tx.produce(dualwrite_topic, value="2", partition=0)
@@ -121,7 +121,7 @@ def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_to
 def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, orders, both, caplog):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(30)
+        tx._lane.producer._instance._raw.flush(120)
         proxy.on(Api.END_TXN).drop_request()
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
         raise LookupError
@@ -247,13 +247,13 @@ def test_closing_settles_what_is_open(through, proxy, dualwrite_topic, orders, b
 def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, dualwrite_topic):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(30)
+        tx._lane.producer._instance._raw.flush(120)
         proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).drop_request()
         proxy.on(Api.END_TXN, nth=None).drop_request()
         raise LookupError
     closed = threading.Thread(target=through.close)
     closed.start()
-    closed.join(40)
+    closed.join(120)
     assert not closed.is_alive()
 
 

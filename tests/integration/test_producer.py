@@ -11,6 +11,7 @@ from itertools import groupby
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
+from harness.patience import PATIENCE_S
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
@@ -34,7 +35,7 @@ def consumer(kafka, kafka_id):
         {**kafka, "group.id": f"group-of-{kafka_id}", "isolation.level": "read_committed", "enable.auto.commit": False}
     )
     with closing(consumer):
-        consumer.committed([TopicPartition("any", 0)], timeout=30)  # the group has a coordinator from here on
+        consumer.committed([TopicPartition("any", 0)], timeout=120)  # the group has a coordinator from here on
         yield consumer
 
 
@@ -88,7 +89,7 @@ def test_key_headers_partition_and_timestamp_arrive(ready, dualwrite_topic, cons
     producer.produce(dualwrite_topic, None, b"tombstone", partition=1, headers={"k": "v"})
     producer.commit_transaction()
     consumer.assign([TopicPartition(dualwrite_topic, 1, 0)])
-    first, second = consumer.consume(2, timeout=30)
+    first, second = consumer.consume(2, timeout=120)
     assert (first.key(), first.value()) == ("käy".encode(), "välue".encode())
     assert first.headers() == [("h", b"1"), ("h", b"2"), ("n", None)]
     assert first.timestamp()[1] == 1_700_000_000_123
@@ -165,7 +166,7 @@ def test_the_state_names_the_topics_id_and_notices_a_topic_made_anew(ready, dual
     def id_at_broker():
         admin = AdminClient(kafka)
         [described] = admin.describe_topics(TopicCollection([topic])).values()
-        return str(described.result(30).topic_id).translate(str.maketrans("+/", "-_", "="))
+        return str(described.result(120).topic_id).translate(str.maketrans("+/", "-_", "="))
 
     first = id_in_state()
     assert first == id_at_broker()
@@ -261,7 +262,7 @@ def test_consumed_offsets_are_committed_with_the_messages(ready, dualwrite_topic
         )
         assert [first.topic for first in producer.prepare_transaction().first_offsets] == [dualwrite_topic]
         end()
-    [committed] = consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=30)
+    [committed] = consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=120)
     assert committed.offset == 5
 
 
@@ -472,7 +473,7 @@ def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_top
         producer.commit_transaction()
         producer.close()
     """)
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)
     assert values() == [b"1"]
 
 
@@ -480,7 +481,7 @@ def test_a_transaction_aborted_behind_our_back_is_not_prepared(ready, dualwrite_
     producer = ready(bulk=True)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"1")
-    producer._instance._raw.flush(30)
+    producer._instance._raw.flush(120)
     ours = PreparedTxnState(producer.producer_id, producer.epoch)
     coordinator.end({kafka_id: ours}, committed=False, deadline=Deadline(30))
     with pytest.raises(TransactionAborted):

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from harness.patience import PATIENCE_S
+
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
 ABORTS = """
@@ -45,7 +47,7 @@ def test_a_producer_whose_partition_was_not_answered_for_is_thrown_away_without_
         with subprocess.Popen(command, **pipes) as process:
             assert process.stdout.readline() == "ready\n"
             unanswered = proxy.on(Api.ADD_PARTITIONS_TO_TXN).drop_answer()
-            said, failed_with = process.communicate("go\n", timeout=120)
+            said, failed_with = process.communicate("go\n", timeout=PATIENCE_S)
     assert process.returncode == 0, failed_with
     assert said == "thrown away\n"
     assert len(unanswered.taken) == 1

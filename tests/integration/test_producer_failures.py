@@ -78,7 +78,7 @@ def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_flush_say
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"fits")
     producer.produce(narrow_topic, b"x" * 5000)
-    assert producer._instance._raw.flush(30) == 0
+    assert producer._instance._raw.flush(120) == 0
     with pytest.raises(TransactionAborted, match=r"max\.message\.bytes") as failed:
         producer.prepare_transaction()
     assert not failed.value.retryable
@@ -124,11 +124,11 @@ def test_a_topic_deleted_in_the_middle_comes_out_of_prepare(ready, dualwrite_kaf
     producer = ready(QUICK, bulk=bulk)
     producer.begin_transaction()
     producer.produce(topic, b"there")
-    assert producer._instance._raw.flush(30) == 0
+    assert producer._instance._raw.flush(120) == 0
     dualwrite_kafka.delete_topic(topic)
     until = time.monotonic() + 60  # brokers delete after they have answered
     with pytest.raises(TransactionAborted, match=r"create the topic|partition that the topic has"):
-        while time.monotonic() < until and not producer._instance._raw.flush(30):
+        while time.monotonic() < until and not producer._instance._raw.flush(120):
             producer.produce(topic, b"gone")
         producer.prepare_transaction()
     assert producer.state is ProducerState.FAILED
@@ -163,7 +163,7 @@ def test_after_a_failure_produce_says_what_failed(ready, dualwrite_topic, narrow
     producer = ready()
     producer.begin_transaction()
     producer.produce(narrow_topic, b"x" * 5000)
-    assert producer._instance._raw.flush(30) == 0
+    assert producer._instance._raw.flush(120) == 0
     with pytest.raises(TransactionAborted, match=r"MSG_SIZE_TOO_LARGE"):
         producer.produce(dualwrite_topic, b"next")
     assert producer.state is ProducerState.FAILED
@@ -237,7 +237,7 @@ def test_offsets_that_may_have_been_sent_twice_cost_the_producer_after_its_trans
     producer = make_producer({**proxy.client_config(), **IMPATIENT})
     producer.init_transactions()
     with closing(Consumer({**kafka, "group.id": producer.transactional_id})) as consumer:
-        consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=30)
+        consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=120)
         producer.begin_transaction()
         producer.produce(dualwrite_topic, b"x")
         held = proxy.on(Api.TXN_OFFSET_COMMIT).hold_answer()
@@ -345,7 +345,7 @@ def test_a_producer_whose_id_was_taken_over_is_fenced_when_it_writes(ready, dual
     old = ready()
     old.begin_transaction()
     old.produce(dualwrite_topic, b"old")
-    assert old._instance._raw.flush(30) == 0
+    assert old._instance._raw.flush(120) == 0
     ready()
     with pytest.raises(Fenced) as fenced:
         old.produce(dualwrite_topic, b"late")

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
@@ -37,7 +38,7 @@ def killed_after(kafka, kafka_id, dualwrite_topic):
         tail = "os.kill(os.getpid(), signal.SIGKILL)"
         script = "\n".join([textwrap.dedent(head), textwrap.dedent(lines), tail])
         ended = subprocess.run(
-            [sys.executable, "-u", "-c", script], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-u", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         assert ended.returncode == -9, ended.stderr
         return [PreparedTxnState.from_string(line) for line in ended.stdout.split()]
@@ -59,7 +60,7 @@ TORN = """
     producer.commit_transaction()
     producer.begin_transaction()
     producer.produce(topic, b"2", partition=0)
-    producer._instance._raw.flush(30)
+    producer._instance._raw.flush(120)
 """
 
 

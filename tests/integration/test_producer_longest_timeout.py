@@ -68,8 +68,8 @@ def test_an_end_that_is_answered_late_is_sent_once(proxy):
 def test_librdkafka_left_to_itself_sends_it_again(proxy):
     settings = {"transactional.id": "hasty", "transaction.timeout.ms": GREATEST_TIMEOUT_MS, "log_level": 0}
     producer = Producer({**proxy.client_config(), **settings})
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     producer.begin_transaction()
     producer.produce("topic", b"x")
-    assert producer.flush(30) == 0
-    assert ends_sent_while_the_first_is_held(proxy, lambda: producer.commit_transaction(30)) > 1
+    assert producer.flush(120) == 0
+    assert ends_sent_while_the_first_is_held(proxy, lambda: producer.commit_transaction(120)) > 1

@@ -191,7 +191,7 @@ def test_of_two_attempts_at_once_one_wins(spark, numbers):
 
         def batches():
             yield from row_batches(rows[:500], df.schema, task.layout)
-            both_have_begun.wait(60)
+            both_have_begun.wait(120)
             yield from row_batches(rows[500:], df.schema, task.layout)
 
         def attempt(number):

@@ -75,7 +75,7 @@ def consume(kafka, topic):
     """All messages of a topic with everything that they carry."""
     consumer = Consumer({**kafka, "group.id": "look", "auto.offset.reset": "earliest", "enable.partition.eof": True})
     try:
-        partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+        partitions = consumer.list_topics(topic, timeout=120).topics[topic].partitions
         consumer.assign([TopicPartition(topic, number, 0) for number in partitions])
         found, ended = [], set()
         while ended != set(partitions):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,7 +35,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
         env=os.environ | servers,
         capture_output=True,
         text=True,
-        timeout=560,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
@@ -44,7 +45,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
 @pytest.mark.slow
 def test_the_demonstration_ends_with_both_sides_equal():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=580, check=False
+        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("killed after") == 3

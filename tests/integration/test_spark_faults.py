@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness.patience import PATIENCE_S
 from harness.spark import ROWS, TESTS, ArmedTask
 from harness.spark import numbers as numbered
 from py4j.protocol import Py4JJavaError
@@ -50,7 +51,7 @@ class Drivers:
 
     def run(self, *, ends_with: int = 0, **document) -> None:
         process = self.start(**document)
-        code = process.wait(180)
+        code = process.wait(PATIENCE_S)
         kill_group(process)
         assert code == ends_with, self.log.read_text()[-3000:]
 
@@ -61,10 +62,10 @@ def kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-    process.wait(60)
+    process.wait(PATIENCE_S)
 
 
-def wait_until(condition, timeout_s: float = 120):
+def wait_until(condition, timeout_s: float = PATIENCE_S):
     """What no event tells: the state of a process that is not our child."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -120,7 +121,7 @@ def test_a_paused_worker_of_a_killed_driver_wakes_up_and_changes_nothing(spark, 
         numbers.verify()
         assert worker.status() == psutil.STATUS_STOPPED
         worker.resume()
-        _, alive = psutil.wait_procs([worker], timeout=60)
+        _, alive = psutil.wait_procs([worker], timeout=PATIENCE_S)
         assert not alive
     finally:
         kill_group(driver)
@@ -143,7 +144,7 @@ def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, t
             wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
             spark.sparkContext.cancelAllJobs()
             with pytest.raises(Py4JJavaError, match="cancelled"):
-                cancelled.result(120)
+                cancelled.result(PATIENCE_S)
         finally:
             if worker.is_running():
                 worker.kill()
@@ -160,7 +161,6 @@ STREAM_KILLS = [
 ]
 
 
-@pytest.mark.timeout(900)  # six drivers, one after the other
 def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, drivers, tmp_path):
     source = tmp_path / "source"
     numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(str(source))
@@ -172,7 +172,7 @@ def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, d
     }
     for failpoint in STREAM_KILLS:
         process = drivers.start(**document, failpoint=failpoint)
-        assert process.wait(180) != 0, drivers.log.read_text()[-3000:]
+        assert process.wait(PATIENCE_S) != 0, drivers.log.read_text()[-3000:]
         kill_group(process)
     assert 0 < len(numbers.rows()) < ROWS
     drivers.run(**document)
@@ -198,7 +198,7 @@ def test_no_secret_shows_in_any_log_or_error(spark, numbers, drivers, dualwrite_
         settings = {**numbers.settings, "url": url, "kafka": {**numbers.kafka, "client.id": "canaries"}}
         numbers.execute("ALTER TABLE numbers ADD CHECK (id < 900)")
         process = drivers.start(do="batch", settings=settings)
-        assert process.wait(180) != 0
+        assert process.wait(PATIENCE_S) != 0
         kill_group(process)
         log = drivers.log.read_text()
         assert "numbers_id_check" in log  # the failure itself is told

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyspark_dualwrite
 import pytest
+from harness.patience import PATIENCE_S
 from harness.spark import PARTITIONS, ROWS, TESTS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, options_of
@@ -26,7 +27,7 @@ TASK_POINTS = [
     "write.produced",
     "spark.rows_copied",
     "write.prepared",
-    "write.handed_over",
+    "batch.handed_over",
     "spark.task_done",
 ]
 UNDECIDED = ["batch.prepared", "ledger.inserted", "batch.recorded"]
@@ -241,7 +242,7 @@ def test_a_stream_killed_again_and_again_writes_each_file_once(numbers, stream):
     for point in ("batch.prepared", "batch.recorded", "batch.decided", "batch.completed"):
         with pytest.raises(PySparkException):
             stream("armed", inCommit=point)
-    stream("armed", inTask="write.handed_over")  # a killed task does not stop it
+    stream("armed", inTask="batch.handed_over")  # a killed task does not stop it
     numbers.verify()
     nothing_is_left(numbers)
 
@@ -265,7 +266,7 @@ def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -373,7 +373,7 @@ class RealStage:
         for future in admin.delete_records(
             [TopicPartition(self.topic, partition, -1) for partition in (0, 1)]
         ).values():
-            future.result(30)
+            future.result(120)
 
     def topic_made_anew(self) -> None:
         self._kafka.delete_topic(self.topic)
