@@ -21,8 +21,8 @@ help: ## print this list
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
 
-test: lint types jars ## all checks: lint, types, then every test on real servers (minutes)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+test: lint types jars ## all checks: lint, types, tests on real servers (20 minutes; THOROUGH=1: every one of them)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
 
 lint: venv wheel ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -60,7 +60,7 @@ faults: venv jars ## lose, delay, repeat and cut every request at every stage: m
 	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(LOG),--log $(abspath $(LOG)))
 
 scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
-	SCENARIOS=all $(PY) -m pytest tests/scenarios
+	$(PY) -m pytest --thorough tests/scenarios
 
 controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls

@@ -13,7 +13,17 @@ def pytest_configure() -> None:
     plant_from_environment()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also run what `make test` leaves out for its time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    # The longest first, so that no worker begins one when all others are done.
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
     # A test that uses a server says so by its fixture; nobody has to say it twice.
     for item in items:
         for fixture, mark in MARKS.items():

@@ -111,15 +111,14 @@ def _run_and_exit(test: str, given: Servers, mistake: str | None, write_end: int
     try:
         os.setsid()
         os.chdir(TESTS.parent)
-        os.environ["SCENARIOS"] = "all"
         if mistake is not None:
             os.environ[ENVIRONMENT] = mistake
         silence = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(silence, number)
         watch = _Watch(given)
-        arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", str(TESTS / test)]
-        code = pytest.main(arguments, plugins=[watch])
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0"]
+        code = pytest.main([*arguments, "--thorough", str(TESTS / test)], plugins=[watch])
         os.write(write_end, json.dumps(watch.verdict(code)).encode())
     finally:
         os._exit(0)

@@ -25,6 +25,7 @@ CAUGHT_HERE = [
 ]
 
 
+@pytest.mark.longest
 def test_planted_mistakes_are_caught_on_real_servers(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "controls", "--no-baseline", "--results", str(tmp_path / "results.json"), *CAUGHT_HERE],

@@ -294,6 +294,11 @@ def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
     assert numbers.messages() == numbers.rows() == []
 
 
+@pytest.mark.parametrize(  # each waits for a topic that does not come, until its time is over
+    "write",
+    ["write_batch", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_partition", "data source"))],
+    indirect=True,
+)
 def test_an_unknown_topic_in_a_column_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, 'no-such-topic' AS t")
     with pytest.raises(PySparkException, match="no-such-topic"):

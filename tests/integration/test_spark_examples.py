@@ -42,7 +42,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     assert done.stdout == PRINTED[example]
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_the_demonstration_ends_with_both_sides_equal():
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False

@@ -88,14 +88,13 @@ def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numb
 
 # The database ends the session of a paused owner that holds locks; the tests do not wait a minute for it.
 POINTS = [
-    "spark.task_started",
     "slot.leased",
     "spark.rows_copied",
-    "ledger.inserted",
-    "write.prepared",
-    "write.recorded",
     "write.decided",
-    "spark.task_done",
+    *(
+        pytest.param(point, marks=pytest.mark.thorough)
+        for point in ("spark.task_started", "ledger.inserted", "write.prepared", "write.recorded", "spark.task_done")
+    ),
 ]
 
 
@@ -132,7 +131,14 @@ def test_a_paused_worker_of_a_killed_driver_wakes_up_and_changes_nothing(spark, 
     numbers.verify()
 
 
-@pytest.mark.parametrize("point", ["write.produced", "spark.rows_copied", "write.decided"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "write.produced",
+        pytest.param("spark.rows_copied", marks=pytest.mark.thorough),
+        pytest.param("write.decided", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, tmp_path, monkeypatch, point):
     pid_file = tmp_path / "pid"
     monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=f"{point}:1:stop", pid_file=str(pid_file)))
@@ -153,15 +159,15 @@ def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, t
     numbers.verify()
 
 
-STREAM_KILLS = [
-    "spark.driver_started:2",
-    "spark.driver_done:1",
-    "write.decided:1",
-    "spark.rows_copied:1",
-]
-
-
-def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, drivers, tmp_path):
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("spark.driver_done:1", "write.decided:1"),
+        pytest.param(("spark.driver_started:2", "spark.rows_copied:1"), marks=pytest.mark.thorough),
+    ],
+)
+def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, drivers, tmp_path, kills):
     source = tmp_path / "source"
     numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(str(source))
     document = {
@@ -170,7 +176,7 @@ def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, d
         "source": str(source),
         "checkpoint": str(tmp_path / "checkpoint"),
     }
-    for failpoint in STREAM_KILLS:
+    for failpoint in kills:
         process = drivers.start(**document, failpoint=failpoint)
         assert process.wait(PATIENCE_S) != 0, drivers.log.read_text()[-3000:]
         kill_group(process)

@@ -1,6 +1,5 @@
 """Every scenario file, performed where it says that it runs."""
 
-import os
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,11 +32,11 @@ DATABASES = {
 
 
 SPECIAL = BROKERS.keys() | DATABASES.keys() | {"short deadlines", "short sessions"}
-# Those that need servers of their own only if asked for: they take minutes.
 REAL = [
-    scenario
+    # Those that need servers of their own take minutes.
+    pytest.param(scenario, id=scenario.name, marks=[pytest.mark.thorough] if scenario.given & SPECIAL else [])
     for scenario in SCENARIOS
-    if "real servers" in scenario.runs_on and (os.environ.get("SCENARIOS") == "all" or not scenario.given & SPECIAL)
+    if "real servers" in scenario.runs_on
 ]
 
 
@@ -69,7 +68,7 @@ def postgres(request, scenario, special):
     return request.getfixturevalue("dualwrite_postgres")
 
 
-@pytest.mark.parametrize("scenario", REAL, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", REAL)
 def test_scenario_on_real_servers(scenario, kafka, postgres, tmp_path):
     with RealStage(scenario, kafka, postgres, tmp_path) as stage:
         for statement in scenario.statements:
