@@ -125,7 +125,14 @@ class Lane:
         """Whether a transaction of ours may be open in Kafka that no producer of ours is going to end."""
         if self._row is None or self._is_fresh:
             return False
-        return self._producer is None or self._producer.state is not ProducerState.READY
+        return not self._is_usable()
+
+    def _is_usable(self) -> bool:
+        if self._producer is None:
+            return False
+        self._producer.notice_lost_connections()
+        # What is open under a later epoch than an owner's first was begun by a settler: settling relies on it.
+        return self._producer.state is ProducerState.READY and not self._producer.epoch_may_rise
 
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
@@ -142,7 +149,7 @@ class Lane:
             ConfigurationError, Unavailable: It could not be made usable now.
         """
         self.tell()
-        if self._producer is not None and self._producer.state is ProducerState.READY:
+        if self._is_usable():
             return
         if not self._is_fresh:
             self._renew(deadline).raise_losses()  # before anything else can fail: no later settling would tell of them
@@ -224,7 +231,7 @@ class Lane:
                 transactional_id=self.transactional_id,
                 state=str(state),
             ) from cause
-        if proof is LogProof.OPEN:
+        if proof in {LogProof.OPEN, LogProof.PARTLY}:
             raise self._pending("the new owner of the id completes it") from cause
 
     def _pending(self, why: str) -> CompletionPending:
@@ -286,7 +293,12 @@ class Lane:
             self._renew(deadline).raise_losses()
 
     def record_completed(self) -> None:
-        """Write into the row that its transaction is complete. For owners that close or idle."""
+        """Write into the row that its transaction is complete. For owners that close or idle.
+
+        Not where the producer is doubtful by now: whoever settles next proves it, and mends what a broker has forgotten.
+        """
+        if self._producer is not None and not self._is_usable():
+            return
         if self._unrecorded is not None:
             self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None

@@ -55,11 +55,13 @@ class LogProof(Enum):
     """What the log of the partitions that a transaction wrote proves of it.
 
     ``COMMITTED`` and ``ABORTED``: its own records are there, and the first control record of its producer after them is
-    that marker. ``OPEN``: its records are there and no marker yet. ``UNKNOWABLE``: its records are gone (retention,
+    that marker. ``PARTLY``: that is a commit marker in some partitions, and there is none yet in others. ``OPEN``: its records
+    are there and no marker yet. ``UNKNOWABLE``: its records are gone (retention,
     compaction, truncation, another topic of that name), so no marker can be told to be its own.
     """
 
     COMMITTED = "committed"
+    PARTLY = "committed in a part"
     ABORTED = "aborted"
     OPEN = "open"
     UNKNOWABLE = "unknowable"

@@ -111,14 +111,44 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
+    def still_open(
+        self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int]]:
+        """For each producer id with (topic, partition) pairs: those in which it has a transaction open, and where that began.
+
+        Under whatever epoch it began. Asked of the current leaders (``DescribeProducers``), once they can be.
+        """
+        ...
+
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
     ) -> Mapping[str, EndAnswer]:
         """``EndTxn`` for each Kafka id with its state's producer id and epoch. It may have been sent more than once."""
         ...
 
-    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
-        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id."""
+    def retire(
+        self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
+    ) -> Mapping[str, tuple[int, int]]:
+        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+
+        Args:
+            kafka_ids: The ids.
+            deadline: Bounds the whole.
+            timeouts_ms: The transaction timeout for those under which something is still to be ended; others get a short one.
+
+        Returns:
+            By id, the producer id and epoch that it has now.
+        """
+        ...
+
+    def add_partitions(
+        self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Mapping[str, bool]:
+        """``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
+
+        Returns:
+            By id, whether they were added; False where the id has another producer id or epoch, or a partition is gone.
+        """
         ...
 
     def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:

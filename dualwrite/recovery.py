@@ -240,7 +240,7 @@ def _describe(item: Unsettled, step: SettleStep) -> IdStatus:
         kafka_status=view.status,
         open_for_s=max(0.0, time.time() - view.started_ms / 1000) if view.started_ms is not None and is_open else None,
         step=step,
-        needs_recovery=is_open or step in _MATTERS,
+        needs_recovery=is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE),
     )
 
 
@@ -255,7 +255,15 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 
-_MATTERS = frozenset({SettleStep.COMMIT, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE, SettleStep.WAIT})
+_MATTERS = frozenset(
+    {
+        SettleStep.COMMIT,
+        SettleStep.RECORD_LOST,
+        SettleStep.RECORD_UNVERIFIABLE,
+        SettleStep.WAIT,
+        SettleStep.END_FORGOTTEN,
+    }
+)
 
 
 def _known_incarnations(

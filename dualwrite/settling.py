@@ -7,15 +7,34 @@ each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, pause
-from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
-from dualwrite.observations import EndAnswer, Outcome
+from dualwrite.errors import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    OutcomeUnverifiable,
+    Unavailable,
+)
+from dualwrite.observations import EndAnswer, Outcome, TransactionView
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
-from dualwrite.protocol.settle import Knowledge, SettleStep, belongs, is_open, next_step
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import (
+    QUESTIONS,
+    Knowledge,
+    SettleStep,
+    belongs,
+    compared,
+    is_open,
+    looked,
+    next_step,
+    proved,
+    retired,
+    to_end,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +69,14 @@ class SettleReport:
         incarnations: How many incarnations were settled.
         rolled_forward: The transactional ids whose decided transaction was committed now.
         retired: How many incarnations had a Kafka id that had to be made unusable.
+        mended: The transactional ids of which the broker had forgotten to end something in some partitions, ended there now.
         losses: Decided transactions that Kafka does not have.
     """
 
     incarnations: int = 0
     rolled_forward: list[str] = field(default_factory=list)
     retired: int = 0
+    mended: list[str] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
 
     def raise_losses(self) -> None:
@@ -119,7 +140,60 @@ def settle(
     return _Settling(coordinator, store, deadline, on_settled).run(rows)
 
 
-class _Settling:
+class _Asking:
+    """The questions of the recipe: they change nothing but what is known."""
+
+    def __init__(self, coordinator: TransactionCoordinator, deadline: Deadline) -> None:
+        self._coordinator = coordinator
+        self._deadline = deadline
+        self.questions: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
+            SettleStep.LOOK: self._look,
+            SettleStep.LOOK_AT_PARTITIONS: self._look_at_partitions,
+            SettleStep.LOOK_FOR_OPEN: self._look_for_open,
+            SettleStep.PROVE: self._prove,
+        }
+
+    def _look(self, items: list[Unsettled]) -> None:
+        for item, view in zip(items, self._views(items), strict=True):
+            item.known = looked(item.known, view)
+
+    def _views(self, items: list[Unsettled]) -> Sequence[TransactionView]:
+        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
+        return [views[item.kafka_id] for item in items]
+
+    def _look_at_partitions(self, items: list[Unsettled]) -> None:
+        observed = self._coordinator.open_offsets([item.row.prepared for item in items], self._deadline)
+        for item, offsets in zip(items, observed, strict=True):
+            item.known = compared(item.known, is_open(item.row.prepared, offsets))
+
+    def _look_for_open(self, items: list[Unsettled]) -> None:
+        try:
+            self._find_open(items)
+        except ConfigurationError:
+            for item in items:
+                self._find_open_of(item)
+
+    def _find_open(self, items: list[Unsettled]) -> None:
+        suspects = [(_ids(item.known)[0], item.known.suspects) for item in items]
+        for item, offsets in zip(items, self._coordinator.still_open(suspects, self._deadline), strict=True):
+            item.known = replace(item.known, still_open=tuple(sorted(offsets.items())))
+
+    def _find_open_of(self, item: Unsettled) -> None:
+        try:
+            self._find_open([item])
+        except ConfigurationError as error:
+            if item.known.is_pending:
+                raise
+            # It is undecided: whoever may not read its partitions can still retire it, and could so before.
+            logger.warning("%s: not looked at after its abort: %s", item.kafka_id, error)
+            item.known = replace(item.known, suspects=frozenset(), still_open=())
+
+    def _prove(self, items: list[Unsettled]) -> None:
+        for item in items:
+            item.known = proved(item.known, self._coordinator.prove(item.row.prepared, self._deadline))
+
+
+class _Settling(_Asking):
     """One run of the recipe: groups by step, does each group, until nothing is left."""
 
     def __init__(
@@ -129,22 +203,20 @@ class _Settling:
         deadline: Deadline,
         on_settled: Callable[[str], None],
     ) -> None:
-        self._coordinator = coordinator
+        super().__init__(coordinator, deadline)
         self._store = store
-        self._deadline = deadline
         self._on_settled = on_settled
         self._report = SettleReport()
         self._wait_s = _FIRST_WAIT_S
         self._do: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
-            SettleStep.LOOK: self._look,
-            SettleStep.LOOK_AT_PARTITIONS: self._look_at_partitions,
+            **self.questions,
             SettleStep.WAIT: self._wait,
             SettleStep.COMMIT: self._commit,
-            SettleStep.PROVE: self._prove,
             SettleStep.RECORD_COMMITTED: lambda items: self._record(items, Outcome.COMMITTED),
             SettleStep.RECORD_LOST: lambda items: self._record(items, Outcome.LOST),
             SettleStep.RECORD_UNVERIFIABLE: lambda items: self._record(items, Outcome.UNVERIFIABLE),
             SettleStep.RETIRE: self._retire,
+            SettleStep.END_FORGOTTEN: self._end_forgotten,
         }
 
     def run(self, rows: Iterable[StateRow]) -> SettleReport:
@@ -186,15 +258,8 @@ class _Settling:
             self._on_settled(key)
 
     def _look(self, items: list[Unsettled]) -> None:
-        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
+        super()._look(items)
         failpoints.hit("settle.looked")
-        for item in items:
-            item.known = replace(item.known, view=views[item.kafka_id], evidence=None, proof=None)
-
-    def _look_at_partitions(self, items: list[Unsettled]) -> None:
-        observed = self._coordinator.open_offsets([item.row.prepared for item in items], self._deadline)
-        for item, offsets in zip(items, observed, strict=True):
-            item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
 
     def _wait(self, items: list[Unsettled]) -> None:
         pause(min(self._wait_s, self._deadline.remaining_s()))
@@ -204,9 +269,7 @@ class _Settling:
 
     def _commit(self, items: list[Unsettled]) -> None:
         failpoints.hit("settle.before_commit")
-        answers = self._coordinator.end(
-            {item.kafka_id: item.row.prepared for item in items}, committed=True, deadline=self._deadline
-        )
+        answers = self._end(items, committed=True)
         failpoints.hit("settle.committed")
         for item in items:
             answer = answers[item.kafka_id]
@@ -216,9 +279,9 @@ class _Settling:
         # Whatever was answered, what counts is what the coordinator shows next.
         self._wait(items)
 
-    def _prove(self, items: list[Unsettled]) -> None:
-        for item in items:
-            item.known = replace(item.known, proof=self._coordinator.prove(item.row.prepared, self._deadline))
+    def _end(self, items: list[Unsettled], *, committed: bool) -> Mapping[str, EndAnswer]:
+        named = {item.kafka_id: PreparedTxnState(*_ids(item.known)) for item in items}
+        return self._coordinator.end(named, committed=committed, deadline=self._deadline)
 
     def _record(self, items: list[Unsettled], outcome: Outcome) -> None:
         self._store.record_outcomes([(item.row, outcome, _detail(item, outcome)) for item in items])
@@ -232,12 +295,37 @@ class _Settling:
 
     def _retire(self, items: list[Unsettled]) -> None:
         failpoints.hit("settle.before_retire")
-        self._coordinator.retire([item.kafka_id for item in items], self._deadline)
+        ids = self._coordinator.retire(
+            [item.kafka_id for item in items], self._deadline, timeouts_ms=_timeouts_ms(items)
+        )
         failpoints.hit("settle.retired")
         self._report.retired += len(items)
         for item in items:
             logger.info("%s: retired", item.kafka_id)
-            item.known = replace(item.known, retired=True)
+            item.known = retired(item.known, ids[item.kafka_id])
+
+    def _end_forgotten(self, items: list[Unsettled]) -> None:
+        failpoints.hit("mend.before")
+        ends = {item.kafka_id: to_end(item.known) for item in items}
+        for item in items:
+            partitions, committed = ends[item.kafka_id]
+            logger.warning(
+                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; it is ended there now with %s",
+                item.kafka_id,
+                ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions)),
+                "commit" if committed else "abort",
+            )
+        added = self._coordinator.add_partitions(
+            {item.kafka_id: (*_ids(item.known), ends[item.kafka_id][0]) for item in items}, self._deadline
+        )
+        failpoints.hit("mend.added")
+        # Not added: another settler has retired the id once more, and does the same.
+        mine = [item for item in items if added[item.kafka_id]]
+        for committed in (True, False):
+            self._end([item for item in mine if ends[item.kafka_id][1] is committed], committed=committed)
+        failpoints.hit("mend.ended")
+        self._report.mended += [item.row.transactional_id for item in mine]
+        self._wait(items)
 
     @staticmethod
     def _too_late(item: Unsettled, step: SettleStep) -> DualWriteError:
@@ -247,6 +335,20 @@ class _Settling:
             f"the next step is to {step.value}",
             transactional_id=item.row.transactional_id,
         )
+
+
+def _ids(known: Knowledge) -> tuple[int, int]:
+    assert known.view is not None
+    return known.view.producer_id, known.view.epoch
+
+
+def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
+    """Where a decided transaction is still to be ended under the retired id, that gets as much time as its owner had."""
+    return {
+        item.kafka_id: view.timeout_ms
+        for item in items
+        if item.known.is_pending and (view := item.known.view) is not None and view.timeout_ms is not None
+    }
 
 
 def _detail(item: Unsettled, outcome: Outcome) -> str:
@@ -273,16 +375,25 @@ def inspect(
         Unavailable: Kafka did not answer in time.
     """
     items = [item for row in rows for item in unsettled(row, row.incarnation)]
-    if items:
-        views = coordinator.describe([item.kafka_id for item in items], deadline)
-        for item in items:
-            item.known = replace(item.known, view=views[item.kafka_id])
-    asked = [item for item in items if next_step(item.known) is SettleStep.LOOK_AT_PARTITIONS]
-    for item, offsets in zip(
-        asked, coordinator.open_offsets([item.row.prepared for item in asked], deadline) if asked else [], strict=True
-    ):
-        item.known = replace(item.known, evidence=is_open(item.row.prepared, offsets))
-    for item in items:
-        if next_step(item.known) is SettleStep.PROVE:
-            item.known = replace(item.known, proof=coordinator.prove(item.row.prepared, deadline))
+    asking = _Asking(coordinator, deadline)
+    while groups := _by_question(items):
+        for question, group in groups.items():
+            asking.questions[question](group)
+            if question is SettleStep.LOOK:
+                _suspect_nothing(group)
     return [(item, next_step(item.known)) for item in items]
+
+
+def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]]:
+    groups: dict[SettleStep, list[Unsettled]] = {}
+    for item in items:
+        step = next_step(item.known)
+        if step in QUESTIONS:
+            groups.setdefault(step, []).append(item)
+    return groups
+
+
+def _suspect_nothing(items: Iterable[Unsettled]) -> None:
+    """Who only looks can do without asking the partitions of what is undecided: it is going to be aborted anyhow."""
+    for item in items:
+        item.known = replace(item.known, suspects=frozenset())

@@ -19,6 +19,7 @@ _WILL = {
     SettleStep.RECORD_COMMITTED: "nothing: committed",
     SettleStep.RECORD_LOST: "report a LOSS: decided, but the broker aborted it",
     SettleStep.RECORD_UNVERIFIABLE: "report: outcome cannot be known",
+    SettleStep.END_FORGOTTEN: "commit where the broker has left it open: the database has decided",
     SettleStep.FINISH: "nothing",
 }
 
@@ -32,7 +33,9 @@ def report_console() -> Console:
 def will_do(item: IdStatus) -> str:
     """What settling would do with it, in words."""
     if item.step is SettleStep.RETIRE:
-        return "abort: undecided" if item.open_for_s is not None else "nothing: idle"
+        if item.open_for_s is not None:
+            return "abort: undecided"
+        return _WILL[SettleStep.END_FORGOTTEN] if item.needs_recovery else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import kafka.errors as kafka_errors
 from kafka.protocol.admin.configs import DescribeConfigsRequest
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
-from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
+from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
@@ -34,6 +34,8 @@ _NEWEST_END_VERSION: Final = 4
 _NEWEST_INIT_VERSION: Final = 5
 # What a retired id is given: nothing is ever written under it, and every broker allows it.
 _RETIRED_TIMEOUT_MS: Final = 1000
+# Later versions are for brokers only.
+_NEWEST_ADD_VERSION: Final = 3
 
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
 _OPEN: Final = frozenset(
@@ -52,6 +54,14 @@ _END_ANSWERS: Final = {
     kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
 }
 _OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
+_NOT_ADDED: Final = frozenset(
+    {
+        *_OVERTAKEN,
+        kafka_errors.InvalidProducerIdMappingError,
+        kafka_errors.UnknownTopicOrPartitionError,
+        kafka_errors.OperationNotAttemptedError,
+    }
+)
 
 
 class KafkaCoordinator:
@@ -62,7 +72,8 @@ class KafkaCoordinator:
     asked again after 2 ms, then after ever longer, up to the deadline.
 
     The rights it needs: Describe and Write on the transactional ids; Describe and Read on the topics written, for the
-    evidence; DescribeConfigs on the cluster for :meth:`max_transaction_timeout_ms`.
+    evidence, and Write on them, to end what a broker has forgotten; DescribeConfigs on the cluster for
+    :meth:`max_transaction_timeout_ms`.
 
     Args:
         config: How to connect.
@@ -170,42 +181,97 @@ class KafkaCoordinator:
         def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
             [kafka_id] = ids
             answer = _END_ANSWERS.get(kafka_errors.for_code(response.error_code))
-            yield kafka_id, answer or _retriable(response, f"the end of {kafka_id!r}", _write_right(kafka_id))
+            yield (
+                kafka_id,
+                answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
+            )
 
         return self._coordinators.ask(transactions, requests, read, deadline, "end the transactions")
 
-    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
+    def retire(
+        self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
+    ) -> Mapping[str, tuple[int, int]]:
         """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+
+        Args:
+            kafka_ids: The ids.
+            deadline: Bounds the whole.
+            timeouts_ms: The transaction timeout for those under which something is still to be ended; others get a short one.
+
+        Returns:
+            By id, the producer id and epoch that it has now.
 
         Raises:
             Unavailable: Not all ids were retired in time. Any of them may have been.
-            ConfigurationError: We may not write under an id, or the broker's ``transaction.max.timeout.ms`` is below 1 s.
+            ConfigurationError: We may not write under an id, or the broker's ``transaction.max.timeout.ms`` is below a timeout.
         """
+        timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
 
         def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
             for kafka_id in ids:
                 request = InitProducerIdRequest(
                     transactional_id=kafka_id,
-                    transaction_timeout_ms=_RETIRED_TIMEOUT_MS,
+                    transaction_timeout_ms=timeouts[kafka_id],
                     producer_id=-1,
                     producer_epoch=-1,
                     max_version=_NEWEST_INIT_VERSION,
                 )
                 yield request, [kafka_id]
 
-        def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
             [kafka_id] = ids
             kind = kafka_errors.for_code(response.error_code)
             if kind is kafka_errors.InvalidTransactionTimeoutError:
-                raise ConfigurationError(f"the broker's {_LONGEST_TIMEOUT} is below {_RETIRED_TIMEOUT_MS} ms")
+                raise ConfigurationError(f"the broker's {_LONGEST_TIMEOUT} is below {timeouts[kafka_id]} ms")
             if kind is kafka_errors.NoError:
-                yield kafka_id, True
+                yield kafka_id, (response.producer_id, response.producer_epoch)
             elif kind in _OVERTAKEN:  # somebody else retires it at the same time
                 yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
             else:
-                yield kafka_id, _retriable(response, f"retiring {kafka_id!r}", _write_right(kafka_id))
+                yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
 
-        self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+        return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+
+    def add_partitions(
+        self, transactions: Mapping[str, tuple[int, int, Collection[Partition]]], deadline: Deadline
+    ) -> Mapping[str, bool]:
+        """``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
+
+        Returns:
+            By id, whether they were added; False where the id has another producer id or epoch, or a partition is gone.
+
+        Raises:
+            Unavailable: Not all coordinators answered in time. Any of the partitions may have been added.
+            ConfigurationError: We may not write under an id, or to a topic.
+        """
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            for kafka_id in ids:
+                producer_id, epoch, partitions = transactions[kafka_id]
+                yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
+            [kafka_id] = ids
+            errors = [
+                (topic.name, partition.partition_error_code)
+                for topic in response.results_by_topic_v3_and_below
+                for partition in topic.results_by_partition
+            ]
+            kinds = [kafka_errors.for_code(code) for _, code in errors]
+            # What made the others not be attempted may be worth another try.
+            others = [
+                error
+                for error, kind in zip(errors, kinds, strict=True)
+                if kind not in {kafka_errors.NoError, *_NOT_ADDED}
+            ]
+            if others:
+                topic, code = others[0]
+                right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
+                yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
+            else:
+                yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
+
+        return self._coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix that any coordinator knows, sorted; only those that we may describe.
@@ -279,6 +345,29 @@ class KafkaCoordinator:
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
         return {place.key: (shown[place] or {}).get((producer_id, epoch)) for place in places}
 
+    def still_open(
+        self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline
+    ) -> Sequence[Mapping[Partition, int]]:
+        """For each producer id with its partitions: those in which it has a transaction open, and where that began.
+
+        Under whatever epoch it began. A partition whose topic no broker knows any more shows nothing.
+
+        Raises:
+            Unavailable: Not all leaders answered in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        places = {Place(*key) for _, partitions in suspects for key in partitions}
+        shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=True)
+        starts: dict[tuple[int, Partition], int] = {
+            (producer_id, place.key): start
+            for place, there in shown.items()
+            for (producer_id, _), start in (there or {}).items()
+        }
+        return [
+            {key: starts[producer_id, key] for key in partitions if (producer_id, key) in starts}
+            for producer_id, partitions in suspects
+        ]
+
     def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         """What the log proves of the state's transaction; see :func:`dualwrite.kafka.log.prove`.
 
@@ -318,14 +407,28 @@ def _view(state: Message) -> TransactionView | NotYet:
     )
 
 
-def _retriable(response: Message, subject: str, right: str) -> NotYet:
-    why = verdict(response.error_code, subject, right)
+def _retriable(error_code: int, subject: str, right: str) -> NotYet:
+    why = verdict(error_code, subject, right)
     assert why is not None, "an answer without an error was read before"
     return why
 
 
 def _write_right(kafka_id: str) -> str:
     return f"Write on the transactional id {kafka_id!r}, or on a prefix of it"
+
+
+def _add_partitions(kafka_id: str, producer_id: int, epoch: int, partitions: Collection[Partition]) -> Message:
+    by_topic: dict[str, list[int]] = {}
+    for topic, partition in partitions:
+        by_topic.setdefault(topic, []).append(partition)
+    topic_type = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
+    return AddPartitionsToTxnRequest(
+        v3_and_below_transactional_id=kafka_id,
+        v3_and_below_producer_id=producer_id,
+        v3_and_below_producer_epoch=epoch,
+        v3_and_below_topics=[topic_type(name=name, partitions=numbers) for name, numbers in by_topic.items()],
+        max_version=_NEWEST_ADD_VERSION,
+    )
 
 
 def _describe_broker(node: int) -> Message:

@@ -66,11 +66,15 @@ _NOTHING_DONE: Final = tuple(
     )
 )
 """A broker that answers so has finished with the request: nothing of it comes later."""
+_CONNECTION_FAILED: Final = "FAIL"
+_WAS_CONNECTED: Final = "in state UP"
+"""librdkafka's line about a connection ends with the state that it was in. Its errors tell of attempts to connect alone."""
+_LOGS_CLOSES: Final = "log.connection.close"
 _LINE: Final = 3
 """A line of librdkafka's comes as its facility, the name of the client, and the text."""
-_WARNING: Final = 4
-"""syslog's number for it, as librdkafka counts levels."""
-_QUIET: Final = {3: logging.ERROR, 2: logging.CRITICAL}
+_INFO: Final = 6
+"""syslog's number for it, as librdkafka counts levels: lost connections are told with it."""
+_QUIET: Final = {5: logging.INFO, 4: logging.WARNING, 3: logging.ERROR, 2: logging.CRITICAL}
 
 
 _NAMES = {
@@ -85,25 +89,32 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
     Args:
         transactional_id: The id.
         quiet_below: Lines of lower levels than this are not passed on.
+        quiet_closes: Lines about lost connections are not passed on.
 
     Attributes:
+        has_lost_connection: Whether librdkafka has told of a connection to a broker that was lost. Attempts that failed do not
+            count, nor does a connection that was closed because it was idle.
         init_unanswered: Whether librdkafka has said that it asks for a producer id once more while it does not know what
             became of the first request.
     """
 
-    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
+    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET, quiet_closes: bool = False) -> None:
         super().__init__(logger, {})
         self._prefix = transactional_id.replace("%", "%%") + ": "
         self._quiet_below = quiet_below
+        self._quiet_closes = quiet_closes
+        self.has_lost_connection = False
         self.init_unanswered = False
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log one line, and take note of what librdkafka tells in it."""
         # Not everything can be compared with a string: a KafkaError cannot.
-        warned = level >= logging.WARNING and len(args) == _LINE and isinstance(args[0], str)
-        if warned and args[0] == _INIT_FAILED and not any(done in str(args[-1]) for done in _NOTHING_DONE):
-            self.init_unanswered = True
-        if level >= self._quiet_below:
+        facility = args[0] if len(args) == _LINE and isinstance(args[0], str) else None
+        if facility == _INIT_FAILED and level >= logging.WARNING:
+            self.init_unanswered |= not any(done in str(args[-1]) for done in _NOTHING_DONE)
+        lost = facility == _CONNECTION_FAILED and _WAS_CONNECTED in str(args[-1])
+        self.has_lost_connection |= lost
+        if level >= self._quiet_below and not (lost and self._quiet_closes):
             super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -130,15 +141,18 @@ class Handle:
 
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
         self.client_error: KafkaError | None = None
-        log_level = int(str(settings.get("log_level", _WARNING)))
-        quiet = log_level < _WARNING
+        log_level = int(str(settings.get("log_level", _INFO)))
+        quiet = log_level < _INFO
         self._log = IdLogger(
-            transactional_id, quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET
+            transactional_id,
+            quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET,
+            quiet_closes=str(settings.get(_LOGS_CLOSES, True)).lower() == "false",
         )
         self._users_error_cb = settings.get("error_cb")
-        own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
+        # We have to hear of a producer id that is asked for again, and of lost connections.
+        own = {**settings, "error_cb": self._note_client_error, "logger": self._log, _LOGS_CLOSES: True}
         if quiet:
-            own["log_level"] = _WARNING  # we have to hear of a producer id that is asked for again
+            own["log_level"] = _INFO
         self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 
@@ -161,6 +175,11 @@ class Handle:
         just been called: librdkafka's lines are logged from there.
         """
         return self._log.init_unanswered
+
+    @property
+    def has_lost_connection(self) -> bool:
+        """Whether a connection to a broker has ever been lost. Current when ``poll`` has just been called."""
+        return self._log.has_lost_connection
 
     def close(self) -> None:
         """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.

@@ -45,6 +45,10 @@ _CONNECT_LOOK_S: Final = 0.02
 
 _INIT_MAY_COME: Final = "a producer id was asked for again before the first request was answered; that one may yet come"
 
+_MAY_BE_FORGOTTEN: Final = (
+    "a connection to a broker was lost since an earlier transaction, which may not be ended in every partition"
+)
+
 _Message = tuple[
     str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
 ]
@@ -90,6 +94,9 @@ class ProducerInstance:
         self._silent_retry_after_s = silent_retry_after_s
         self._make_handle = make_handle
         self._handle: Handle | None = None
+        self.epoch_may_rise = False
+        self._has_ended_one = False
+        self._last_was_committed = False
 
     def check(self, event: ProducerEvent) -> None:
         """Raise unless the event is allowed now; changes nothing."""
@@ -127,6 +134,7 @@ class ProducerInstance:
 
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
+        self._require_nothing_forgotten("begin_transaction")
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
         self.transaction = _Transaction()
         self.machine.apply(ProducerEvent.BEGIN)
@@ -248,6 +256,7 @@ class ProducerInstance:
         transaction.deliveries.raise_callback_error()
         self._require_all_delivered(undelivered)
         self._require_no_late_init()
+        self._require_nothing_forgotten("prepare_transaction")
         state = PreparedTxnState()
         if transaction.deliveries.produced or transaction.sent_offsets:
             try:
@@ -288,6 +297,40 @@ class ProducerInstance:
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
     @property
+    def _may_be_forgotten(self) -> bool:
+        """Whether the broker may have forgotten a marker of an earlier transaction (KAFKA-20734).
+
+        It forgets when a partition has no leader at that moment; whoever wrote there was connected to that leader. The next
+        marker of this producer would end the forgotten one, too: an abort would take along what is committed, a commit would
+        bring back what is aborted.
+        """
+        assert self._handle is not None
+        return self._has_ended_one and self._handle.has_lost_connection
+
+    def notice_lost_connections(self) -> None:
+        """Between transactions: where a connection was lost, this producer begins no other one; settling looks and mends."""
+        if self._handle is None or self.machine.state is not ProducerState.READY:
+            return
+        try:
+            self._raw.poll(0)
+        except (KafkaException, SystemError, AttributeError) as error:
+            self.doubt(f"a fatal error came out of a poll: {kafka_exception_behind(error)}")
+            return
+        if self._may_be_forgotten:
+            self.doubt(_MAY_BE_FORGOTTEN)
+
+    def _require_nothing_forgotten(self, verb: str) -> None:
+        self._served(self._raw.poll, 0)
+        if self._may_be_forgotten:
+            error = TransactionAborted(f"{verb}: {_MAY_BE_FORGOTTEN}", transactional_id=self._id)
+            self._raise(Failure(error, ProducerEvent.DOUBT))
+
+    def _note_end(self, *, committed: bool) -> None:
+        if self.transaction.first_write_at is not None:
+            self._has_ended_one = True
+            self._last_was_committed = committed
+
+    @property
     def begun_for_s(self) -> float:
         """Seconds since the first write of this transaction; 0 if there is none."""
         first = self.transaction.first_write_at
@@ -297,6 +340,7 @@ class ProducerInstance:
         """Commit what is prepared."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
         self.machine.apply(event)
+        self._note_end(committed=True)
         self._judge(Phase.COMMIT, took_s)
         self.transaction.prepared = None
 
@@ -314,11 +358,24 @@ class ProducerInstance:
                 next_step="close this producer and make a new one, which aborts their transaction",
             )
             self._raise(Failure(error, ProducerEvent.DOUBT))
+        self._require_no_commit_taken_along()
+        self.epoch_may_rise |= self.machine.state is ProducerState.FAILED or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors
         self.machine.apply(event)
+        self._note_end(committed=False)
         self._judge(Phase.ABORT, took_s)
         self.transaction.prepared = None
+
+    def _require_no_commit_taken_along(self) -> None:
+        self._served(self._raw.poll, 0)
+        if self._last_was_committed and self._may_be_forgotten:
+            error = Unavailable(
+                f"abort_transaction: {_MAY_BE_FORGOTTEN}: the abort would take it along",
+                transactional_id=self._id,
+                next_step="close this producer and settle: that looks at the earlier transaction first",
+            )
+            self._raise(Failure(error, ProducerEvent.DOUBT))
 
     def doubt(self, why: str) -> None:
         """A request may still be on its way: no further transaction."""

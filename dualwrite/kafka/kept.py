@@ -108,7 +108,9 @@ class KeptTransaction:
         """
         if not state.has_transaction or not shows_same_transaction(view, state):
             return False
-        return not state.first_offsets or is_open(state, self._coordinator.open_offsets([state], deadline)[0])
+        return not state.first_offsets or is_open(
+            state, self._coordinator.open_offsets([state], deadline)[0], exactly=True
+        )
 
     def commit(self, view: TransactionView, state: PreparedTxnState | None, deadline: Deadline) -> None:
         """Commit what the view shows as ongoing, and wait until the coordinator has completed it.
@@ -162,7 +164,7 @@ class KeptTransaction:
             error.outcome = "unknown"
             raise error
         proof = self._coordinator.prove(state, deadline)
-        if proof is not LogProof.COMMITTED:
+        if proof not in {LogProof.COMMITTED, LogProof.PARTLY}:
             raise self._not_committed(proof, str(state))
 
     def _not_committed(self, proof: LogProof, state: str) -> DualWriteError:

@@ -97,7 +97,8 @@ def prove(brokers: Brokers, topics: Topics, state: PreparedTxnState, deadline: D
 
     A marker in one partition is a proof for the whole transaction: Kafka decides once, and writes what it decided to every
     partition. If one partition nevertheless shows a commit and another one an abort, somebody has written a marker by hand.
-    Then the answer is ``ABORTED``, with an error in the log that names both: a part of the transaction is not there.
+    Then the answer is ``ABORTED``, with an error in the log that names both: a part of the transaction is not there. A commit
+    in some partitions and nothing yet in others is ``PARTLY``: replication is behind, or the broker has forgotten the others.
 
     Args:
         brokers: The brokers.
@@ -125,6 +126,8 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
     if {LogProof.COMMITTED, LogProof.ABORTED} <= seen:
         shown = ", ".join(f"{place} {proof.value}" for place, proof in proofs.items())
         logger.error("transaction %s was ended by hand in some partitions: %s", state, shown)
+    if LogProof.ABORTED not in seen and {LogProof.COMMITTED, LogProof.OPEN} <= seen:
+        return LogProof.PARTLY
     for proof in (LogProof.ABORTED, LogProof.COMMITTED, LogProof.OPEN):
         if proof in seen:
             return proof

@@ -118,6 +118,11 @@ class TransactionalProducer:
         return self._evidence.ids[1] if self._evidence.ids else None
 
     @property
+    def epoch_may_rise(self) -> bool:
+        """Whether an aborted transaction had failed, after which librdkafka may raise the epoch."""
+        return self._instance.epoch_may_rise
+
+    @property
     def prepared_state(self) -> PreparedTxnState | None:
         """The state of the transaction that is prepared or whose commit was not answered; None where there is none."""
         return self._instance.transaction.prepared
@@ -165,11 +170,24 @@ class TransactionalProducer:
             self._kept.abort(view, deadline)
             self._open(event, deadline)
 
+    def notice_lost_connections(self) -> None:
+        """Between transactions: take note of connections that were lost since one of them; the producer is doubtful then.
+
+        Some brokers leave a transaction open in partitions that have no leader at its end (KAFKA-20734). Not needed for
+        correctness, as ``begin_transaction`` and ``prepare_transaction`` look, too: but these have to fail.
+
+        Raises:
+            IllegalStateError: The producer was made by another process.
+        """
+        self._fork_guard.check()
+        self._instance.notice_lost_connections()
+
     def begin_transaction(self) -> None:
         """Begin a transaction. Nothing is sent until the first message.
 
         Raises:
             IllegalStateError: A transaction is open, or the producer is doubtful: make a new one.
+            TransactionAborted: A connection was lost since the last transaction; the producer is doubtful: make a new one.
             Fenced: Another owner took over.
             Unavailable: librdkafka did not answer; the producer is doubtful.
         """

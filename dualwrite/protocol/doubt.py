@@ -56,7 +56,11 @@ class Doubt:
 
 
 _INCIDENT = {Outcome.LOST: DoubtStep.LOST, Outcome.UNVERIFIABLE: DoubtStep.UNVERIFIABLE}
-_PROOF = {LogProof.COMMITTED: DoubtStep.COMMITTED, LogProof.ABORTED: DoubtStep.ABORTED}
+_PROOF = {
+    LogProof.COMMITTED: DoubtStep.COMMITTED,
+    LogProof.PARTLY: DoubtStep.COMMITTED,
+    LogProof.ABORTED: DoubtStep.ABORTED,
+}
 
 
 def next_doubt_step(doubt: Doubt) -> DoubtStep:

@@ -4,37 +4,60 @@ Everything is decided by :func:`next_step` from what is known so far; the recipe
 acts. The order of asking is a part of the protocol: the coordinator first, *then* the partitions. The other way round,
 the transaction that the partition showed may have ended before the coordinator showed a later one of the same epoch.
 
-The rules, from the top; the first that fits holds:
+The rules, from the top; the first that fits holds. *Pending*: there is a prepared state, and no outcome is recorded for it.
+*Retired*: the coordinator shows the id at rest, as this settling has left it when it retired the id; where a transaction is
+pending, also under any later epoch than its own, which no owner begins anything under.
 
-=====================================  ==========================  ===============================================
-coordinator                            prepared state              step
-=====================================  ==========================  ===============================================
-PrepareCommit, PrepareAbort, ...       any                         wait, look again
-any                                    recorded or none, retired   finish
-no such id                             none, or recorded           finish: nothing can write under it any more
-any other                              none, or recorded           retire (aborts what is ongoing: it is undecided)
-Ongoing, its id, epoch, start          evidence not asked          look at the partitions
-Ongoing, its id, epoch, start          evidence matches            commit
-anything else                          proof not asked             prove
-CompleteCommit, its id and epoch       proof open or unknowable    record committed
-anything else                          proof committed             record committed
-anything else                          proof aborted               record lost
-anything else                          proof open                  wait, look again
-anything else                          proof unknowable            record unverifiable
-=====================================  ==========================  ===============================================
+=======  =====================================  ==============================  ===============================================
+pending  coordinator                            known besides                   step
+=======  =====================================  ==============================  ===============================================
+any      PrepareCommit, PrepareAbort, ...       any                             wait, look again
+no       any                                    retired, nothing suspect        finish
+no       no such id                             any                             finish: nothing can write under it any more
+no       Ongoing, or retired                    suspects, not asked for         look for what is still open
+no       not retired                            any                             retire (aborts what is ongoing: it is undecided)
+no       retired                                suspects are open               end what was forgotten
+no       retired                                suspects are not open           finish
+yes      Ongoing, its id, epoch, start, places  evidence never asked            look at the partitions
+yes      Ongoing, its id, epoch, start, places  evidence matches                commit
+yes      Ongoing, its id, a later epoch         open not asked                  look for what is still open
+yes      Ongoing, its id, a later epoch         all of it is its own            commit: an earlier settler was ending it
+yes      anything else                          proof not asked                 prove
+yes      anything else                          proof open or partly, not asked look for what is still open
+yes      no such id, or another producer id     it is still open somewhere      wait, look again: nobody can end it there
+yes      Ongoing, its id, epoch, start, places  it is, evidence did not match   wait, look again: it may be ending
+yes      not retired                            it is still open somewhere      retire
+yes      retired                                it is still open somewhere      end what was forgotten
+yes      CompleteCommit, its id and epoch       proof open or unknowable        record committed
+yes      anything else                          proof committed or partly       record committed
+yes      anything else                          proof aborted                   record lost
+yes      anything else                          proof open                      wait, look again
+yes      anything else                          proof unknowable                record unverifiable
+=======  =====================================  ==============================  ===============================================
 
 Retiring comes last on purpose. The broker may have timed the transaction out a moment ago: whoever retires first and
 looks afterwards finds an aborted transaction, cannot tell why, and tells nobody.
+
+The one exception is a transaction that the coordinator calls complete while a partition shows it open: some brokers forget
+markers (KAFKA-20734), and never write them again. It can only be ended there by a transaction of the same producer id, and
+nobody else may write in that one: so the id is retired first. Nothing is hidden by that, as its own records stay open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final
 
 from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
+
+Partition = tuple[str, int]
+OpenPlaces = tuple[tuple[Partition, int], ...]
+"""Partitions, each with the offset from which on something is open there."""
+_NONE: Final[frozenset[Partition]] = frozenset()
+_OFFSETS_TOPIC: Final = "__consumer_offsets"
 
 
 class SettleStep(Enum):
@@ -43,13 +66,21 @@ class SettleStep(Enum):
     LOOK = "ask the coordinator"
     LOOK_AT_PARTITIONS = "ask the partitions for the first offsets of what is open"
     WAIT = "wait, then forget what was seen and look again"
+    LOOK_FOR_OPEN = "ask the partitions whether anything was left open"
     COMMIT = "end the transaction with commit, then look again"
     PROVE = "read the log for the marker"
     RECORD_COMMITTED = "record that it was committed"
     RECORD_LOST = "record that the broker aborted a decided transaction"
     RECORD_UNVERIFIABLE = "record that its outcome cannot be known any more"
     RETIRE = "make the incarnation's Kafka id unusable"
+    END_FORGOTTEN = "end what the broker has forgotten to end in some partitions, then look again"
     FINISH = "mark the incarnation as settled"
+
+
+QUESTIONS: Final = frozenset(
+    {SettleStep.LOOK, SettleStep.LOOK_AT_PARTITIONS, SettleStep.LOOK_FOR_OPEN, SettleStep.PROVE}
+)
+"""The steps that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +93,12 @@ class Knowledge:
         view: The coordinator's answer of this round.
         evidence: Whether what is open on the partitions is ``prepared``; None where not asked in this round.
         proof: The log's word about ``prepared``; None where not asked in this round.
-        retired: Whether this settling has retired the incarnation's Kafka id.
+        retired: The producer id and epoch that the coordinator gave out when this settling retired the incarnation's Kafka id.
+        suspects: Partitions in which a transaction of the id may have been left open.
+        tainted: Partitions in which another transaction than ``prepared`` may have written that nobody has decided.
+        still_open: Where the id's producer still has something open among ``suspects``, and from which offset on; None where
+            not asked in this round.
+        ended: Whether the partitions have shown, in an earlier round, that ``prepared`` is not open any more in all of them.
     """
 
     prepared: PreparedTxnState | None = None
@@ -70,7 +106,27 @@ class Knowledge:
     view: TransactionView | None = None
     evidence: bool | None = None
     proof: LogProof | None = None
-    retired: bool = False
+    retired: tuple[int, int] | None = None
+    suspects: frozenset[Partition] = _NONE
+    tainted: frozenset[Partition] = _NONE
+    still_open: OpenPlaces | None = None
+    ended: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is a decided transaction whose outcome is not recorded."""
+        return self.prepared is not None and self.recorded is None
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether the coordinator shows the id at rest, and no owner of it can begin anything."""
+        view = self.view
+        if view is None or view.status not in _AT_REST:
+            return False
+        state = self.prepared
+        if self.is_pending and state is not None and view.producer_id == state.producer_id and view.epoch > state.epoch:
+            return True  # once more would abort what another settler is ending at the same time
+        return (view.producer_id, view.epoch) == self.retired
 
 
 _IN_TRANSITION = frozenset(
@@ -82,10 +138,14 @@ _IN_TRANSITION = frozenset(
     }
 )
 
+_ABORTING = frozenset({TransactionStatus.PREPARE_ABORT, TransactionStatus.PREPARE_EPOCH_FENCE})
+_AT_REST = frozenset({TransactionStatus.EMPTY, TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT})
+_NOT_ENDED_EVERYWHERE = frozenset({LogProof.OPEN, LogProof.PARTLY})
 _LOG_IS_SILENT = frozenset({LogProof.OPEN, LogProof.UNKNOWABLE})
 
 _RECORD = {
     LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,
+    LogProof.PARTLY: SettleStep.RECORD_COMMITTED,
     LogProof.ABORTED: SettleStep.RECORD_LOST,
     LogProof.OPEN: SettleStep.WAIT,
     LogProof.UNKNOWABLE: SettleStep.RECORD_UNVERIFIABLE,
@@ -98,9 +158,18 @@ def belongs(state: PreparedTxnState, incarnation: int) -> bool:
 
 
 def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
-    """Whether the coordinator's view may be of the state's own transaction: id, epoch and, where both know it, start."""
+    """Whether the coordinator's view may be of the state's own transaction.
+
+    By id and epoch, and, where both know them, by start and by partitions. Consumer offsets may have been added to it besides.
+    """
     if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
         return False
+    if view.partitions and state.first_offsets:
+        own = {(first.topic, first.partition) for first in state.first_offsets}
+        if not own <= set(view.partitions) or any(
+            key not in own and key[0] != _OFFSETS_TOPIC for key in view.partitions
+        ):
+            return False
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
 
 
@@ -122,46 +191,152 @@ def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
     )
 
 
-def is_open(state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None]) -> bool:
-    """Whether the partitions show exactly the state's transaction as open: all its first offsets, and at least one.
+def is_open(
+    state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None], *, exactly: bool = False
+) -> bool:
+    """Whether the partitions show the state's transaction as open: from all its first offsets on, and from at least one.
 
     Partitions that are gone with their topic say nothing. One first offset is enough to tell what is open, as every later
     transaction begins at another one; that the others match, too, tells that nobody has ended it by hand in one of them.
+    Open from an earlier offset on: the broker has forgotten to end an earlier transaction there, and will end both.
 
     Args:
         state: The prepared state.
         open_offsets: By (topic, partition), the first offset of what the state's producer has open there, or None. Without
             those that do not exist any more.
+        exactly: Whether it must be open from no earlier offset on.
     """
     shown = [
-        open_offsets[key] == first.offset
+        (start := open_offsets[key]) == first.offset or (start is not None and start < first.offset and not exactly)
         for first in state.first_offsets
         if (key := (first.topic, first.partition)) in open_offsets
     ]
     return bool(shown) and all(shown)
 
 
+def own_among(state: PreparedTxnState, still_open: OpenPlaces) -> frozenset[Partition]:
+    """The partitions in which what is open holds the records of the state's transaction."""
+    firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
+    return frozenset(key for key, start in still_open if key in firsts and start <= firsts[key])
+
+
+def looked(known: Knowledge, view: TransactionView) -> Knowledge:
+    """What is known after the coordinator was asked: the answers of the round before hold no longer.
+
+    What is open or ending now may be left open in some partition, and the coordinator will not show that later. Only what is
+    being committed while a transaction is pending is that one, which the log proves.
+    """
+    unended = view.status is TransactionStatus.ONGOING or view.status in _IN_TRANSITION
+    is_own = known.is_pending and view.status is TransactionStatus.PREPARE_COMMIT
+    seen = frozenset(view.partitions) if unended and not is_own else _NONE
+    return replace(
+        known,
+        view=view,
+        evidence=None,
+        proof=None,
+        still_open=None,
+        ended=known.ended or known.evidence is False,
+        suspects=known.suspects | seen,
+        tainted=known.tainted | seen if view.status in _ABORTING else known.tainted,
+    )
+
+
+def compared(known: Knowledge, evidence: bool) -> Knowledge:  # noqa: FBT001 - the answer itself
+    """What is known after what is open was compared with ``prepared``: if that is it, the log is going to prove its end."""
+    assert known.view is not None
+    suspects = known.suspects - frozenset(known.view.partitions) if evidence else known.suspects
+    return replace(known, evidence=evidence, suspects=suspects)
+
+
+def proved(known: Knowledge, proof: LogProof) -> Knowledge:
+    """What is known after the log was read: where it does not show commit markers everywhere, something may be open."""
+    assert known.prepared is not None
+    own = frozenset((first.topic, first.partition) for first in known.prepared.first_offsets)
+    return replace(known, proof=proof, suspects=known.suspects if proof is LogProof.COMMITTED else known.suspects | own)
+
+
+def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:
+    """What is known after retiring, whose answer is the coordinator's newest word: what was ongoing is aborted.
+
+    Args:
+        known: What was known before.
+        ids: The producer id and epoch that the coordinator has given out.
+    """
+    view = known.view
+    aborted = frozenset(view.partitions) if view is not None and view.status is TransactionStatus.ONGOING else _NONE
+    known = replace(known, retired=ids, tainted=known.tainted | aborted)
+    return looked(known, TransactionView(TransactionStatus.EMPTY, *ids))
+
+
+def to_end(known: Knowledge) -> tuple[frozenset[Partition], bool]:
+    """In which partitions to end what was forgotten, and whether with commit.
+
+    Commit only where the records of the decided transaction are, and surely no others; everything else after that, with abort.
+    """
+    assert known.still_open is not None
+    if known.prepared is not None and known.recorded in {None, Outcome.COMMITTED}:
+        own = own_among(known.prepared, known.still_open) - known.tainted
+        if own:
+            return own, True
+    return frozenset(key for key, _ in known.still_open), False
+
+
 def next_step(known: Knowledge) -> SettleStep:
     """The next step in settling one incarnation. Pure; see the table in the module's docstring."""
-    if known.retired:
+    if not known.is_pending and known.retired is not None and not known.suspects:
         return SettleStep.FINISH
     view = known.view
     if view is None:
         return SettleStep.LOOK
     if view.status in _IN_TRANSITION:
         return SettleStep.WAIT
-    if known.prepared is None or known.recorded is not None:
-        return SettleStep.FINISH if view.status is TransactionStatus.NO_SUCH_ID else SettleStep.RETIRE
-    if view.status is TransactionStatus.ONGOING and shows_same_transaction(view, known.prepared):
-        if known.evidence is None:
-            return SettleStep.LOOK_AT_PARTITIONS
-        if known.evidence:
-            return SettleStep.COMMIT
+    if known.is_pending:
+        return _step_for_decided(known, view)
+    if view.status is TransactionStatus.NO_SUCH_ID:
+        return SettleStep.FINISH
+    # Asked also before: nothing is aborted while a partition has no leader, as that is when markers are forgotten.
+    worth_asking = known.is_retired or view.status is TransactionStatus.ONGOING
+    if known.suspects and known.still_open is None and worth_asking:
+        return SettleStep.LOOK_FOR_OPEN
+    if not known.is_retired:
+        return SettleStep.RETIRE
+    return SettleStep.END_FORGOTTEN if known.still_open else SettleStep.FINISH
+
+
+def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:
+    state = known.prepared
+    assert state is not None
+    if view.status is TransactionStatus.ONGOING:
+        step = _step_for_ongoing(known, view, state)
+        if step is not None:
+            return step
     if known.proof is None:
         return SettleStep.PROVE
-    if _coordinator_says_committed(view, known.prepared) and known.proof in _LOG_IS_SILENT:
+    if known.proof in _NOT_ENDED_EVERYWHERE:
+        if known.still_open is None:
+            return SettleStep.LOOK_FOR_OPEN
+        if own_among(state, known.still_open):
+            if view.producer_id != state.producer_id or known.evidence is False:
+                return SettleStep.WAIT  # in the latter case: it may be what was ongoing, and be ending just now
+            return SettleStep.END_FORGOTTEN if known.is_retired else SettleStep.RETIRE
+    if _coordinator_says_committed(view, state) and known.proof in _LOG_IS_SILENT:
         return SettleStep.RECORD_COMMITTED
     return _RECORD[known.proof]
+
+
+def _step_for_ongoing(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> SettleStep | None:
+    if shows_same_transaction(view, state) and not known.ended:
+        if known.evidence is None:
+            return SettleStep.LOOK_AT_PARTITIONS
+        return SettleStep.COMMIT if known.evidence else None
+    if view.producer_id == state.producer_id and view.epoch > state.epoch:
+        # No owner begins anything under a later epoch: an earlier settler was ending what was forgotten.
+        if known.still_open is None:
+            return SettleStep.LOOK_FOR_OPEN
+        own = own_among(state, known.still_open)
+        shown = {key for key, _ in known.still_open if key in view.partitions}
+        return SettleStep.COMMIT if shown and shown <= own else None
+    return None
 
 
 def _coordinator_says_committed(view: TransactionView, state: PreparedTxnState) -> bool:

@@ -230,6 +230,9 @@ class Performer:
     def one_marker(self, name: str, incarnation: str) -> None:
         self._world.do_write_one_marker(self._known(name, incarnation, self._world.prepared()))
 
+    def forgets_marker(self, name: str, incarnation: str, partition: str) -> None:
+        self._world.do_forget_marker(self._known(name, incarnation, self._world.prepared()), int(partition))
+
     def times_out(self, name: str, incarnation: str) -> None:
         self._world.do_time_out(self._known(name, incarnation, self._world.ongoing()))
 
@@ -282,6 +285,10 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
         (r"the broker delays its markers", Performer.markers_are_delayed),
         (r"the broker writes its markers", Performer.markers_are_written),
         (rf"the broker writes one marker of {_OF}", Performer.one_marker),
+        (
+            rf"the broker forgets the marker of {_OF} on partition (?P<partition>\d+)",
+            Performer.forgets_marker,
+        ),
         (rf"the broker times out {_OF}", Performer.times_out),
         (rf"the broker forgets {_OF}", Performer.forgets),
         (rf"an operator terminates {_OF}", Performer.terminates),

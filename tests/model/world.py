@@ -225,6 +225,13 @@ class World:
         self._happened("single markers", f"the broker writes one marker of {spoken(kafka_id)}")
         self.simulation.broker = environment.write_marker(self.simulation.broker, kafka_id)
 
+    def do_forget_marker(self, kafka_id: str, partition: int) -> None:
+        self._happened(
+            "markers forgotten", f"the broker forgets the marker of {spoken(kafka_id)} on partition {partition}"
+        )
+        self.simulation.outages += 1
+        self.simulation.broker = environment.forget_marker(self.simulation.broker, kafka_id, (TOPIC, partition))
+
     def do_time_out(self, kafka_id: str) -> None:
         self._happened("time-outs", f"the broker times out {spoken(kafka_id)}")
         self._excuse(kafka_id)

@@ -219,6 +219,11 @@ class StateOfAnotherIncarnationTakenForOnesOwn(Rules):
         return state.has_transaction
 
 
+def _retire_at_once(known: Knowledge) -> SettleStep:
+    """Retire, and be done with it."""
+    return SettleStep.FINISH if known.retired else SettleStep.RETIRE
+
+
 class Choosing(Rules):
     """Another choice than the product's."""
 
@@ -241,8 +246,8 @@ class StateWithoutFirstOffsets(Choosing):
 class RetireBeforeComplete(Choosing):
     """A settler retires an incarnation whose decided transaction it should have committed first."""
 
-    def choose(self, _known, step):
-        return SettleStep.RETIRE if step is SettleStep.LOOK_AT_PARTITIONS else step
+    def choose(self, known, step):
+        return _retire_at_once(known) if step is SettleStep.LOOK_AT_PARTITIONS or known.retired else step
 
 
 @within(OWNER_AND_SETTLER)
@@ -272,15 +277,16 @@ class UnmatchedIsRetired(Choosing):
 
     def choose(self, known, step):
         asked = known.view is not None and known.view.status is TransactionStatus.ONGOING
-        return SettleStep.RETIRE if step is SettleStep.PROVE and (asked or known.evidence is False) else step
+        unmatched = step is SettleStep.PROVE and (asked or known.evidence is False)
+        return _retire_at_once(known) if unmatched or known.retired else step
 
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(timeout=1)))
 class LossNotRecorded(Choosing):
     """A settler that finds a decided transaction aborted retires its id and tells nobody."""
 
-    def choose(self, _known, step):
-        return SettleStep.RETIRE if step is SettleStep.RECORD_LOST else step
+    def choose(self, known, step):
+        return _retire_at_once(known) if step is SettleStep.RECORD_LOST or known.retired else step
 
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(timeout=1, expire=1)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from dualwrite.observations import LogProof, Outcome, TransactionStatus
 from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.settle import retired as after_retiring
 from dualwrite.protocol.write_life import WriteState
 from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, recorded
@@ -18,6 +19,10 @@ _RECORDS = {
     SettleStep.RECORD_LOST: Outcome.LOST,
     SettleStep.RECORD_UNVERIFIABLE: Outcome.UNVERIFIABLE,
 }
+
+
+_OVERTAKEN = (-1, -1)
+"""Another settler has retired it meanwhile."""
 
 
 class Settling(Step):
@@ -103,7 +108,8 @@ class Settling(Step):
             self.go(f"settling {self.p.item}: the partitions show {seen} open", self.p._replace(seen=seen))
             return
         view = describe(self.broker, self.item_id)
-        looked = replace(known, view=view, evidence=None, proof=None)
+        ended = known.ended or known.evidence is False
+        looked = replace(known, view=view, evidence=None, proof=None, still_open=None, ended=ended)
         if self.p.seen is not None:
             looked = replace(looked, evidence=self.matches(self.p.seen))
         if self.rules.next_step(looked) is not SettleStep.WAIT:  # it would look again, and that is where it is
@@ -166,6 +172,11 @@ class Settling(Step):
                 spends="delay",
             )
 
+    def settle_look_for_open(self) -> None:
+        state = self.p.knowledge.prepared
+        shown = ((place, open_offset(self.broker, place, state)) for place in PLACES)
+        self.learn("looks for what is open", still_open=tuple(item for item in shown if item[1] is not None))
+
     def settle_prove(self) -> None:
         proof = self.rules.prove(self.broker, self.p.knowledge.prepared)
         self.learn(f"the log proves {proof.value}", proof=proof)
@@ -195,7 +206,8 @@ class Settling(Step):
         broker, answer = self.ask(request)
         text = f"settling {self.p.item}: InitProducerId"
         if answer.error_code is OK:
-            retired = self.p._replace(knowledge=replace(self.p.knowledge, retired=True), seen=None)
+            known = after_retiring(self.p.knowledge, (answer.producer_id, answer.producer_epoch))
+            retired = self.p._replace(knowledge=known, seen=None)
             self.go(f"{text}: retired", retired, broker=broker)
             self.go(
                 f"{text}: retired, and a second copy stays in the network",
@@ -207,4 +219,4 @@ class Settling(Step):
         elif broker != self.broker:
             self.go(f"{text} aborts what is ongoing", broker=broker)
         elif answer.error_code not in LATER:
-            self.learn(f"InitProducerId: {answer.error_code.name}", retired=True)
+            self.learn(f"InitProducerId: {answer.error_code.name}", retired=_OVERTAKEN)

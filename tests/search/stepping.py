@@ -63,7 +63,9 @@ class Step:
             if step is SettleStep.FINISH:
                 p = self.settle_item(p, p.item + 1)
             elif step is SettleStep.WAIT:
-                return p._replace(knowledge=Knowledge(p.knowledge.prepared, p.knowledge.recorded), seen=None)
+                known = p.knowledge
+                ended = known.ended or known.evidence is False
+                return p._replace(knowledge=Knowledge(known.prepared, known.recorded, ended=ended), seen=None)
             else:
                 break
         return p

@@ -10,50 +10,96 @@ from dualwrite.protocol.settle import (
     Knowledge,
     SettleStep,
     belongs,
+    compared,
     is_older,
     is_open,
+    looked,
     next_step,
+    own_among,
+    proved,
+    retired,
     shows_same_transaction,
+    to_end,
 )
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)), 1000)
+P0, P1, ELSEWHERE = ("orders", 0), ("orders", 1), ("payments", 4)
+OWN = frozenset({P0, P1})
 Status = TransactionStatus
 TRANSITION = {Status.PREPARE_COMMIT, Status.PREPARE_ABORT, Status.DEAD, Status.PREPARE_EPOCH_FENCE}
+AT_REST = {Status.EMPTY, Status.COMPLETE_COMMIT, Status.COMPLETE_ABORT}
+IDS = [(42, 3), (42, 4), (43, 3)]
 
 VIEWS = [
-    TransactionView(status, producer_id, epoch, started)
-    for status, (producer_id, epoch), started in product(Status, [(42, 3), (42, 4), (43, 3)], [None, 1000, 1001])
+    TransactionView(status, producer_id, epoch, started, partitions=partitions)
+    for status, (producer_id, epoch), (started, partitions) in product(
+        Status, IDS, [(None, ()), (1001, ()), (None, (P0, P1)), (None, (P0,))]
+    )
 ]
 ALL = [
-    Knowledge(prepared, recorded, view, evidence, proof, retired)
-    for prepared, recorded, view, evidence, proof, retired in product(
-        [None, S], [None, *Outcome], [None, *VIEWS], [None, False, True], [None, *LogProof], [False, True]
+    Knowledge(prepared, recorded, view, evidence, proof, ids, suspects, still_open=still_open, ended=ended)
+    for (prepared, recorded), view, evidence, proof, ids, suspects, still_open, ended in product(
+        [(None, None), (S, None), (S, Outcome.COMMITTED), (S, Outcome.LOST)],
+        [None, *VIEWS],
+        [None, False, True],
+        [None, *LogProof],
+        [None, (42, 4)],
+        [frozenset(), OWN],
+        [None, (), ((P0, 17),), ((P0, 18),)],
+        [False, True],
     )
 ]
 
 
 def expected(k: Knowledge) -> SettleStep:
-    """The table of DESIGN in another form: by the coordinator's word first, as an operator would read it."""
-    if k.retired:
+    """The table in another form: by the coordinator's word first, as an operator would read it."""
+    pending = k.prepared is not None and k.recorded is None
+    if not pending and k.retired and not k.suspects:
         return SettleStep.FINISH
     if k.view is None:
         return SettleStep.LOOK
     if k.view.status in TRANSITION:
         return SettleStep.WAIT
-    pending = k.prepared is not None and k.recorded is None
-    ours = (k.view.producer_id, k.view.epoch) == (42, 3)
-    match (k.view.status, pending):
-        case (Status.NO_SUCH_ID, False):
-            return SettleStep.FINISH
-        case (_, False):
-            return SettleStep.RETIRE
-        case (Status.ONGOING, True) if ours and k.view.started_ms != 1001 and k.evidence is not False:
-            return SettleStep.COMMIT if k.evidence else SettleStep.LOOK_AT_PARTITIONS
-        case (Status.COMPLETE_COMMIT, True) if ours and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
-            return SettleStep.RECORD_COMMITTED
+    return expected_of_decided(k) if pending else expected_of_undecided(k)
+
+
+def expected_of_undecided(k: Knowledge) -> SettleStep:
+    done = k.view.status in AT_REST and (k.view.producer_id, k.view.epoch) == k.retired
+    if k.view.status is Status.NO_SUCH_ID:
+        return SettleStep.FINISH
+    if k.suspects and k.still_open is None and (done or k.view.status is Status.ONGOING):
+        return SettleStep.LOOK_FOR_OPEN
+    if not done:
+        return SettleStep.RETIRE
+    return SettleStep.END_FORGOTTEN if k.still_open else SettleStep.FINISH
+
+
+def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of the table is a branch
+    ids = (k.view.producer_id, k.view.epoch)
+    left_open = k.still_open == ((P0, 17),)
+    if k.view.status is Status.ONGOING:
+        if ids == (42, 3) and k.view.started_ms != 1001 and k.view.partitions != (P0,) and not k.ended:
+            if k.evidence is not False:
+                return SettleStep.COMMIT if k.evidence else SettleStep.LOOK_AT_PARTITIONS
+        elif ids == (42, 4):
+            if k.still_open is None:
+                return SettleStep.LOOK_FOR_OPEN
+            if left_open and k.view.partitions:
+                return SettleStep.COMMIT
+    if k.proof in {LogProof.OPEN, LogProof.PARTLY}:
+        if k.still_open is None:
+            return SettleStep.LOOK_FOR_OPEN
+        if left_open:
+            if ids[0] != 42 or k.evidence is False:
+                return SettleStep.WAIT
+            fenced = k.view.status in AT_REST and ids == (42, 4)
+            return SettleStep.END_FORGOTTEN if fenced else SettleStep.RETIRE
+    if k.view.status is Status.COMPLETE_COMMIT and ids == (42, 3) and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
+        return SettleStep.RECORD_COMMITTED
     return {
         None: SettleStep.PROVE,
         LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,
+        LogProof.PARTLY: SettleStep.RECORD_COMMITTED,
         LogProof.ABORTED: SettleStep.RECORD_LOST,
         LogProof.OPEN: SettleStep.WAIT,
         LogProof.UNKNOWABLE: SettleStep.RECORD_UNVERIFIABLE,
@@ -63,22 +109,38 @@ def expected(k: Knowledge) -> SettleStep:
 def test_every_combination_has_the_step_of_the_table():
     wrong = [(k, next_step(k), expected(k)) for k in ALL if next_step(k) is not expected(k)]
     assert not wrong, wrong[:3]
-    assert len(ALL) > 5000
+    assert len(ALL) > 200_000
+    assert {next_step(k) for k in ALL} == set(SettleStep)
 
 
-def test_a_decided_transaction_is_never_retired_before_its_outcome_is_recorded():
+def test_a_decided_transaction_is_retired_before_its_outcome_is_recorded_only_to_end_it_where_it_was_forgotten():
     for k in ALL:
-        if k.prepared is not None and k.recorded is None and not k.retired:
-            assert next_step(k) not in {SettleStep.RETIRE, SettleStep.FINISH}, k
+        if k.is_pending:
+            step = next_step(k)
+            assert step is not SettleStep.FINISH, k
+            if step is SettleStep.RETIRE:
+                assert own_among(S, k.still_open), k
+                assert k.proof in {LogProof.OPEN, LogProof.PARTLY}, k
 
 
 def test_nothing_is_committed_without_evidence_of_the_very_transaction():
     commits = [k for k in ALL if next_step(k) is SettleStep.COMMIT]
-    assert commits
+    assert {k.view.epoch for k in commits} == {3, 4}
     for k in commits:
         assert k.view.status is Status.ONGOING
-        assert k.evidence is True
-        assert (k.view.producer_id, k.view.epoch) == (S.producer_id, S.epoch)
+        assert k.view.producer_id == S.producer_id
+        if k.view.epoch == S.epoch:
+            assert k.evidence is True
+        else:
+            assert set(k.view.partitions) & own_among(S, k.still_open)
+
+
+def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_under():
+    ends = [k for k in ALL if next_step(k) is SettleStep.END_FORGOTTEN]
+    assert {k.is_pending for k in ends} == {True, False}
+    for k in ends:
+        assert k.view.status in AT_REST
+        assert (k.view.producer_id, k.view.epoch) == (42, 4)
 
 
 @pytest.mark.parametrize("proof", [LogProof.UNKNOWABLE, LogProof.OPEN])
@@ -88,10 +150,80 @@ def test_absence_of_proof_is_never_taken_for_committed(proof):
             assert next_step(k) is not SettleStep.RECORD_COMMITTED, k
 
 
+def view(status, epoch=3, *partitions):
+    return TransactionView(status, 42, epoch, partitions=partitions)
+
+
+@pytest.mark.parametrize("status", Status)
+def test_what_is_open_or_ending_is_suspected_and_what_another_has_aborted_there_is_never_committed(status):
+    known = looked(Knowledge(prepared=S), view(status, 3, P0, ELSEWHERE))
+    unended = status in {Status.ONGOING, *TRANSITION} - {Status.PREPARE_COMMIT}
+    aborting = status in {Status.PREPARE_ABORT, Status.PREPARE_EPOCH_FENCE}
+    assert known.suspects == (frozenset({P0, ELSEWHERE}) if unended else frozenset())
+    assert known.tainted == (frozenset({P0, ELSEWHERE}) if aborting else frozenset())
+    assert looked(known, view(Status.EMPTY)).suspects == known.suspects
+
+
+def test_a_round_forgets_the_answers_of_the_one_before_but_not_that_it_was_ended():
+    known = Knowledge(
+        prepared=S, view=view(Status.ONGOING), evidence=False, proof=LogProof.PARTLY, still_open=((P0, 17),)
+    )
+    again = looked(known, view(Status.ONGOING))
+    assert (again.evidence, again.proof, again.still_open, again.ended) == (None, None, None, True)
+    assert next_step(again) is SettleStep.PROVE
+    assert not looked(looked(Knowledge(prepared=S), view(Status.ONGOING)), view(Status.ONGOING)).ended
+
+
+def test_what_is_being_committed_of_an_incarnation_that_has_nothing_pending_is_suspected():
+    for nothing in (Knowledge(), Knowledge(prepared=S, recorded=Outcome.COMMITTED)):
+        assert looked(nothing, view(Status.PREPARE_COMMIT, 3, P0)).suspects == {P0}
+
+
+def test_the_partitions_of_the_decided_transaction_itself_are_not_suspected_as_the_log_proves_its_end():
+    known = looked(Knowledge(prepared=S), view(Status.ONGOING, 3, P0, P1))
+    assert compared(known, True).suspects == frozenset()
+    assert compared(known, False).suspects == {P0, P1}
+
+
+def test_a_proof_of_an_earlier_transaction_clears_no_partition_of_a_later_one():
+    known = Knowledge(prepared=S, suspects=frozenset({P0, ELSEWHERE}))
+    assert proved(known, LogProof.COMMITTED).suspects == {P0, ELSEWHERE}
+    for proof in set(LogProof) - {LogProof.COMMITTED}:
+        assert proved(known, proof).suspects == {P0, P1, ELSEWHERE}
+
+
+def test_retiring_aborts_what_is_ongoing_and_that_is_remembered():
+    known = retired(Knowledge(prepared=S, view=view(Status.ONGOING, 3, P1)), (42, 4))
+    assert (known.view, known.retired, known.tainted) == (view(Status.EMPTY, 4), (42, 4), {P1})
+    assert retired(Knowledge(prepared=S, view=view(Status.COMPLETE_COMMIT)), (42, 4)).tainted == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("prepared", "recorded", "tainted", "still_open", "ends"),
+    [
+        (S, None, (), ((P0, 17),), ({P0}, True)),
+        (S, None, (), ((P0, 5), (P1, 33)), ({P0, P1}, True)),
+        (S, None, (), ((P0, 17), (P1, 34), (ELSEWHERE, 1)), ({P0}, True)),
+        (S, None, (P0,), ((P0, 17), (P1, 33)), ({P1}, True)),
+        (S, None, (P0,), ((P0, 17),), ({P0}, False)),
+        (S, Outcome.COMMITTED, (), ((P0, 17), (ELSEWHERE, 1)), ({P0}, True)),
+        (S, Outcome.COMMITTED, (), ((P0, 18), (ELSEWHERE, 1)), ({P0, ELSEWHERE}, False)),
+        (S, Outcome.LOST, (), ((P0, 17),), ({P0}, False)),
+        (S, Outcome.UNVERIFIABLE, (), ((P0, 17),), ({P0}, False)),
+        (None, None, (), ((P0, 17),), ({P0}, False)),
+    ],
+)
+def test_only_records_of_the_decided_transaction_and_no_others_are_committed(
+    prepared, recorded, tainted, still_open, ends
+):
+    known = Knowledge(prepared=prepared, recorded=recorded, tainted=frozenset(tainted), still_open=still_open)
+    assert to_end(known) == ends
+
+
 def test_an_abort_marker_in_the_log_outweighs_the_coordinators_word():
-    view = TransactionView(Status.COMPLETE_COMMIT, S.producer_id, S.epoch)
-    assert next_step(Knowledge(prepared=S, view=view)) is SettleStep.PROVE
-    assert next_step(Knowledge(prepared=S, view=view, proof=LogProof.ABORTED)) is SettleStep.RECORD_LOST
+    complete = view(Status.COMPLETE_COMMIT)
+    assert next_step(Knowledge(prepared=S, view=complete)) is SettleStep.PROVE
+    assert next_step(Knowledge(prepared=S, view=complete, proof=LogProof.ABORTED)) is SettleStep.RECORD_LOST
 
 
 def test_state_belongs_only_to_the_incarnation_that_prepared_it():
@@ -107,8 +239,23 @@ def test_start_time_tells_two_transactions_of_one_epoch_apart():
 
 
 @pytest.mark.parametrize(
+    ("partitions", "same"),
+    [
+        ((), True),
+        ((P0, P1), True),
+        ((P0, P1, ("__consumer_offsets", 7)), True),
+        ((P0, P1, ELSEWHERE), False),
+        ((P0,), False),
+    ],
+)
+def test_partitions_tell_two_transactions_of_one_epoch_apart(partitions, same):
+    assert shows_same_transaction(view(Status.ONGOING, 3, *partitions), S) is same
+
+
+@pytest.mark.parametrize(
     ("offsets", "verdict"),
     [
+        ({("orders", 0): 3, ("orders", 1): 33}, True),
         ({("orders", 0): 17, ("orders", 1): 33}, True),
         ({("orders", 0): 17, ("orders", 1): 34}, False),
         ({("orders", 0): 17, ("orders", 1): None}, False),
@@ -120,6 +267,11 @@ def test_start_time_tells_two_transactions_of_one_epoch_apart():
 )
 def test_open_means_every_first_offset_is_there_of_the_partitions_that_still_exist(offsets, verdict):
     assert is_open(S, offsets) is verdict
+
+
+def test_open_exactly_means_from_no_earlier_offset_on():
+    assert is_open(S, {P0: 17, P1: 33}, exactly=True)
+    assert not is_open(S, {P0: 3, P1: 33}, exactly=True)
 
 
 def test_a_state_without_evidence_is_never_open():

@@ -54,6 +54,14 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
     return with_transaction(broker, rules.marker_written(known, wanted))
 
 
+def forget_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition) -> Broker:
+    """Take the marker of a prepared transaction for written that was not: the partition has no leader (KAFKA-20734)."""
+    known = transaction(broker, transactional_id)
+    if known is None or known.state not in _PREPARED or topic_partition not in known.unmarked:
+        return broker
+    return with_transaction(broker, rules.marker_written(known, topic_partition))
+
+
 def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker:
     """Write all markers that are to be written, of one id or of all."""
     for known in broker.transactions:

@@ -18,6 +18,8 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.testing.simulator.process import Unanswered
 from dualwrite.testing.simulator.requests import (
     COMMIT,
+    AddPartitionsToTxn,
+    AddPartitionsToTxnResponse,
     Batch,
     DescribeProducers,
     DescribeProducersResponse,
@@ -118,6 +120,17 @@ class SimulatedCoordinator:
         shown = self._producers(places, deadline)
         return {place: found.get((producer_id, epoch)) for place, found in zip(places, shown, strict=True)}
 
+    def still_open(
+        self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int]]:
+        """See the port."""
+        places = sorted({place for _, partitions in suspects for place in partitions})
+        shown = dict(zip(places, self._producers(places, deadline), strict=True))
+        return [
+            {place: start for place in partitions for (known, _), start in shown[place].items() if known == producer_id}
+            for producer_id, partitions in suspects
+        ]
+
     def _producers(
         self, places: Sequence[tuple[str, int]], deadline: Deadline
     ) -> Sequence[Mapping[tuple[int, int], int]]:
@@ -148,10 +161,29 @@ class SimulatedCoordinator:
             for kafka_id, state in transactions.items()
         }
 
-    def retire(self, kafka_ids: Collection[str], deadline: Deadline) -> None:
+    def retire(
+        self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
+    ) -> Mapping[str, tuple[int, int]]:
         """See the port."""
+        ids = {}
         for kafka_id in kafka_ids:
-            self._one(InitProducerId(kafka_id, _RETIRED_TIMEOUT_MS), deadline, _is_success)
+            timeout_ms = (timeouts_ms or {}).get(kafka_id, _RETIRED_TIMEOUT_MS)
+            answer = cast(
+                "InitProducerIdResponse", self._one(InitProducerId(kafka_id, timeout_ms), deadline, _is_success)
+            )
+            ids[kafka_id] = (answer.producer_id, answer.producer_epoch)
+        return ids
+
+    def add_partitions(
+        self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Mapping[str, bool]:
+        """See the port."""
+        added = {}
+        for kafka_id, (producer_id, epoch, partitions) in transactions.items():
+            request = AddPartitionsToTxn(kafka_id, producer_id, epoch, tuple(sorted(partitions)))
+            answer = cast("AddPartitionsToTxnResponse", self._one(request, deadline, _is_not_busy))
+            added[kafka_id] = set(answer.error_codes) == {ErrorCode.NONE}
+        return added
 
     def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         """See the port: read by the code that reads real logs."""
@@ -204,6 +236,10 @@ class SimulatedCoordinator:
 
 def _is_answer(answer: Response) -> bool:
     return cast("ErrorResponse", answer).error_code in _END_ANSWERS
+
+
+def _is_not_busy(answer: Response) -> bool:
+    return ErrorCode.CONCURRENT_TRANSACTIONS not in cast("AddPartitionsToTxnResponse", answer).error_codes
 
 
 def _is_success(answer: Response) -> bool:

@@ -70,6 +70,7 @@ class Simulation:
         processes: By name, the newest of each.
         held: What the network holds back, in order.
         markers_delayed: Whether prepared transactions wait for :meth:`write_markers`; else markers are written at once.
+        outages: How often the leader of a partition went away, with every connection to it.
         steps: How many calls were served.
     """
 
@@ -80,6 +81,7 @@ class Simulation:
         self.processes: dict[str, Process] = {}
         self.held: list[Held] = []
         self.markers_delayed = False
+        self.outages = 0
         self.steps = 0
         self.running: Process | None = None
         self.hub = getcurrent()

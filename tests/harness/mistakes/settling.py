@@ -18,6 +18,17 @@ def _instead(patch: pytest.MonkeyPatch, choose: Callable[[Knowledge, SettleStep]
     patch.setattr(settling, "next_step", lambda known: choose(known, real(known)))
 
 
+def _retire_at_once(patch: pytest.MonkeyPatch, instead_of: SettleStep) -> None:
+    """Let the id be retired instead, and that be all."""
+
+    def choose(known, step):
+        if known.retired:
+            return SettleStep.FINISH
+        return SettleStep.RETIRE if step is instead_of else step
+
+    _instead(patch, choose)
+
+
 @mistake(performed("half_of_the_next", "shows \\['m1', 'm2'\\]"))
 def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
     """A settler commits what is ongoing under the id and epoch of the row, though it began at other offsets."""
@@ -31,13 +42,13 @@ def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("decided_owner_dead", "shows \\['m2'\\]"))
 def retire_before_complete(patch: pytest.MonkeyPatch) -> None:
     """A settler retires an incarnation whose decided transaction it should have committed first."""
-    _instead(patch, lambda _, step: SettleStep.RETIRE if step is SettleStep.COMMIT else step)
+    _retire_at_once(patch, SettleStep.COMMIT)
 
 
 @mistake(performed("operator_aborts_a_decided_transaction", "told None, not DecidedTransactionLost"))
 def loss_not_recorded(patch: pytest.MonkeyPatch) -> None:
     """A settler that finds a decided transaction aborted retires its id and tells nobody."""
-    _instead(patch, lambda _, step: SettleStep.RETIRE if step is SettleStep.RECORD_LOST else step)
+    _retire_at_once(patch, SettleStep.RECORD_LOST)
 
 
 @mistake(performed("forgotten_id_and_a_loss", "told None, not DecidedTransactionLost"))

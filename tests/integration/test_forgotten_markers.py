@@ -1,0 +1,214 @@
+"""A broker that forgets the markers of a partition without a leader (KAFKA-20734): settling ends there what was left open."""
+
+import threading
+import time
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from sqlalchemy import create_engine
+
+from dualwrite import DualWriter, failpoints, recover
+from dualwrite.deadline import Deadline
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.migrations import upgrade
+from dualwrite.observations import Outcome, TransactionStatus
+from dualwrite.recovery import status
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedKafka, read_committed
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+AWAY = 3
+LONG_S = 120
+DECIDED = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended", "owner", "unaware"]
+UNDECIDED = "undecided"
+
+
+def until(holds):
+    deadline = Deadline(LONG_S)
+    while not holds():
+        assert not deadline.expired
+        time.sleep(0.05)
+
+
+class Stage:
+    """A writer whose id is coordinated elsewhere than on the broker that is taken away, and a topic: half of it is there."""
+
+    def __init__(self, cluster, path, name):
+        # No call of this writer's is doubtful for its duration.
+        self.kafka = {**cluster.client_config(), "retry.backoff.ms": 60_000, "retry.backoff.max.ms": 60_000}
+        self.kafka |= {"log_level": 2, "log.connection.close": False}
+        self.engine = create_engine(f"sqlite:///{path}")
+        with self.engine.connect() as connection:
+            upgrade(connection)
+        self.admin = AdminClient({**cluster.client_config(), "log_level": 0})
+        self.coordinator = KafkaCoordinator(KafkaConfig.parse(self.kafka))
+        at = AWAY
+        while at == AWAY:
+            self.name = self.topic = f"{name}-{time.monotonic_ns()}"
+            self.writer = DualWriter(self.name, kafka=self.kafka, engine=self.engine, max_lanes=1)
+            self.writer.__enter__()
+            self.kafka_id = self.row.kafka_id(self.row.incarnation)
+            at = self.coordinator._coordinators._find([self.kafka_id], Deadline(LONG_S))[self.kafka_id]
+            if at == AWAY:
+                self.writer.__exit__(None, None, None)
+        self.producer_id = self.view().producer_id
+        replicas = {"replica_assignment": [[AWAY], [at]], "config": {"min.insync.replicas": "1"}}
+        self.admin.create_topics([NewTopic(self.topic, num_partitions=2, **replicas)])[self.topic].result(LONG_S)
+        until(self.has_all_leaders)
+
+    @property
+    def row(self):
+        [row] = SqlStateStore(self.engine).read([self.name])
+        return row
+
+    def view(self):
+        return self.coordinator.describe([self.kafka_id], Deadline(LONG_S))[self.kafka_id]
+
+    def leaders(self):
+        partitions = self.admin.list_topics(self.topic, timeout=LONG_S).topics[self.topic].partitions
+        return [partition.leader for partition in partitions.values()] or [-1]
+
+    def has_all_leaders(self):
+        return all(leader > 0 for leader in self.leaders())
+
+    def write(self, value):
+        with self.writer.transaction() as tx:
+            for partition in (0, 1):
+                tx.produce(self.topic, f"{value}/{partition}", partition=partition)
+
+    def leave_open(self, value):
+        """An owner ends without deciding what it has written."""
+        failpoints.arm("write.prepared:1:raise,write.before_abort:1:raise")
+        with pytest.raises(FailpointError):
+            self.write(value)
+        failpoints.arm("")
+        self.die()
+
+    def recover(self):
+        return recover(kafka=self.kafka, engine=self.engine, transactional_id=self.name)
+
+    def visible(self):
+        return {message.value.decode() for message in read_committed(self.kafka, self.topic)}
+
+    def hanging(self):
+        """The partitions in which the writer's first producer has left something open."""
+        partitions = [(self.producer_id, [(self.topic, 0), (self.topic, 1)])]
+        [still_open] = self.coordinator.still_open(partitions, Deadline(LONG_S))
+        return sorted(partition for _, partition in still_open)
+
+    def keep_house(self, does):
+        """Whether the writer's housekeeping sees to lanes that have lost a connection."""
+        (self.writer._lanes._closing.clear if does else self.writer._lanes._closing.set)()
+
+    def die(self):
+        self.keep_house(False)
+        for lane in self.writer._lanes._all:
+            lane.discard()
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Commits that were answered while a partition had no leader, and an abort by a settler that has not looked again yet."""
+    with EmbeddedKafka(brokers=3) as cluster:
+        made = {
+            name: Stage(cluster, tmp_path_factory.mktemp(name) / "rows.sqlite", name.replace(".", "-"))
+            for name in [*DECIDED, UNDECIDED]
+        }
+        made[UNDECIDED].write("a")
+        made[UNDECIDED].leave_open("b")
+        arrived, gone, back = threading.Semaphore(0), threading.Event(), threading.Event()
+
+        def wait_at(point):
+            if point in {"write.decided", "settle.before_retire"}:
+                for name in DECIDED:
+                    made[name].keep_house(False)
+                arrived.release()
+                gone.wait(LONG_S)
+            elif point == "settle.retired":
+                back.wait(LONG_S)
+
+        with failpoints.watched(wait_at):
+            works = [threading.Thread(target=made[name].write, args=("a",)) for name in DECIDED]
+            settler = threading.Thread(target=made[UNDECIDED].recover)
+            for thread in [*works, settler]:
+                thread.start()
+            for _ in [*works, settler]:
+                assert arrived.acquire(timeout=LONG_S)
+            cluster.kill(broker=AWAY)
+            until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()))
+            gone.set()
+            for thread in works:
+                thread.join(LONG_S)
+                assert not thread.is_alive()
+            until(lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED))
+            until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY)
+            cluster.start(AWAY)
+            until(lambda: all(stage.has_all_leaders() for stage in made.values()))
+            assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
+            back.set()
+            settler.join(LONG_S)
+        yield made
+        for stage in made.values():
+            stage.die()
+            stage.coordinator.close()
+            stage.engine.dispose()
+
+
+@pytest.fixture(autouse=True)
+def disarmed():
+    yield
+    failpoints.arm("")
+
+
+def test_a_decided_transaction_is_committed_also_where_its_marker_was_forgotten(stages):
+    stage = stages["recovered"]
+    [before] = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)
+    assert before.needs_recovery
+    assert not stage.recover().losses
+    assert stage.visible() == {"a/0", "a/1"}
+    assert stage.row.completed is Outcome.COMMITTED
+    after = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)
+    assert not [item for item in after if item.needs_recovery]
+
+
+@pytest.mark.parametrize("point", ["settle.retired", "mend.before", "mend.added", "mend.ended"])
+def test_whoever_comes_after_a_settler_that_died_goes_on_with_it(stages, point):
+    stage = stages[point]
+    failpoints.arm(f"{point}:1:raise")
+    with pytest.raises(FailpointError):
+        stage.recover()
+    failpoints.arm("")
+    assert not stage.recover().losses
+    assert stage.visible() == {"a/0", "a/1"}
+
+
+def test_what_is_undecided_is_ended_also_where_its_abort_was_forgotten(stages):
+    stage = stages[UNDECIDED]
+    assert not stage.hanging()
+    assert stage.visible() == {"a/0", "a/1"}
+
+
+def test_an_owner_that_lost_a_connection_aborts_nothing_before_it_has_settled(stages):
+    stage = stages["owner"]
+    stage.keep_house(True)
+    with pytest.raises(ZeroDivisionError), stage.writer.transaction() as tx:
+        tx.produce(stage.topic, "b", partition=0)
+        raise ZeroDivisionError
+    stage.write("c")
+    assert stage.visible() == {"a/0", "a/1", "c/0", "c/1"}
+
+
+def test_a_commit_that_an_abort_has_taken_along_is_told(stages, monkeypatch):
+    stage = stages["unaware"]
+    stage.keep_house(True)
+    monkeypatch.setattr(ProducerInstance, "_may_be_forgotten", property(lambda _: False))
+    stage.leave_open("b")
+    [loss] = stage.recover().losses
+    assert loss.outcome is Outcome.LOST
+    assert not stage.hanging()
+    assert stage.visible() == {"a/1"}

@@ -1,0 +1,115 @@
+"""A broker that forgets markers (KAFKA-20734), and whoever settles dies at any of his steps, or meets another settler there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from model.checker import Finding
+from model.schedule import Impossible, run_lines, text_lines
+
+DECIDED = """
+    A opens
+    A runs
+    A writes m1 to partition 0 and m2 to partition 1
+    A runs to write.prepared
+    the broker delays its markers
+    A runs to write.completed
+    the broker forgets the marker of orders, incarnation 1 on partition 0
+    {more}
+    the broker writes its markers
+"""
+FORGOTTEN_IN_ONE = DECIDED.format(more="")
+FORGOTTEN_IN_ALL = DECIDED.format(more="the broker forgets the marker of orders, incarnation 1 on partition 1")
+UNDECIDED = """
+    A opens
+    A runs
+    A writes m1 to partition 0 and m2 to partition 1
+    A runs to write.prepared
+    A is killed
+    the broker delays its markers
+    R1 recovers
+    R1 runs to settle.before_retire
+    R1 steps
+    the broker forgets the marker of orders, incarnation 1 on partition 0
+    the broker writes its markers
+"""
+STEPS = range(1, 40)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run(*parts: str):
+    return run_lines(text_lines("\n".join(parts)))
+
+
+@pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
+@pytest.mark.parametrize("end", ["A is killed", "A closes", "A keeps house", "A writes m3 to partition 1"])
+def test_the_next_settler_or_the_owner_itself_ends_it(forgotten, end):
+    run(forgotten, end, "everything heals", "a last owner opens and writes")
+
+
+@pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
+def test_a_settler_may_die_at_any_step(forgotten):
+    died = 0
+    for steps in STEPS:
+        try:
+            run(forgotten, "A is killed", "R1 recovers", f"R1 steps {steps} times", "R1 is killed", "everything heals")
+        except Impossible:
+            break
+        died += 1
+    assert died > 12
+
+
+def test_an_undecided_one_is_ended_by_the_settler_that_aborted_it():
+    run(UNDECIDED, "everything heals", "a last owner opens and writes")
+
+
+@pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
+def test_two_settlers_may_meet_at_any_step(forgotten):
+    met = 0
+    for steps in STEPS:
+        try:
+            run(
+                forgotten,
+                "A is killed",
+                "R1 recovers",
+                f"R1 steps {steps} times",
+                "R2 recovers",
+                "R2 runs",
+                "everything heals",
+            )
+        except Impossible:
+            break
+        met += 1
+    assert met > 12
+
+
+def test_two_settlers_in_turns_lose_nothing_in_silence():
+    """One may abort what the other is ending at that moment. It is recorded and told: docs/limits.md."""
+    ran, told = 0, 0
+    for first in STEPS:
+        for second in STEPS:
+            turns = ["R1 recovers", f"R1 steps {first} times", "R2 recovers", f"R2 steps {second} times", "R1 runs"]
+            try:
+                run(FORGOTTEN_IN_ONE, "A is killed", *turns, "everything heals")
+            except Impossible:
+                break
+            except Finding as finding:
+                assert "told as lost" in str(finding), turns  # noqa: PT017 - most have none
+                told += 1
+            ran += 1
+    assert ran > 300
+    assert told < ran / 50
+
+
+def test_the_check_sees_a_marker_that_nobody_has_missed():
+    """An abort that was forgotten while nobody was looking stays open: docs/limits.md."""
+    with pytest.raises(Finding, match="held back"):
+        run(UNDECIDED, "R1 is killed", "everything heals")
