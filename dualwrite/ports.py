@@ -212,6 +212,16 @@ class StateStore(Protocol):
         """
         ...
 
+    def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
+        """Do the work under the rows' locks: nobody else who asks for them does his at the same time.
+
+        The work must not touch the rows, and must bear being begun again: that happens when the lock was lost on the way.
+
+        Raises:
+            Unavailable: A lock was not free in time, or the database does not answer.
+        """
+        ...
+
     def find(self, prefix: str) -> Sequence[StateRow]:
         """All rows whose id begins with the prefix, in order of id."""
         ...

@@ -295,6 +295,25 @@ class _Settling(_Asking):
 
     def _retire(self, items: list[Unsettled]) -> None:
         failpoints.hit("settle.before_retire")
+        pending = [item for item in items if item.known.is_pending]
+        if pending:
+            names = [item.row.transactional_id for item in pending]
+            self._store.while_locked(names, lambda: self._retire_unless_changed(pending), self._deadline)
+        if len(pending) < len(items):
+            self._make_unusable([item for item in items if not item.known.is_pending])
+
+    def _retire_unless_changed(self, items: list[Unsettled]) -> None:
+        """Two settlers may have found the same to be forgotten. The second must not abort what the first one is ending."""
+        unchanged = []
+        for item, view in zip(items, self._views(items), strict=True):
+            if view == item.known.view and not item.known.is_retired:
+                unchanged.append(item)
+            else:
+                item.known = looked(item.known, view)
+        if unchanged:
+            self._make_unusable(unchanged)
+
+    def _make_unusable(self, items: list[Unsettled]) -> None:
         ids = self._coordinator.retire(
             [item.kafka_id for item in items], self._deadline, timeouts_ms=_timeouts_ms(items)
         )

@@ -166,19 +166,23 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
     return sorted((parse_state_row(table, row) for row in rows), key=lambda row: row.transactional_id)
 
 
-def read_rows(tables: Tables, ids: Sequence[str], connection: Connection) -> Sequence[StateRow]:
-    """The rows of these ids, in order of id; missing ones are left out.
+def read_rows(
+    tables: Tables, ids: Sequence[str], connection: Connection, *, locked: bool = False
+) -> Sequence[StateRow]:
+    """The rows of these sorted ids, in order of id, locked one after the other if asked for; missing ones are left out.
 
     Raises:
         ConfigurationError: As :func:`parse_state_row`.
     """
     state = tables.state
+    statement = select(state).order_by(state.c.transactional_id)
+    statement = statement.with_for_update() if locked else statement
     return [
         row
         for chunk in in_chunks(ids)
         for row in parse_rows(
             state.fullname,
-            connection.execute(select(state).where(state.c.transactional_id.in_(chunk))).mappings().all(),
+            connection.execute(statement.where(state.c.transactional_id.in_(chunk))).mappings().all(),
         )
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy import String, bindparam, create_engine, exc, literal, null, or_, select, update
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dualwrite.ports import Incident, StateRow
     from dualwrite.prepared_state import PreparedTxnState
 
+Result = TypeVar("Result")
 _DECIDED: Final = "dualwrite.decided"
 
 
@@ -232,17 +233,27 @@ class SqlStateStore:
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.StateStore.read_locked`."""
-        state = self._tables.state
-        statement = select(state).where(state.c.transactional_id == transactional_id).with_for_update()
-        rows = self._own.run(
-            lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all()),
-            lock_timeout_s=deadline.remaining_s(),
-        )
+        rows = self._locked([transactional_id], lambda rows: rows, deadline)
         if not rows:
             raise ConfigurationError(
-                f"the row in {state.fullname} is gone", transactional_id=transactional_id, next_step="restore it"
+                f"the row in {self._tables.state.fullname} is gone",
+                transactional_id=transactional_id,
+                next_step="restore it",
             )
         return rows[0]
+
+    def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
+        """See :meth:`dualwrite.ports.StateStore.while_locked`."""
+        self._locked(transactional_ids, lambda _: work(), deadline)
+
+    def _locked(
+        self, transactional_ids: Sequence[str], work: Callable[[Sequence[StateRow]], Result], deadline: Deadline
+    ) -> Result:
+        ids = sorted(set(transactional_ids))
+        return self._own.run(
+            lambda connection: work(read_rows(self._tables, ids, connection, locked=True)),
+            lock_timeout_s=deadline.remaining_s(),
+        )
 
     def find(self, prefix: str) -> Sequence[StateRow]:
         """See :meth:`dualwrite.ports.StateStore.find`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -230,3 +231,24 @@ def test_a_row_is_read_under_its_lock(database: Database, store: SqlStateStore) 
     assert store.read_locked("orders", Deadline(5)).prepared == state
     with pytest.raises(ConfigurationError, match="gone"):
         store.read_locked("nobody", Deadline(5))
+
+
+def test_work_under_the_locks_of_rows_is_done_by_one_after_the_other(database: Database, store: SqlStateStore) -> None:
+    for name in ("a", "b", "c"):
+        database.claim(store, name)
+    entered, leave, done = threading.Event(), threading.Event(), []
+
+    def slowly() -> None:
+        entered.set()
+        assert leave.wait(120)
+        done.append("first")
+
+    first = Thread(lambda: store.while_locked(["b", "a"], slowly, Deadline(120)))
+    assert entered.wait(120)
+    second = Thread(lambda: store.while_locked(["b", "c"], lambda: done.append("second"), Deadline(120)))
+    time.sleep(0.2)
+    assert not second.done
+    leave.set()
+    first.result()
+    second.result()
+    assert done == ["first", "second"]

@@ -319,6 +319,22 @@ def test_waiting_for_a_lock_has_an_end(postgres: Database, connection: Connectio
     assert store.read_locked("orders", Deadline(0)) == row
 
 
+def test_work_whose_lock_was_lost_is_begun_again(postgres: Database, store: SqlStateStore) -> None:
+    postgres.claim(store, "orders")
+    begun = []
+
+    def work() -> None:
+        begun.append(1)
+        if len(begun) == 1:
+            [[holder]] = postgres.query(
+                "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+            )
+            terminate(postgres, holder)
+
+    store.while_locked(["orders"], work, Deadline(120))
+    assert len(begun) == 2
+
+
 def test_a_decision_waits_for_a_claim_under_way(
     postgres: Database, store: SqlStateStore, connection: Connection
 ) -> None:

@@ -137,7 +137,7 @@ class Thread:
 
 def wait_until(database: Database, condition: str) -> None:
     """Wait until a session of the database fits: a condition on ``pg_stat_activity``."""
-    deadline = Deadline(20)
+    deadline = Deadline(120)
     question = f"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND {condition}"
     while not database.query(question)[0][0]:
         assert not deadline.expired, f"no session came to {condition}"

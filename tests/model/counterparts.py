@@ -98,10 +98,13 @@ def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> N
             seen.setdefault((id(self), kafka_id), view)
         return views
 
-    def retire(self, kafka_ids, deadline):
+    def retire(self, kafka_ids, deadline, *, timeouts_ms=None):
         for kafka_id in kafka_ids:
             view = seen[id(self), kafka_id]
             self._one(InitProducerId(kafka_id, 1000, view.producer_id, view.epoch), deadline, lambda _: True)
+        return {
+            kafka_id: (seen[id(self), kafka_id].producer_id, seen[id(self), kafka_id].epoch) for kafka_id in kafka_ids
+        }
 
     patch.setattr(SimulatedCoordinator, "describe", describe_and_remember)
     patch.setattr(SimulatedCoordinator, "retire", retire)

@@ -262,6 +262,17 @@ class SimulatedStore:
             raise ConfigurationError("the row is gone", transactional_id=transactional_id)
         return row
 
+    def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
+        """See :meth:`dualwrite.ports.StateStore.while_locked`."""
+        del deadline
+
+        def locked(used: SimulatedConnection) -> None:
+            for name in sorted(set(transactional_ids)):
+                used.run("SELECT FOR UPDATE", lambda session, name=name: self._database.lock(session, name))
+            work()
+
+        self._run(locked)
+
     def find(self, prefix: str) -> Sequence[StateRow]:
         """See :meth:`dualwrite.ports.StateStore.find`."""
         return self._read(lambda: self._database.find(prefix))
