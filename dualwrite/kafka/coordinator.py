@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Final
 import kafka.errors as kafka_errors
 from kafka.protocol.admin.configs import DescribeConfigsRequest
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
-from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import log
+from dualwrite.kafka import ending, log
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, NotYet
@@ -28,38 +26,12 @@ if TYPE_CHECKING:
 _BROKER_RESOURCE: Final = 4
 _LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
-# Version 5 would raise the producer's epoch: every repetition would be refused, and the owner fenced.
-_NEWEST_END_VERSION: Final = 4
-# Version 6 is KIP-939's, which brokers hold for unstable.
-_NEWEST_INIT_VERSION: Final = 5
-# What a retired id is given: nothing is ever written under it, and every broker allows it.
-_RETIRED_TIMEOUT_MS: Final = 1000
-# Later versions are for brokers only.
-_NEWEST_ADD_VERSION: Final = 3
-
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
 _OPEN: Final = frozenset(
     {
         TransactionStatus.ONGOING,
         TransactionStatus.PREPARE_COMMIT,
         TransactionStatus.PREPARE_ABORT,
-    }
-)
-_END_ANSWERS: Final = {
-    kafka_errors.NoError: EndAnswer.ENDED,
-    kafka_errors.ConcurrentTransactionsError: EndAnswer.IN_PROGRESS,
-    kafka_errors.InvalidProducerEpochError: EndAnswer.FENCED,
-    kafka_errors.ProducerFencedError: EndAnswer.FENCED,
-    kafka_errors.InvalidProducerIdMappingError: EndAnswer.NO_SUCH_ID,
-    kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
-}
-_OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
-_NOT_ADDED: Final = frozenset(
-    {
-        *_OVERTAKEN,
-        kafka_errors.InvalidProducerIdMappingError,
-        kafka_errors.UnknownTopicOrPartitionError,
-        kafka_errors.OperationNotAttemptedError,
     }
 )
 
@@ -165,28 +137,7 @@ class KafkaCoordinator:
             Unavailable: Not all coordinators answered in time. Any of the transactions may have ended.
             ConfigurationError: We may not write under an id.
         """
-
-        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-            for kafka_id in ids:
-                state = transactions[kafka_id]
-                request = EndTxnRequest(
-                    transactional_id=kafka_id,
-                    producer_id=state.producer_id,
-                    producer_epoch=state.epoch,
-                    committed=committed,
-                    max_version=_NEWEST_END_VERSION,
-                )
-                yield request, [kafka_id]
-
-        def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
-            [kafka_id] = ids
-            answer = _END_ANSWERS.get(kafka_errors.for_code(response.error_code))
-            yield (
-                kafka_id,
-                answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
-            )
-
-        return self._coordinators.ask(transactions, requests, read, deadline, "end the transactions")
+        return ending.end(self._coordinators, transactions, deadline, committed=committed)
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -205,32 +156,7 @@ class KafkaCoordinator:
             Unavailable: Not all ids were retired in time. Any of them may have been.
             ConfigurationError: We may not write under an id, or the broker's ``transaction.max.timeout.ms`` is below a timeout.
         """
-        timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
-
-        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-            for kafka_id in ids:
-                request = InitProducerIdRequest(
-                    transactional_id=kafka_id,
-                    transaction_timeout_ms=timeouts[kafka_id],
-                    producer_id=-1,
-                    producer_epoch=-1,
-                    max_version=_NEWEST_INIT_VERSION,
-                )
-                yield request, [kafka_id]
-
-        def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
-            [kafka_id] = ids
-            kind = kafka_errors.for_code(response.error_code)
-            if kind is kafka_errors.InvalidTransactionTimeoutError:
-                raise ConfigurationError(f"the broker's {_LONGEST_TIMEOUT} is below {timeouts[kafka_id]} ms")
-            if kind is kafka_errors.NoError:
-                yield kafka_id, (response.producer_id, response.producer_epoch)
-            elif kind in _OVERTAKEN:  # somebody else retires it at the same time
-                yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
-            else:
-                yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
-
-        return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+        return ending.retire(self._coordinators, kafka_ids, timeouts_ms or {}, deadline)
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[Partition]]], deadline: Deadline
@@ -244,34 +170,7 @@ class KafkaCoordinator:
             Unavailable: Not all coordinators answered in time. Any of the partitions may have been added.
             ConfigurationError: We may not write under an id, or to a topic.
         """
-
-        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-            for kafka_id in ids:
-                producer_id, epoch, partitions = transactions[kafka_id]
-                yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
-
-        def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
-            [kafka_id] = ids
-            errors = [
-                (topic.name, partition.partition_error_code)
-                for topic in response.results_by_topic_v3_and_below
-                for partition in topic.results_by_partition
-            ]
-            kinds = [kafka_errors.for_code(code) for _, code in errors]
-            # What made the others not be attempted may be worth another try.
-            others = [
-                error
-                for error, kind in zip(errors, kinds, strict=True)
-                if kind not in {kafka_errors.NoError, *_NOT_ADDED}
-            ]
-            if others:
-                topic, code = others[0]
-                right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
-                yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
-            else:
-                yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
-
-        return self._coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
+        return ending.add_partitions(self._coordinators, transactions, deadline)
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix that any coordinator knows, sorted; only those that we may describe.
@@ -404,30 +303,6 @@ def _view(state: Message) -> TransactionView | NotYet:
         started_ms=state.transaction_start_time_ms if status in _OPEN else None,
         timeout_ms=state.transaction_timeout_ms,
         partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
-    )
-
-
-def _retriable(error_code: int, subject: str, right: str) -> NotYet:
-    why = verdict(error_code, subject, right)
-    assert why is not None, "an answer without an error was read before"
-    return why
-
-
-def _write_right(kafka_id: str) -> str:
-    return f"Write on the transactional id {kafka_id!r}, or on a prefix of it"
-
-
-def _add_partitions(kafka_id: str, producer_id: int, epoch: int, partitions: Collection[Partition]) -> Message:
-    by_topic: dict[str, list[int]] = {}
-    for topic, partition in partitions:
-        by_topic.setdefault(topic, []).append(partition)
-    topic_type = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
-    return AddPartitionsToTxnRequest(
-        v3_and_below_transactional_id=kafka_id,
-        v3_and_below_producer_id=producer_id,
-        v3_and_below_producer_epoch=epoch,
-        v3_and_below_topics=[topic_type(name=name, partitions=numbers) for name, numbers in by_topic.items()],
-        max_version=_NEWEST_ADD_VERSION,
     )
 
 

@@ -1,33 +1,29 @@
 """One librdkafka producer in the hands of the state machine: each verb is checked, carried out, judged, then applied.
 
-The judgement is the point. A call that took longer than librdkafka's first silent retry may have been sent twice; so may an
-initialisation whose connection broke, at once; an answer that is missing may still come; an abort with messages in flight may
-leave some behind. Each of them makes the producer doubtful, also where the call itself has answered success.
+What only shows in between belongs to the judgement: an abort with messages in flight may leave some behind; with a lost
+connection the broker may have forgotten a marker. Either makes the producer doubtful.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import (
-    CompletionPending,
     DualWriteError,
     Fenced,
-    IllegalStateError,
     TransactionAborted,
     Unavailable,
 )
 from dualwrite.kafka.bounded_call import NoAnswer
-from dualwrite.kafka.deliveries import Deliveries, DeliveryCallback
-from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
-from dualwrite.kafka.handle import Handle, IdLogger, MakeHandle
+from dualwrite.kafka.deliveries import DeliveryCallback
+from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.handle import MakeHandle
+from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction
 from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.machine import Machine
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -40,10 +36,7 @@ if TYPE_CHECKING:
 _SERVE_EVERY: Final = 256
 """Delivery reports are taken once in so many messages: often enough to bound memory, rarely enough to cost nothing."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
-_PROBE_S: Final = 2.0
 _CONNECT_LOOK_S: Final = 0.02
-
-_INIT_MAY_COME: Final = "a producer id was asked for again before the first request was answered; that one may yet come"
 
 _MAY_BE_FORGOTTEN: Final = (
     "a connection to a broker was lost since an earlier transaction, which may not be ended in every partition"
@@ -54,18 +47,7 @@ _Message = tuple[
 ]
 
 
-class _Transaction:
-    """What is known of the present transaction."""
-
-    def __init__(self) -> None:
-        self.deliveries = Deliveries()
-        self.sent_offsets = False
-        self.maybe_sent_twice = False
-        self.first_write_at: float | None = None
-        self.prepared: PreparedTxnState | None = None
-
-
-class ProducerInstance:
+class ProducerInstance(JudgedProducer):
     """Carries the verbs out against librdkafka and moves the machine.
 
     Args:
@@ -85,33 +67,13 @@ class ProducerInstance:
         bulk: bool,
         silent_retry_after_s: float,
     ) -> None:
-        self.machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
-        self.log = IdLogger(transactional_id)
-        self.transaction = _Transaction()
-        self._id = transactional_id
+        super().__init__(transactional_id, silent_retry_after_s=silent_retry_after_s)
         self._evidence = evidence
         self._bulk = bulk
-        self._silent_retry_after_s = silent_retry_after_s
         self._make_handle = make_handle
-        self._handle: Handle | None = None
         self.epoch_may_rise = False
         self._has_ended_one = False
         self._last_was_committed = False
-
-    def check(self, event: ProducerEvent) -> None:
-        """Raise unless the event is allowed now; changes nothing."""
-        if not self.machine.allows(event):
-            state = self.machine.state
-            raise IllegalStateError(
-                f"{event.value} is not allowed while the producer is {state.value}",
-                transactional_id=self._id,
-                next_step=WAY_ON[state],
-            )
-
-    @property
-    def _raw(self) -> Producer:
-        assert self._handle is not None
-        return self._handle.raw
 
     def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
         """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
@@ -136,7 +98,7 @@ class ProducerInstance:
         """Begin a transaction."""
         self._require_nothing_forgotten("begin_transaction")
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
-        self.transaction = _Transaction()
+        self.transaction = Transaction()
         self.machine.apply(ProducerEvent.BEGIN)
 
     def produce(
@@ -219,21 +181,6 @@ class ProducerInstance:
             self._raise(self._delivery_failure())
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
-    def serve(self, timeout_s: float) -> int:
-        """Take delivery reports and log lines; 0 where there is no instance yet."""
-        if self._handle is None:
-            return 0
-        served = self._served(self._raw.poll, timeout_s)
-        self.transaction.deliveries.raise_callback_error()
-        return served
-
-    def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
-        """Poll or flush. A fatal error of librdkafka comes out of these, whatever they were called for."""
-        try:
-            return wait(timeout_s)
-        except (KafkaException, SystemError, AttributeError) as error:
-            self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
-
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         transaction = self.transaction
@@ -293,7 +240,7 @@ class ProducerInstance:
         """Librdkafka initialises once more by itself after some errors, and a copy that comes late aborts what is open."""
         assert self._handle is not None
         if self._handle.init_unanswered:
-            error = TransactionAborted(f"prepare_transaction: {_INIT_MAY_COME}", transactional_id=self._id)
+            error = TransactionAborted(f"prepare_transaction: {INIT_MAY_COME}", transactional_id=self._id)
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
     @property
@@ -377,85 +324,12 @@ class ProducerInstance:
             )
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
-    def doubt(self, why: str) -> None:
-        """A request may still be on its way: no further transaction."""
-        self.machine.apply(ProducerEvent.DOUBT)
-        self.log.warning("to be thrown away: %s", why)
-
     def close(self) -> None:
         """Destroy the librdkafka instance without ending its transaction."""
         self.machine.apply(ProducerEvent.CLOSE)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()
-
-    def _judge(self, phase: Phase, took_s: float) -> None:
-        assert self._handle is not None
-        if phase is not Phase.COMMIT:  # which has succeeded, whatever comes out of a poll
-            self._served(self._raw.poll, 0)
-        if took_s > self._silent_retry_after_s:
-            self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
-        elif self.transaction.maybe_sent_twice:
-            self.doubt("the consumer's offsets may have been sent twice")
-        elif self._handle.init_unanswered:
-            self.doubt(_INIT_MAY_COME)
-
-    def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
-        assert self._handle is not None
-        try:
-            return self._handle.timed(function, deadline)
-        except NoAnswer:
-            self._raise(self._no_answer(phase))
-        except (KafkaException, SystemError) as error:
-            self._raise(failure_of(kafka_exception_behind(error), phase, transactional_id=self._id))
-        except BaseException:
-            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing as well
-            raise
-
-    def _raise(self, failure: Failure) -> NoReturn:
-        if failure.event is ProducerEvent.DOUBT:
-            self.doubt(failure.error.what)
-        else:
-            self.machine.apply(failure.event)
-        raise failure.error from failure.error.__cause__
-
-    def _no_answer(self, phase: Phase) -> Failure:
-        what = f"{phase.value} was not answered in time"
-        error: DualWriteError
-        if phase is Phase.COMMIT:
-            error = CompletionPending(
-                what,
-                transactional_id=self._id,
-                next_step=NOT_ANSWERED,
-            )
-        else:
-            error = Unavailable(
-                what, transactional_id=self._id, next_step="throw this producer away and make a new one"
-            )
-        return Failure(error, ProducerEvent.DOUBT)
-
-    def _delivery_failure(self) -> Failure:
-        """What made messages fail. Where librdkafka only says that it dropped them, its transaction knows why."""
-        first = self.transaction.deliveries.first_failure
-        if first is None or first[0].code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
-            reason = self._transaction_error()
-            if reason is not None:
-                return failure_of(reason, Phase.DELIVERY, transactional_id=self._id)
-        if first is None:
-            error = TransactionAborted("produce: librdkafka's transaction has failed", transactional_id=self._id)
-            return Failure(error, ProducerEvent.FAIL)
-        return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
-
-    def _transaction_error(self) -> KafkaException | None:
-        """The error that librdkafka's transaction has. A begin is refused with it, and changes nothing."""
-        assert self._handle is not None
-        try:
-            self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))
-        except KafkaException as error:
-            return None if kafka_error(error).code() == KafkaError._STATE else error
-        except NoAnswer:
-            return None
-        raise AssertionError("librdkafka began a transaction inside a transaction")
 
 
 def _connect(producer: Producer, left_s: float) -> None:

@@ -255,9 +255,7 @@ class SimulatedStore:
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.StateStore.read_locked`."""
         del deadline  # how long a lock is waited for is the scheduler's choice
-        row = self._run(
-            lambda used: used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, transactional_id))
-        )
+        row = self._run(lambda used: self._lock(used, transactional_id))
         if row is None:
             raise ConfigurationError("the row is gone", transactional_id=transactional_id)
         return row
@@ -268,10 +266,13 @@ class SimulatedStore:
 
         def locked(used: SimulatedConnection) -> None:
             for name in sorted(set(transactional_ids)):
-                used.run("SELECT FOR UPDATE", lambda session, name=name: self._database.lock(session, name))
+                self._lock(used, name)
             work()
 
         self._run(locked)
+
+    def _lock(self, used: SimulatedConnection, name: str) -> StateRow | None:
+        return used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, name))
 
     def find(self, prefix: str) -> Sequence[StateRow]:
         """See :meth:`dualwrite.ports.StateStore.find`."""

@@ -106,7 +106,7 @@ def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> N
             seen.setdefault(kafka_id, view)
         return views
 
-    def retire(self, kafka_ids, deadline):
+    def retire(self, kafka_ids, deadline, *, timeouts_ms=None):
         def requests(ids):
             for kafka_id in ids:
                 request = InitProducerIdRequest(
@@ -119,9 +119,12 @@ def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> N
                 yield request, [kafka_id]
 
         def read(ids, _):
-            yield ids[0], True  # fenced: then it is somebody else's, who was left alone
+            yield (
+                ids[0],
+                (seen[ids[0]].producer_id, seen[ids[0]].epoch),
+            )  # fenced: then it is somebody else's, who was left alone
 
-        self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+        return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
 
     patch.setattr(KafkaCoordinator, "describe", describe_and_remember)
     patch.setattr(KafkaCoordinator, "retire", retire)
