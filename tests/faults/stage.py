@@ -236,12 +236,13 @@ class Stage:
             with contextlib.ExitStack() as closed_later:
                 self.open(closed_later)
                 try:
-                    self.play()
-                    self.heal()
+                    try:
+                        self.play()
+                    finally:
+                        self.heal()  # also after an error: the next case needs all servers
                     self.pump(lambda: all(owner.ended for owner in self.owners))
                 except Stuck as stuck:
                     self.result.findings.append(f"hang: {stuck}")
-                    self.heal()
                 finally:
                     for owner in self.owners:
                         owner.bury()
