@@ -14,6 +14,8 @@ from controls.page import render
 from controls.running import Servers, is_caught, run, servers
 
 RESULTS = Path(__file__).parent / "results.json"
+SEARCHED = Path(__file__).parents[1] / "search" / "figures.json"
+MODELLED = Path(__file__).parents[1] / "model" / "mistakes.json"
 PAGE = Path(__file__).parents[2] / "docs" / "proof-mistakes.md"
 
 
@@ -44,10 +46,17 @@ def main() -> int:
                 holes.append(f"{one.name}: not caught")
             arguments.results.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n", "utf-8")
     if arguments.results == RESULTS:
-        PAGE.write_text(render(seen), "utf-8")
+        write_page()
     for hole in holes:
         print(f"HOLE  {hole}", flush=True)
     return 1 if holes else 0
+
+
+def write_page() -> None:
+    """Write the page from all that is known."""
+    searched, modelled = (json.loads(path.read_text("utf-8")) for path in (SEARCHED, MODELLED))
+    seen = json.loads(RESULTS.read_text("utf-8"))
+    PAGE.write_text(render(seen, searched["mistakes"], modelled), "utf-8")
 
 
 def _baseline(given: Servers, tests: set[str]) -> list[str]:

@@ -18,41 +18,57 @@ Written by `make controls` from what it has seen; `DUALWRITE_MISTAKE=name python
 other test by hand.
 """
 
-WAYS = {"scenario": "test on real servers", "model": "model", "search": "exhaustive search", "chaos": "random kills"}
+COLUMNS = """\
+The first column of results names the test on real servers that must fail, and fails. The second tells after how many states
+the [exhaustive search](proof-search.md) comes to something wrong ("-": it has no such mistake), the third after how many
+[random schedules](proof-model.md) something is found. "Nothing" is to be expected of a mistake whose place is not in what is
+simulated: SQL, the wire, Spark.
+"""
 
 
-def render(seen: Mapping[str, Mapping[str, Any]]) -> str:
+def render(
+    seen: Mapping[str, Mapping[str, Any]],
+    searched: Mapping[str, Mapping[str, Any]],
+    modelled: Mapping[str, Mapping[str, Any]],
+) -> str:
     """The page as Markdown.
 
     Args:
-        seen: By mistake and way, what came of it.
+        seen: By mistake, what the tests on real servers came to.
+        searched: By mistake, what the exhaustive search came to.
+        modelled: By mistake, what the random schedules came to.
     """
-    ways = [way for way in WAYS if any(way in results for results in seen.values())]
-    caught = [name for name in MISTAKES if name in seen and any(_caught(seen[name].get(way)) for way in ways)]
+    caught = [name for name in MISTAKES if _caught(seen.get(name))]
+    searchable = [name for name in MISTAKES if name in searched]
+    by_search = [name for name in searchable if searched[name]["wrong"]]
+    by_model = [name for name in MISTAKES if name in modelled and modelled[name]["what"]]
     lines = [
         HEAD,
-        f"{len(caught)} of {len(MISTAKES)} mistakes are caught.",
+        f"{len(caught)} of {len(MISTAKES)} mistakes are caught on real servers. Of the {len(searchable)} that can be planted "
+        f"into the search, it catches {len(by_search)}. Random schedules catch {len(by_model)}.",
         "",
-        "| mistake | caught by | first symptom |",
-        "|---|---|---|",
+        COLUMNS,
+        "| mistake | test on real servers | search | schedules | first symptom on real servers |",
+        "|---|---|---|---|---|",
+        *(_row(name, seen.get(name, {}), searched.get(name), modelled.get(name)) for name in sorted(MISTAKES)),
+        "",
     ]
-    lines += [_row(name, seen.get(name, {}), ways) for name in sorted(MISTAKES)]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
-def _caught(results: Any) -> bool:
-    return bool(results) and any(result["caught"] for result in results)
+def _caught(results: Mapping[str, Any] | None) -> bool:
+    return bool(results) and any(result["caught"] for result in results["scenario"])
 
 
-def _row(name: str, results: Mapping[str, Any], ways: list[str]) -> str:
-    by, symptoms = [], []
-    for way in ways:
-        for result in results.get(way, []):
-            if result["caught"]:
-                by.append(f"{WAYS[way]}: {_name(result['test'])}")
-                symptoms.append(_escaped(result["symptom"]))
-    what = f"`{name}`<br>{MISTAKES[name].sentence}"
-    return f"| {what} | {'<br>'.join(by) or '**nothing**'} | {symptoms[0] if symptoms else ''} |"
+def _row(
+    name: str, seen: Mapping[str, Any], searched: Mapping[str, Any] | None, modelled: Mapping[str, Any] | None
+) -> str:
+    caught = [result for result in seen.get("scenario", []) if result["caught"]]
+    by = "<br>".join(_name(result["test"]) for result in caught) or "**nothing**"
+    by_search = "-" if searched is None else f"{searched['states']:,}" if searched["wrong"] else "nothing"
+    by_model = "-" if modelled is None else f"{modelled['schedules']:,}" if modelled["what"] else "nothing"
+    symptom = _escaped(caught[0]["symptom"]) if caught else ""
+    return f"| `{name}`<br>{MISTAKES[name].sentence} | {by} | {by_search} | {by_model} | {symptom} |"
 
 
 def _name(test: str) -> str:

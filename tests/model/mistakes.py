@@ -1,0 +1,50 @@
+"""How many random schedules find each planted mistake: ``cd tests && python -m model.mistakes`` (some ten minutes).
+
+Keeps what came of it in a file, from which ``make controls`` makes its page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from harness.mistakes import MISTAKES
+
+from model.run import chunks
+
+RESULTS = Path(__file__).with_name("mistakes.json")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m model.mistakes", description=__doc__.partition("\n")[0])
+    parser.add_argument("--schedules", type=int, default=5_000, help="how many at most for each (5000)")
+    parser.add_argument("names", nargs="*", metavar="mistake", help="only these")
+    options = parser.parse_args()
+    if unknown := set(options.names) - MISTAKES.keys():
+        parser.error(f"not a mistake: {', '.join(sorted(unknown))}")
+    seen = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    for name in options.names or MISTAKES:
+        seen[name] = found = find(name, options.schedules)
+        print(f"{name}: {found['what'] or 'nothing'}, {found['schedules']} schedules", flush=True)
+        RESULTS.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n", "utf-8")
+    return 0
+
+
+def find(name: str, schedules: int) -> dict[str, object]:
+    """Run schedules of a mistaken product until one finds something.
+
+    Returns:
+        How many were run, and what the last of them found, if anything.
+    """
+    done = 0
+    for counts in chunks(0, schedules, name, 1):
+        done += counts.schedules
+        if counts.findings:
+            return {"schedules": done, "what": counts.findings[0]["what"]}
+    return {"schedules": done, "what": None}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
