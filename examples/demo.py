@@ -45,7 +45,7 @@ TOPIC_PARTITIONS = 4
 FILES = 16
 """Partitions of the Spark job: each is one dual write."""
 MARK = "DUALWRITE_DEMO"
-PATIENCE_S = 150.0
+PATIENCE_S = 900.0
 LINE_EVERY_S = 5.0
 
 Flight = tuple[object, ...]
@@ -193,7 +193,7 @@ class Demo:
             try:
                 if worker.environ().get(MARK) == self._marker:
                     worker.kill()
-                    worker.wait(10)
+                    worker.wait(60)
             except psutil.Error:  # it has ended by itself, or is somebody else's
                 continue
 
@@ -228,7 +228,7 @@ def rows_of(engine: Engine, names: Sequence[str]) -> Counter[Flight]:
 def messages_of(kafka: dict[str, str], names: Sequence[str]) -> Counter[Flight]:
     """Every committed message as a row. Its key must be that of its value."""
     found: Counter[Flight] = Counter()
-    for record in read_committed(kafka, TOPIC, timeout_s=120):
+    for record in read_committed(kafka, TOPIC, timeout_s=PATIENCE_S):
         value = json.loads(record.value or b"{}")
         key = None if record.key is None else record.key.decode()
         if key != value[KEY]:

@@ -53,7 +53,7 @@ def main() -> None:
         engine.dispose()
         names = query.removeprefix("SELECT ").removesuffix(" FROM flights").split(", ")
         messages: Counter[tuple[object, ...]] = Counter()
-        for record in read_committed(kafka.client_config(), topic, timeout_s=120):
+        for record in read_committed(kafka.client_config(), topic, timeout_s=600):
             assert record.value is not None
             message = json.loads(record.value)
             messages[tuple(message[name] for name in names)] += 1

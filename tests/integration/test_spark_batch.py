@@ -127,7 +127,7 @@ def test_foreach_partition_and_write_batch_know_of_each_other(spark, numbers):
     numbers.verify()
 
 
-@pytest.mark.parametrize("action", ["kill", "raise"])
+@pytest.mark.parametrize("action", ["kill", pytest.param("raise", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_task_that_dies_at_any_point_is_run_again_and_its_rows_are_there_once(
     spark, numbers, monkeypatch, point, action

@@ -19,19 +19,21 @@ from pyspark.sql import functions
 from dualwrite.recovery import status
 from dualwrite.sinks.spark import register
 
+
+def thorough(*points):
+    return [pytest.param(point, marks=pytest.mark.thorough) for point in points]
+
+
 TASK_POINTS = [
-    "spark.task_started",
-    "slot.leased",
     "claim.initialized",
-    "write.checked",
-    "write.produced",
     "spark.rows_copied",
-    "write.prepared",
     "batch.handed_over",
-    "spark.task_done",
+    *thorough(
+        "spark.task_started", "slot.leased", "write.checked", "write.produced", "write.prepared", "spark.task_done"
+    ),
 ]
-UNDECIDED = ["batch.prepared", "ledger.inserted", "batch.recorded"]
-DECIDED = ["batch.decided", "settle.before_commit", "settle.committed", "settle.retired", "batch.completed"]
+UNDECIDED = ["batch.prepared", "batch.recorded", *thorough("ledger.inserted")]
+DECIDED = ["batch.decided", "batch.completed", *thorough("settle.before_commit", "settle.committed", "settle.retired")]
 
 
 KILLED = (PySparkException, Py4JJavaError)
