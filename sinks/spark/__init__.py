@@ -6,6 +6,7 @@ Install ``dualwrite[spark]``, on the driver and on the executors.
 from __future__ import annotations
 
 from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
+from dualwrite.sinks.spark.descriptors import descriptor_set
 from dualwrite.sinks.spark.job import BatchReport
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.source import DualWriteDataSource, register
@@ -17,6 +18,7 @@ __all__ = [
     "SinkOptions",
     "SinkSettings",
     "SourceOptions",
+    "descriptor_set",
     "foreach_batch",
     "foreach_partition",
     "register",

@@ -1,4 +1,7 @@
-"""Every Spark SQL type: how it stands in JSON, and which PostgreSQL columns take it. The documentation shows this table."""
+"""Every Spark SQL type: how it stands in each message format, and which PostgreSQL columns take it.
+
+The documentation shows this table.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,9 @@ class TypeRow:
         wires: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
         element: The internal name of the element type of the PostgreSQL arrays that take arrays of it.
         advice: What to do where it is refused.
+        avro: The Avro type it becomes, for people; empty if it is refused there.
+        json_schema: The JSON Schema it becomes, likewise.
+        protobuf: The Protobuf fields that take it, likewise.
     """
 
     name: str
@@ -69,10 +75,24 @@ class TypeRow:
     wires: Mapping[str, Wire] = field(default_factory=dict)
     element: str = ""
     advice: str = "cast it"
+    avro: str = ""
+    json_schema: str = ""
+    protobuf: str = ""
 
 
-def _whole(name: str, digits: int, element: str) -> TypeRow:
-    return TypeRow(name, "number", {**_WHOLE, "numeric": Wire(Form.PLAIN, pa.decimal128(digits, 0))}, element)
+_LONGS: Final = "int64, sint64, sfixed64"
+
+
+def _whole(name: str, digits: int, element: str, avro: str = "int") -> TypeRow:
+    return TypeRow(
+        name,
+        "number",
+        {**_WHOLE, "numeric": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
+        element,
+        avro=avro,
+        json_schema="integer",
+        protobuf=_LONGS if avro == "long" else f"int32, sint32, sfixed32, {_LONGS}",
+    )
 
 
 _STRING: Final = TypeRow(
@@ -85,37 +105,82 @@ _STRING: Final = TypeRow(
         "uuid": Wire(Form.PLAIN, pa.string(), "uuid"),
     },
     "text",
+    avro="string",
+    json_schema="string",
+    protobuf="string, enum",
 )
 _REFUSED_EVERYWHERE: Final = "cast it to a string or to numbers, or leave it out"
 
 TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
-    "BooleanType": TypeRow("boolean", "true, false", {"bool": Wire(Form.PLAIN, pa.bool_())}, "bool"),
+    "BooleanType": TypeRow(
+        "boolean",
+        "true, false",
+        {"bool": Wire(Form.PLAIN, pa.bool_())},
+        "bool",
+        avro="boolean",
+        json_schema="boolean",
+        protobuf="bool",
+    ),
     "ByteType": _whole("tinyint", 3, ""),
     "ShortType": _whole("smallint", 5, "int2"),
     "IntegerType": _whole("int", 10, "int4"),
-    "LongType": _whole("bigint", 19, "int8"),
+    "LongType": _whole("bigint", 19, "int8", "long"),
     "FloatType": TypeRow(
         "float",
         "number; NaN and infinities as strings",
         {"float4": Wire(Form.PLAIN, pa.float32()), "float8": Wire(Form.PLAIN, pa.float64())},
         "float4",
+        avro="float",
+        json_schema="number",
+        protobuf="float, double",
     ),
     "DoubleType": TypeRow(
-        "double", "number; NaN and infinities as strings", {"float8": Wire(Form.PLAIN, pa.float64())}, "float8"
+        "double",
+        "number; NaN and infinities as strings",
+        {"float8": Wire(Form.PLAIN, pa.float64())},
+        "float8",
+        avro="double",
+        json_schema="number",
+        protobuf="double",
     ),
     "DecimalType": TypeRow(
-        "decimal(p,s)", "number, all digits", {"numeric": Wire(Form.PLAIN, pa.decimal128(38, 0))}, "numeric"
+        "decimal(p,s)",
+        "number, all digits",
+        {"numeric": Wire(Form.PLAIN, pa.decimal128(38, 0))},
+        "numeric",
+        avro="bytes decimal",
+        json_schema="number",
+        protobuf="string",
     ),
     "StringType": _STRING,
     "CharType": _STRING,
     "VarcharType": _STRING,
-    "BinaryType": TypeRow("binary", "string, base64", {"bytea": Wire(Form.PLAIN, pa.binary())}, "bytea"),
-    "DateType": TypeRow("date", 'string, "2013-01-31"', {"date": Wire(Form.PLAIN, pa.date32())}, "date"),
+    "BinaryType": TypeRow(
+        "binary",
+        "string, base64",
+        {"bytea": Wire(Form.PLAIN, pa.binary())},
+        "bytea",
+        avro="bytes",
+        json_schema="string, base64",
+        protobuf="bytes",
+    ),
+    "DateType": TypeRow(
+        "date",
+        'string, "2013-01-31"',
+        {"date": Wire(Form.PLAIN, pa.date32())},
+        "date",
+        avro="int date",
+        json_schema="string, date",
+        protobuf="string",
+    ),
     "TimestampType": TypeRow(
         "timestamp",
         'string, UTC, "2013-01-31T23:59:59.123456Z"',
         {"timestamptz": Wire(Form.PLAIN, pa.timestamp("us", "UTC"))},
         advice="use a column of type timestamptz, or cast it to timestamp_ntz",
+        avro="long timestamp-micros",
+        json_schema="string, date-time",
+        protobuf="google.protobuf.Timestamp",
     ),
     "TimestampNTZType": TypeRow(
         "timestamp_ntz",
@@ -123,18 +188,39 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         {"timestamp": Wire(Form.PLAIN, pa.timestamp("us"))},
         "timestamp",
         advice="use a column of type timestamp without time zone, or cast it to timestamp",
+        avro="long local-timestamp-micros",
+        json_schema="string",
+        protobuf="string",
     ),
-    "TimeType": TypeRow("time", 'string, "23:59:59.5", no trailing zeros', {"time": Wire(Form.PLAIN, pa.time64("us"))}),
+    "TimeType": TypeRow(
+        "time",
+        'string, "23:59:59.5", no trailing zeros',
+        {"time": Wire(Form.PLAIN, pa.time64("us"))},
+        avro="long time-micros",
+        json_schema="string",
+        protobuf="string",
+    ),
     "DayTimeIntervalType": TypeRow(
         "interval day to second",
         "",
         {"interval": Wire(Form.PLAIN, pa.duration("us"))},
         advice="cast it to a string or to a number of seconds, or give the value column yourself",
+        protobuf="google.protobuf.Duration",
     ),
-    "ArrayType": TypeRow("array<...>", "array", _NESTED),
-    "MapType": TypeRow("map<string,...>", "object", _NESTED, advice="make its keys strings"),
-    "StructType": TypeRow("struct<...>", "object", _NESTED),
-    "VariantType": TypeRow("variant", "what it holds", _NESTED),
+    "ArrayType": TypeRow("array<...>", "array", _NESTED, avro="array", json_schema="array", protobuf="repeated"),
+    "MapType": TypeRow(
+        "map<string,...>",
+        "object",
+        _NESTED,
+        advice="make its keys strings",
+        avro="map",
+        json_schema="object",
+        protobuf="map<string, ...>",
+    ),
+    "StructType": TypeRow("struct<...>", "object", _NESTED, avro="record", json_schema="object", protobuf="message"),
+    "VariantType": TypeRow(
+        "variant", "what it holds", _NESTED, avro="string", json_schema="anything", protobuf="string"
+    ),
     "NullType": TypeRow("void", "", advice="cast it to the type it is meant to have"),
     "YearMonthIntervalType": TypeRow("interval year to month", "", advice=_REFUSED_EVERYWHERE),
     "CalendarIntervalType": TypeRow("interval", "", advice=_REFUSED_EVERYWHERE),

@@ -18,6 +18,7 @@ from dualwrite.settling import settle
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.layout import plan_layout
 from dualwrite.sinks.spark.owners import owner_prefix
+from dualwrite.sinks.spark.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.table import read_table
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.ledger import Ledger
@@ -127,10 +128,10 @@ class DriverSide:
 
 
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
-    """Check topic, table and every column; nothing is written.
+    """Check topic, table and every column, and register the messages' schemas; nothing else is written.
 
     Raises:
-        ConfigurationError: What does not fit; it names the column and the type.
+        ConfigurationError: What does not fit; it names the column and the type. Or the registry refuses a schema.
         Unavailable: A server does not answer.
     """
     engine = connect_engine(options)
@@ -153,7 +154,7 @@ def _read_layout(
             table = read_table(connection, options.table)
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine, options.schema) from error
-    return plan_layout(schema, options, table)
+    return registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
 
 
 def _identity(incident: Incident) -> tuple[str, str]:

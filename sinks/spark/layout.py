@@ -11,8 +11,10 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
+from dualwrite.sinks.spark.formats import REGISTERED, Format, Given, Part, PartSchema, module_of
 
 if TYPE_CHECKING:
+    from dualwrite.sinks.spark.registry import Registered
     from dualwrite.sinks.spark.settings import SinkOptions
     from dualwrite.sinks.spark.table import Table
 
@@ -40,11 +42,26 @@ class Projected:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """A message's key or value that is written with a schema.
+
+    Attributes:
+        schema: The schema, and what the part is made of.
+        columns: Where its columns stand among the projected ones.
+        registered: What the driver has found in the registry; tasks ask it for nothing else but a topic column's subjects.
+    """
+
+    schema: PartSchema
+    columns: tuple[int, ...]
+    registered: tuple[Registered, ...] = ()
+
+
+@dataclass(frozen=True)
 class MessageColumns:
     """Where a message's parts stand among the projected columns; None for a part that has no column."""
 
-    value: int
-    key: int | None
+    value: int | Encoded
+    key: int | Encoded | None
     topic: int | None
     headers: int | None
     partition: int | None
@@ -81,18 +98,29 @@ class Layout:
         return tuple(name for name, _, _ in self.table_columns)
 
 
-def plan_layout(schema: spark.StructType, options: SinkOptions, table: Table) -> Layout:
+def plan_layout(
+    schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given] | None = None
+) -> Layout:
     """Match the DataFrame's columns with the message's parts and the table's columns.
+
+    Args:
+        schema: The DataFrame's columns.
+        options: The sink's settings.
+        table: The table.
+        given: What is given for ``key`` and ``value`` where they are written with a schema.
 
     Raises:
         ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. It names
             the column and the type.
     """
-    return _Planning(schema, options, table).run()
+    return _Planning(schema, options, table, given or {}).run()
 
 
 class _Planning:
-    def __init__(self, schema: spark.StructType, options: SinkOptions, table: Table) -> None:
+    def __init__(
+        self, schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given]
+    ) -> None:
+        self._given = given
         self._fields = schema.fields
         self._numbers = {field.name: number for number, field in enumerate(schema.fields)}
         self._options = options
@@ -106,7 +134,8 @@ class _Planning:
             raise ConfigurationError(f"the DataFrame has two columns of the name {twice[0]!r}", next_step="rename one")
         options = self._options
         topic = self._textual("topic_column", options.topic_column)
-        key, value = self._key(), self._textual("value", options.value, binary=True)
+        key = self._key()
+        value = self._textual("value", options.value, binary=True) if options.format_of_value is Format.RAW else None
         headers, partition, timestamp = self._headers(), self._partition(), self._timestamp()
         wanted = self._wanted_columns()
         json_columns = tuple((self._number("columns", name), name) for name in wanted)
@@ -115,7 +144,7 @@ class _Planning:
         return Layout(
             json_columns=json_columns,
             message=MessageColumns(
-                value=self._row_as_json(json_columns) if value is None else value,
+                value=self._whole_value(json_columns) if value is None else value,
                 key=key,
                 topic=topic,
                 headers=headers,
@@ -166,13 +195,37 @@ class _Planning:
                 next_step="add it to the DataFrame, or give it a default",
             )
 
+    def _whole_value(self, row: tuple[tuple[int, str], ...]) -> int | Encoded:
+        options = self._options
+        if options.format_of_value is Format.JSON:
+            return self._row_as_json(row)
+        if options.value is not None:
+            return self._encoded("value", ((self._number("value", options.value), options.value),), whole=True)
+        return self._encoded("value", row, whole=False)
+
+    def _encoded(self, field: str, columns: tuple[tuple[int, str], ...], *, whole: bool) -> Encoded:
+        part_format = self._options.format_of_value if field == "value" else Format(self._options.key_format)
+        part = Part(
+            field=field,
+            name=self._table.name if field == "value" else f"{self._table.name}_key",
+            columns=tuple((name, self._fields[number].dataType) for number, name in columns),
+            whole=whole,
+        )
+        schema = module_of(part_format).plan(part, self._given.get(field, Given()))
+        places = [
+            self._project(number, Form.PLAIN, arrow) for (number, _), arrow in zip(columns, schema.arrow, strict=True)
+        ]
+        return Encoded(schema, tuple(places))
+
     def _row_as_json(self, json_columns: tuple[tuple[int, str], ...]) -> int:
         for number, name in json_columns:
             check_json(name, self._fields[number].dataType)
         return self._project(WHOLE_ROW, Form.JSON, pa.string())
 
-    def _key(self) -> int | None:
+    def _key(self) -> int | Encoded | None:
         name = self._options.key
+        if name is not None and Format(self._options.key_format) in REGISTERED:
+            return self._encoded("key", ((self._number("key", name), name),), whole=True)
         if name is not None:
             number = self._number("key", name)
             if isinstance(self._fields[number].dataType, _WHOLE_NUMBERS):

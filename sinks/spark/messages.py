@@ -12,13 +12,16 @@ from dualwrite.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.layout import Encoded, Layout
+    from dualwrite.sinks.spark.serializing import Serializing
     from dualwrite.transaction import Transaction
 
 _BYTES: Final = pa.binary()
 
 
-def produce_batch(transaction: Transaction, batch: pa.RecordBatch, layout: Layout, topic: str | None) -> None:
+def produce_batch(
+    transaction: Transaction, batch: pa.RecordBatch, layout: Layout, topic: str | None, serializing: Serializing
+) -> None:
     """Produce a message for each row of a projected batch. Waits where librdkafka's queue is full, so memory is bounded.
 
     Args:
@@ -26,17 +29,19 @@ def produce_batch(transaction: Transaction, batch: pa.RecordBatch, layout: Layou
         batch: The rows.
         layout: Where the parts of a message stand in it.
         topic: The topic of all messages, None where a column says it.
+        serializing: Writes what is written with a schema.
 
     Raises:
-        TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null.
+        TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null, or a row
+            does not fit its schema.
     """
     message = layout.message
-    values = _bytes(batch, message.value)
-    keys = None if message.key is None else _bytes(batch, message.key)
+    topics = repeat(topic) if message.topic is None else _topics(batch, message.topic)
+    keys = None if message.key is None else _part(batch, message.key, topics, serializing)
+    values = _part(batch, message.value, topics, serializing)
     if topic is not None and message.headers is message.partition is message.timestamp is None:
         transaction.produce_many(topic, values, keys)
         return
-    topics = repeat(topic) if message.topic is None else _topics(batch, message.topic)
     headers = repeat(None) if message.headers is None else _headers(batch, message.headers)
     partitions = _numbers(batch, message.partition)
     timestamps = _numbers(batch, message.timestamp)
@@ -44,6 +49,12 @@ def produce_batch(transaction: Transaction, batch: pa.RecordBatch, layout: Layou
     for value, key, to, header, partition, timestamp in rows:
         assert to is not None
         transaction.produce(to, value, key, partition=partition, headers=header, timestamp_ms=timestamp)
+
+
+def _part(
+    batch: pa.RecordBatch, part: int | Encoded, topics: Iterable[str | None], serializing: Serializing
+) -> list[bytes | None]:
+    return _bytes(batch, part) if isinstance(part, int) else serializing.part(batch, part, topics)
 
 
 def _bytes(batch: pa.RecordBatch, number: int) -> list[bytes | None]:

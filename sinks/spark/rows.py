@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from itertools import islice
@@ -67,9 +67,32 @@ def converter(data_type: spark.DataType, form: Form) -> Convert:
         return _unless_null(lambda value: (_utc(value) - _EPOCH) // _MS)
     if form is Form.HEADERS:
         return _unless_null(_headers)
+    return _plain_converter(data_type)
+
+
+def _plain_converter(data_type: spark.DataType) -> Convert:
+    """What turns a value of Spark's into one that Arrow takes."""
     if isinstance(data_type, spark.TimestampType):
         return _unless_null(_utc)
+    if isinstance(data_type, spark.ArrayType):
+        element = _plain_converter(data_type.elementType)
+        return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
+    if isinstance(data_type, spark.MapType):
+        inner = _plain_converter(data_type.valueType)
+        return _unless_null(lambda value: [(key, inner(item)) for key, item in cast("dict[str, Value]", value).items()])
+    if isinstance(data_type, spark.StructType):
+        parts = [(field.name, _plain_converter(field.dataType)) for field in data_type.fields]
+        return _unless_null(
+            lambda value: {name: make(item) for (name, make), item in zip(parts, _fields(value), strict=True)}
+        )
+    if isinstance(data_type, spark.VariantType):
+        return _unless_null(_variant_parts)
     return _same
+
+
+def _variant_parts(value: Value) -> Value:
+    assert isinstance(value, spark.VariantVal)
+    return {"value": value.value, "metadata": value.metadata}
 
 
 def _same(value: Value) -> Value:
@@ -96,22 +119,27 @@ def _fields(value: Value) -> Sequence[Value]:
     return list(value.values()) if isinstance(value, dict) else cast("Sequence[Value]", value)
 
 
-def json_converter(data_type: spark.DataType) -> Convert:
-    """What turns a value of Spark's, or of Arrow's, into one that orjson writes as Spark's ``to_json`` does."""
+def json_converter(data_type: spark.DataType, instead: Mapping[str, Convert] | None = None) -> Convert:
+    """What turns a value of Spark's, or of Arrow's, into one that orjson writes as Spark's ``to_json`` does.
+
+    Args:
+        data_type: The value's type.
+        instead: Other converters for some types, by the names of their classes.
+    """
     if isinstance(data_type, spark.ArrayType):
-        element = json_converter(data_type.elementType)
+        element = json_converter(data_type.elementType, instead)
         return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
     if isinstance(data_type, spark.MapType):
-        inner = json_converter(data_type.valueType)
+        inner = json_converter(data_type.valueType, instead)
         return _unless_null(
             lambda value: {key: inner(item) for key, item in dict(cast("dict[str, Value]", value)).items()}
         )
     if isinstance(data_type, spark.StructType):
-        parts = [(field.name, json_converter(field.dataType)) for field in data_type.fields]
+        parts = [(field.name, json_converter(field.dataType, instead)) for field in data_type.fields]
         return _unless_null(
             lambda value: {name: make(item) for (name, make), item in zip(parts, _fields(value), strict=True)}
         )
-    scalar = _SCALARS.get(type(data_type).__name__)
+    scalar = {**_SCALARS, **(instead or {})}.get(type(data_type).__name__)
     return _same if scalar is None else _unless_null(scalar)
 
 
@@ -152,11 +180,12 @@ def _date(value: Value) -> Value:
     return value.isoformat()
 
 
-def _variant(value: Value) -> Value:
+def variant_json(value: Value) -> str:
+    """A variant, as Spark or Arrow has it, as JSON text."""
     if isinstance(value, dict):
         value = spark.VariantVal(value["value"], value["metadata"])
     assert isinstance(value, spark.VariantVal)
-    return orjson.Fragment(value.toJson())
+    return value.toJson()
 
 
 _SCALARS: Final[dict[str, Convert]] = {
@@ -168,5 +197,5 @@ _SCALARS: Final[dict[str, Convert]] = {
     "TimestampType": _timestamp,
     "TimestampNTZType": _timestamp_ntz,
     "TimeType": _time,
-    "VariantType": _variant,
+    "VariantType": lambda value: orjson.Fragment(variant_json(value)),
 }

@@ -13,6 +13,8 @@ from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.sinks.spark.formats import KEY_FORMATS, REGISTERED, Format
+from dualwrite.sinks.spark.registry_settings import RegistrySettings
 from dualwrite.stores.failures import shown_url
 from dualwrite.stores.rows import check_name
 
@@ -23,6 +25,7 @@ _LONGEST_SINK_NAME: Final = 200
 _REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _QUEUE_SIZE: Final = "queue.buffering.max.kbytes"
 _QUEUE_KBYTES: Final = 64 * 1024  # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks
+_FORMATS: Final = tuple(str(item) for item in Format)
 _DRIVER: Final = ("postgresql", "psycopg")
 
 
@@ -43,6 +46,14 @@ class SinkSettings(_Needed, total=False):
     headers: str | None
     partition: str | None
     timestamp: str | None
+    key_format: str
+    value_format: str | None
+    key_schema: str | None
+    value_schema: str | None
+    key_message: str | None
+    value_message: str | None
+    descriptor: str | bytes | None
+    schema_registry: Mapping[str, object] | None
     columns: Mapping[str, str] | Sequence[str] | None
     schema: str | None
     max_slots: int
@@ -75,6 +86,16 @@ class SinkOptions:
         headers: Column with headers: ``map<string,string|binary>`` or ``array<struct<key:string,value:string|binary>>``.
         partition: Column with the partition number.
         timestamp: Column of type ``timestamp`` with the message's time, in ms in Kafka.
+        key_format: ``raw``, or with a schema registry ``avro``, ``jsonschema`` or ``protobuf``. The key is the column ``key``.
+        value_format: ``json`` (the default), ``raw`` (the default where ``value`` is given), ``avro``, ``jsonschema`` or
+            ``protobuf``. The last three write the columns that go into the table as one record, or the column ``value``.
+        key_schema: Avro or JSON Schema of the key, as text. By default derived from the column's type.
+        value_schema: Avro or JSON Schema of the value, as text. By default derived from the columns' types.
+        key_message: Full name of the key's Protobuf message.
+        value_message: Full name of the value's Protobuf message.
+        descriptor: For Protobuf: the path of a descriptor set, as ``protoc --include_imports --descriptor_set_out`` writes
+            it, read on the driver; or its bytes, which :func:`descriptor_set` makes of a generated class.
+        schema_registry: ``url`` at least; see the documentation. Settings that run code are refused.
         columns: Which columns go into the table: a list of names, or a mapping from DataFrame column to table column. By
             default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
             into columns of the same name.
@@ -102,6 +123,14 @@ class SinkOptions:
     headers: str | None = None
     partition: str | None = None
     timestamp: str | None = None
+    key_format: str = "raw"
+    value_format: str | None = None
+    key_schema: str | None = None
+    value_schema: str | None = None
+    key_message: str | None = None
+    value_message: str | None = None
+    descriptor: str | bytes | None = None
+    schema_registry: Mapping[str, object] | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
     schema: str | None = None
     max_slots: int = 1000
@@ -124,6 +153,57 @@ class SinkOptions:
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
         _parse_url(self.url)
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        if self.value_format is not None and self.value_format not in _FORMATS:
+            raise ConfigurationError(f"value_format must be one of {', '.join(_FORMATS)}")
+        if self.key_format not in KEY_FORMATS:
+            raise ConfigurationError(f"key_format must be one of {', '.join(KEY_FORMATS)}")
+        if self.format_of_value is Format.RAW and self.value is None:
+            raise ConfigurationError("value_format raw needs a column: name it with value")
+        if self.format_of_value is Format.JSON and self.value is not None:
+            raise ConfigurationError("value_format json is for whole rows: leave value out, or use raw")
+        if self.key is None and Format(self.key_format) in REGISTERED:
+            raise ConfigurationError(f"key_format {self.key_format} needs a column: name it with key")
+        self._check_part("key", Format(self.key_format), self.key_schema, self.key_message)
+        self._check_part("value", self.format_of_value, self.value_schema, self.value_message)
+        if self.schema_registry is not None:
+            self._check_registry(RegistrySettings.parse(self.schema_registry))
+
+    def _check_part(self, part: str, part_format: Format, schema: str | None, message: str | None) -> None:
+        if schema is not None and part_format not in {Format.AVRO, Format.JSON_SCHEMA}:
+            raise ConfigurationError(f"{part}_schema is for {part}_format avro and jsonschema")
+        if (message is not None) != (part_format is Format.PROTOBUF):
+            raise ConfigurationError(f"{part}_message and {part}_format protobuf need each other")
+        if part_format is Format.PROTOBUF and self.descriptor is None:
+            raise ConfigurationError(
+                f"{part}_format protobuf needs a descriptor",
+                next_step="give the path of what protoc --include_imports --descriptor_set_out has written",
+            )
+        if part_format in REGISTERED and self.schema_registry is None:
+            raise ConfigurationError(f"{part}_format {part_format} needs schema.registry.url")
+
+    def _check_registry(self, settings: RegistrySettings) -> None:
+        if settings.use_latest and self.topic is None:
+            raise ConfigurationError("use.latest.version needs one topic for all messages, and topic_column has many")
+        if settings.use_latest and (self.key_schema is not None or self.value_schema is not None):
+            raise ConfigurationError("use.latest.version and a schema of your own exclude each other")
+
+    @property
+    def format_of_value(self) -> Format:
+        """The value's format, where none is given too."""
+        if self.value_format is None:
+            return Format.JSON if self.value is None else Format.RAW
+        return Format(self.value_format)
+
+    def registry_settings(self) -> RegistrySettings:
+        """The checked settings, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set, or there are no settings.
+        """
+        return RegistrySettings.parse(_resolved_values(self.schema_registry or {}))
 
     @property
     def pool(self) -> str:
@@ -136,8 +216,7 @@ class SinkOptions:
         Raises:
             ConfigurationError: A key is refused, or a variable is not set.
         """
-        resolved = {key: _resolve(value, key) if isinstance(value, str) else value for key, value in self.kafka.items()}
-        return KafkaConfig.parse({_QUEUE_SIZE: _QUEUE_KBYTES, **resolved}, trusted=False)
+        return KafkaConfig.parse({_QUEUE_SIZE: _QUEUE_KBYTES, **_resolved_values(self.kafka)}, trusted=False)
 
     def database_url(self) -> URL:
         """The URL, references replaced by this process's environment.
@@ -157,12 +236,20 @@ class SinkOptions:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         shown["url"] = shown_url(self.url)
         shown["kafka"] = f"<{len(self.kafka)} settings>"
+        if self.schema_registry is not None:
+            shown["schema_registry"] = f"<{len(self.schema_registry)} settings>"
+        if isinstance(self.descriptor, bytes):
+            shown["descriptor"] = f"<{len(self.descriptor)} bytes>"
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def __reduce__(self) -> tuple[object, ...]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        masked = {key: Masked.of(value) for key, value in self.kafka.items()}
-        return _unmask, ({**plain, "kafka": masked, "url": Masked.of(self.url)},)
+        masked = {
+            "kafka": _masked(self.kafka),
+            "schema_registry": None if self.schema_registry is None else _masked(self.schema_registry),
+            "url": Masked.of(self.url),
+        }
+        return _unmask, ({**plain, **masked},)
 
 
 @dataclass(frozen=True)
@@ -186,13 +273,22 @@ class Masked:
         return bytes(left ^ right for left, right in zip(self.pad, self.body, strict=True)).decode()
 
 
+def _masked(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: Masked.of(value) for key, value in settings.items()}
+
+
 def _unmask(settings: dict[str, object]) -> SinkOptions:
-    kafka = settings["kafka"]
-    assert isinstance(kafka, dict)
-    plain = {key: value.text() if isinstance(value, Masked) else value for key, value in kafka.items()}
-    url = settings["url"]
-    assert isinstance(url, Masked)
-    return SinkOptions(**{**settings, "kafka": plain, "url": url.text()})  # type: ignore[arg-type]
+    return SinkOptions(**{name: _plain(value) for name, value in settings.items()})  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.text() if isinstance(value, Masked) else value
+
+
+def _resolved_values(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: _resolve(value, key) if isinstance(value, str) else value for key, value in settings.items()}
 
 
 def _resolve(text: str, setting: str) -> str:

@@ -15,6 +15,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.settings import SinkOptions
 
 _KAFKA: Final = "kafka."
+_REGISTRY: Final = "schema.registry."
 OPTION_NAMES: Final = {
     "sink": "sink",
     "url": "url",
@@ -26,6 +27,13 @@ OPTION_NAMES: Final = {
     "headersColumn": "headers",
     "partitionColumn": "partition",
     "timestampColumn": "timestamp",
+    "keyFormat": "key_format",
+    "valueFormat": "value_format",
+    "keySchema": "key_schema",
+    "valueSchema": "value_schema",
+    "keyMessage": "key_message",
+    "valueMessage": "value_message",
+    "descriptorFile": "descriptor",
     "columns": "columns",
     "stateSchema": "schema",
     "maxSlots": "max_slots",
@@ -67,10 +75,13 @@ class SourceOptions:
         known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
         options: dict[str, str] = {}
         kafka: dict[str, object] = {}
+        registry: dict[str, object] = {}
         for key, value in given.items():
             lowered = key.lower()
             if lowered.startswith(_KAFKA):
                 kafka[lowered[len(_KAFKA) :]] = value
+            elif lowered.startswith(_REGISTRY):
+                registry[lowered[len(_REGISTRY) :]] = value
             elif lowered in known:
                 options[known[lowered]] = value
             elif lowered not in _SPARKS:
@@ -84,7 +95,7 @@ class SourceOptions:
         }
         settings["url"] = _url(options)
         return cls(
-            sink=SinkOptions(kafka=kafka, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
+            sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
             upsert_keys=tuple(_listed(options.get("upsertKeys", ""))),
         )
@@ -96,7 +107,7 @@ def _refuse(key: str, known: Mapping[str, str]) -> NoReturn:
         f"there is no option {key!r}",
         next_step=f"did you mean {known[near[0]]!r}?"
         if near
-        else f"the options are {', '.join(known.values())}, kafka.*",
+        else f"the options are {', '.join(known.values())}, kafka.*, schema.registry.*",
     )
 
 

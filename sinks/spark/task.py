@@ -157,7 +157,7 @@ class _Writing:
                     place.lane, place.ground, connection, margin_s=options.margin_s, timeout_s=options.timeout_s
                 ) as transaction,
             ):
-                self._rows = write_rows(transaction, batches, layout, layout.table, options.topic)
+                self._rows = write_rows(transaction, batches, layout, layout.table, options)
                 self._record(transaction.connection)
             self._record_completed(place.lane)
 

@@ -125,7 +125,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                 transactional_id=row.transactional_id,
                 incarnation=row.incarnation,
             )
-            rows = write_rows(transaction, batches, layout, staged.table, options.topic)
+            rows = write_rows(transaction, batches, layout, staged.table, options)
         assert transaction.prepared is not None
         place.slot.keep_for(_lifetime_s(attempt, place))
     logger.info("%s: %d rows prepared", attempt.name, rows)

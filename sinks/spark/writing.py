@@ -10,9 +10,11 @@ import pyarrow as pa
 from dualwrite import failpoints
 from dualwrite.sinks.spark.copying import copying
 from dualwrite.sinks.spark.messages import produce_batch
+from dualwrite.sinks.spark.serializing import serializing
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.settings import SinkOptions
     from dualwrite.transaction import Transaction
 
 
@@ -21,7 +23,7 @@ def write_rows(
     batches: Iterable[pa.RecordBatch],
     layout: Layout,
     table: tuple[str, str],
-    topic: str | None,
+    options: SinkOptions,
 ) -> int:
     """Write projected rows on both sides of a dual write, a batch at a time.
 
@@ -30,7 +32,7 @@ def write_rows(
         batches: The rows.
         layout: Which column goes where.
         table: Schema and name of the table that the rows go into: the target, or a staging table.
-        topic: The topic of all messages, None where a column says it.
+        options: The sink's settings.
 
     Returns:
         How many rows.
@@ -39,10 +41,10 @@ def write_rows(
         DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
     """
     rows = 0
-    with copying(transaction.connection, layout, table) as copy:
+    with serializing(options, layout) as serializers, copying(transaction.connection, layout, table) as copy:
         for batch in batches:
             copy.write(batch)
-            produce_batch(transaction, batch, layout, topic)
+            produce_batch(transaction, batch, layout, options.topic, serializers)
             rows += batch.num_rows
     failpoints.hit("spark.rows_copied")
     return rows

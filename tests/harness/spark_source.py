@@ -18,6 +18,7 @@ PARTITION = 1
 def options_of(settings):
     """The sink's settings as the options of the Data Source."""
     found = {f"kafka.{key}": str(value) for key, value in settings["kafka"].items()}
+    found |= {f"schema.registry.{key}": str(value) for key, value in (settings.get("schema_registry") or {}).items()}
     for name, setting in OPTION_NAMES.items():
         value = settings.get(setting)
         if value is not None:

@@ -6,7 +6,7 @@ import uuid
 from decimal import Decimal
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from harness.messages import consume
 from harness.spark import SparkCase
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
@@ -69,25 +69,6 @@ TYPES = [
      {"x": "2020-01-01", "y": None, "z": [{"t": "2020-01-01T00:00:00.000000Z"}]}),
     ("parse_json('{\"v\": [1, \"x\"]}')", "jsonb", {"v": [1, "x"]}, {"v": [1, "x"]}),
 ]  # fmt: skip
-
-
-def consume(kafka, topic):
-    """All messages of a topic with everything that they carry."""
-    consumer = Consumer({**kafka, "group.id": "look", "auto.offset.reset": "earliest", "enable.partition.eof": True})
-    try:
-        partitions = consumer.list_topics(topic, timeout=120).topics[topic].partitions
-        consumer.assign([TopicPartition(topic, number, 0) for number in partitions])
-        found, ended = [], set()
-        while ended != set(partitions):
-            message = consumer.poll(30)
-            assert message is not None
-            if message.error():
-                ended.add(message.partition())
-            else:
-                found.append(message)
-        return found
-    finally:
-        consumer.close()
 
 
 def plain(value):

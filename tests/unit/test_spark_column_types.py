@@ -85,7 +85,8 @@ def test_the_documentation_shows_the_table():
             elements = [SQL_NAMES.get(item.element, item.element) for item in rows if item.element]
             taken += "; arrays of " + ", ".join(f"`{name}`" for name in elements) + " from arrays of just that type"
         refusal = f"refused: {row.advice}"
-        lines.append(f"| `{row.name}` | {row.json or 'refused'} | {taken or refusal} |")
+        formats = " | ".join(text or "refused" for text in (row.json, row.avro, row.json_schema, row.protobuf))
+        lines.append(f"| `{row.name}` | {formats} | {taken or refusal} |")
     shown = DOCUMENTATION.read_text().partition("| Spark SQL |")[2].splitlines()
     documented = [line for line in shown[: shown.index("")] if line.startswith("| `")]
     assert documented == lines

@@ -2,11 +2,14 @@
 
 import pickle
 import traceback
+from pathlib import Path
 
 import pytest
 
 from dualwrite import ConfigurationError
+from dualwrite.sinks.spark.registry_settings import NAMES
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.source_options import SourceOptions
 
 CANARY = "canary-7f3a91"
 KAFKA = {
@@ -115,3 +118,111 @@ def test_a_task_buffers_little_unless_told_otherwise():
     assert options().kafka_config().get("queue.buffering.max.kbytes") == 65536
     chosen = options(kafka={**KAFKA, "queue.buffering.max.kbytes": 1024})
     assert chosen.kafka_config().get("queue.buffering.max.kbytes") == 1024
+
+
+REGISTRY = {"url": "https://registry:8081", "basic.auth.user.info": f"app:{CANARY}-registry"}
+
+
+def formatted(**changes):
+    return options(**{"value_format": "avro", "schema_registry": REGISTRY, **changes})
+
+
+def test_the_registrys_secrets_show_in_no_repr_and_no_pickle():
+    found = formatted()
+    assert CANARY not in repr(found)
+    assert CANARY not in repr(found.registry_settings())
+    assert CANARY.encode() not in pickle.dumps(found)
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert again.registry_settings().client["basic.auth.user.info"] == f"app:{CANARY}-registry"
+
+
+def test_the_registrys_settings_may_refer_to_the_environment(monkeypatch):
+    found = formatted(schema_registry={**REGISTRY, "basic.auth.user.info": "app:${env:REGISTRY_PASSWORD}"})
+    monkeypatch.setenv("REGISTRY_PASSWORD", CANARY)
+    assert found.registry_settings().client["basic.auth.user.info"] == f"app:{CANARY}"
+
+
+def test_a_registry_is_not_waited_for_for_ever():
+    assert formatted().registry_settings().client["timeout"] == 30
+    given = formatted(schema_registry={**REGISTRY, "timeout": "2.5", "max.retries": "0"}).registry_settings().client
+    assert (given["timeout"], given["max.retries"]) == (2.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("registry", "says"),
+    [
+        ({"url": ""}, "setting url is missing"),
+        ({"url": f"https://app:{CANARY}@registry"}, "url holds a password"),
+        ({"url": f"mock://{CANARY}"}, "must begin with http"),
+        ({"basic.auth.userinfo": CANARY}, "did you mean 'basic.auth.user.info'"),
+        ({"auto.register.schema": "true"}, "did you mean 'auto.register.schemas'"),
+        ({"zzz": CANARY}, "the settings are basic.auth.user.info, "),
+        ({"bearer.auth.credentials.source": "CUSTOM"}, "others run code"),
+        ({"ssl.key.password": 5}, "ssl.key.password is not text but int"),
+        ({"timeout": "soon"}, "timeout must be a number"),
+        ({"max.retries": -1}, "max.retries must be a number"),
+        ({"use.latest.version": "maybe"}, "use.latest.version must be true or false"),
+        ({"use.latest.version": True, "auto.register.schemas": True}, "exclude each other"),
+        ({"subject.name.strategy": "os.system"}, "must be one of topic, record, topic_record"),
+        ({"topics": 7}, "topics must be a list"),
+    ],
+)
+def test_a_registrys_setting_that_cannot_be_is_refused_without_showing_a_secret(registry, says):
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        formatted(schema_registry={**REGISTRY, **registry})
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"value_format": "xml"}, "value_format must be one of json, raw, avro, jsonschema, protobuf"),
+        ({"key_format": "json"}, "key_format must be one of raw, avro, jsonschema, protobuf"),
+        ({"key_format": "avro"}, "key_format avro needs a column"),
+        ({"value_format": "raw"}, "value_format raw needs a column"),
+        ({"value_format": "json", "value": "v"}, "value_format json is for whole rows"),
+        ({"value_format": "json", "value_schema": "{}"}, "value_schema is for value_format avro and jsonschema"),
+        ({"key": "k", "key_schema": "{}"}, "key_schema is for key_format avro and jsonschema"),
+        ({"value_message": "a.B"}, "value_message and value_format protobuf need each other"),
+        ({"value_format": "protobuf"}, "value_message and value_format protobuf need each other"),
+        ({"value_format": "protobuf", "value_message": "a.B"}, "value_format protobuf needs a descriptor"),
+        ({"schema_registry": None}, "value_format avro needs schema.registry.url"),
+        (
+            {"topic": None, "topic_column": "t", "schema_registry": {**REGISTRY, "use.latest.version": True}},
+            "needs one topic",
+        ),
+        (
+            {"value_schema": '"long"', "schema_registry": {**REGISTRY, "use.latest.version": True}},
+            "of your own exclude",
+        ),
+    ],
+)
+def test_formats_that_cannot_be_are_refused(changes, says):
+    with pytest.raises(ConfigurationError, match=says):
+        formatted(**changes)
+
+
+def test_the_data_source_has_options_of_the_same_names():
+    given = {
+        "sink": "s", "url": URL, "dbtable": "t", "topic": "t", "kafka.bootstrap.servers": "b:9092", "keyColumn": "k",
+        "valueFormat": "protobuf", "KEYFORMAT": "avro", "keySchema": '"long"', "valueMessage": "a.B",
+        "descriptorFile": "/a.desc", "schema.registry.URL": "http://r", "schema.registry.max.retries": "1",
+    }  # fmt: skip
+    found = SourceOptions.parse(given).sink
+    assert (found.value_format, found.key_format, found.value_message, found.descriptor) == (
+        "protobuf",
+        "avro",
+        "a.B",
+        "/a.desc",
+    )
+    assert (found.key_schema, found.schema_registry) == ('"long"', {"url": "http://r", "max.retries": "1"})
+    assert SourceOptions.parse({key: value for key, value in given.items() if "ormat" not in key.lower() and "essage" not in key
+                                and "Schema" not in key and "registry" not in key}).sink.schema_registry is None  # fmt: skip
+    with pytest.raises(ConfigurationError, match="did you mean 'valueFormat'"):
+        SourceOptions.parse({**given, "valueFormt": "avro"})
+
+
+def test_every_setting_of_the_registry_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "spark.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"`{name}`" not in text] == []
