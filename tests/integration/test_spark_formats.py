@@ -27,7 +27,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from dualwrite import ConfigurationError, Unavailable
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, job, register, write_batch
 from dualwrite.sinks.spark.formats import Format, Given, Part, module_of
-from dualwrite.sinks.spark.registry import registered, task_registry
+from dualwrite.sinks.spark.registry import latest, registered, task_registry
 from dualwrite.sinks.spark.registry_settings import RegistrySettings
 
 UTC = dt.timezone.utc
@@ -314,3 +314,17 @@ def test_a_message_that_imports_others_is_registered_with_them_and_the_tasks_nee
     registry.broken = 0
     read = ProtobufDeserializer(message_class(files, "test.Order"), {}, registry.client)
     assert read(value, SerializationContext("orders", MessageField.VALUE)).to.city == "Rome"
+
+
+def test_a_latest_schema_that_says_what_is_not_done_is_refused(registry):
+    settings = RegistrySettings.parse({"url": registry.url, "use.latest.version": True})
+    rules = {"domainRules": [{"name": "r", "kind": "TRANSFORM", "mode": "WRITE", "type": "ENCRYPT"}]}
+    registry.register("json-value", '{"type": "object"}', "JSON")
+    registry.register("ruled-value", '{"type": "string"}', ruleSet=rules)
+    registry.register("referring-value", '"other"', references=[{"name": "other", "subject": "o", "version": 1}])
+    for topic, says in (("json", "is JSON, not avro"), ("ruled", "has rules"), ("referring", "refers to others"),
+                        ("nowhere", "Subject 'nowhere-value' not found")):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=says):
+            latest(settings, "value", Format.AVRO, topic)
+    with pytest.raises(ConfigurationError, match="is for avro and jsonschema"):
+        latest(settings, "value", Format.PROTOBUF, "json")
