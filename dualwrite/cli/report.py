@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +12,7 @@ from rich.table import Table
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.recovery import IdStatus, RecoveryReport
 from dualwrite.settling import Loss
+from dualwrite.stores.batches import Batch
 
 _WIDTH_OF_A_PIPE = 400
 
@@ -80,6 +83,39 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "needs_recovery": item.needs_recovery,
         "recovery_would": will_do(item),
     }
+
+
+def batch_table(batches: Sequence[Batch]) -> Table:
+    """The table of ``dualwrite batches``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("sink", "batch", "phase", "partitions"):
+        table.add_column(column, overflow="fold")
+    for column in ("rows", "messages", "started (UTC)", "decided after", "completed after", "rows/s"):
+        table.add_column(column, justify="right")
+    for batch in batches:
+        table.add_row(
+            batch.sink,
+            batch.batch_id,
+            batch.phase,
+            f"{batch.written_partitions} of {batch.partition_count}",
+            f"{batch.row_count:,}",
+            f"{batch.message_count:,}",
+            "" if batch.started_at is None else f"{batch.started_at:%Y-%m-%d %H:%M:%S}",
+            _seconds(batch.decided_after_s),
+            _seconds(batch.completed_after_s),
+            f"{batch.row_count / batch.decided_after_s:,.0f}" if batch.decided_after_s else "",
+            style="bold" if batch.decided_at is None else None,
+        )
+    return table
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.2f} s"
+
+
+def batch_json(batch: Batch) -> dict[str, object]:
+    """One batch as ``dualwrite batches --json`` shows it."""
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(batch).items()}
 
 
 def loss_json(loss: Loss) -> dict[str, object]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
-from sqlalchemy import Connection, Engine, bindparam, exc, exists, func, select
+from sqlalchemy import Connection, Engine, bindparam, exc, exists, func, select, update
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
+from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.rows import check_name
 from dualwrite.stores.short_transactions import dialect_of
@@ -130,8 +132,19 @@ class Ledger:
         row_count: int,
         message_count: int,
         partition_count: int,
+        started_at: datetime | None = None,
     ) -> bool:
         """Record that the partition is written. Waits for another attempt's transaction that has recorded it already.
+
+        Args:
+            connection: Inside a transaction.
+            sink: Name of the sink.
+            batch_id: Name of the batch.
+            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as one.
+            row_count: Rows in it.
+            message_count: Messages in it.
+            partition_count: How many partitions the batch has.
+            started_at: When its writing began, by the database's clock, for people; None where nobody knows.
 
         Returns:
             True if the row is ours: commit. False if another attempt was first: roll back, its work counts. At REPEATABLE
@@ -153,8 +166,14 @@ class Ledger:
             "row_count": row_count,
             "message_count": message_count,
             "partition_count": partition_count,
+            "started_at": started_at,
         }
-        statement = dialect_of(connection.engine).insert_if_missing(self._ledger).returning(self._ledger.c.partition_id)
+        statement = (
+            dialect_of(connection.engine)
+            .insert_if_missing(self._ledger)
+            .values(written_at=database_now())  # the default is the moment when the transaction began
+            .returning(self._ledger.c.partition_id)
+        )
         try:
             inserted = connection.execute(statement, row).one_or_none() is not None
         except exc.SQLAlchemyError as error:
@@ -162,6 +181,41 @@ class Ledger:
         if inserted:
             failpoints.hit("ledger.inserted")
         return inserted
+
+    def complete(
+        self, engine: Engine, sink: str, batch_id: str, partition_id: int, *, decided_ago_s: float | None = None
+    ) -> None:
+        """Note, for people who look at batches, that Kafka has all of the batch. Nothing rests on it.
+
+        Args:
+            engine: The database.
+            sink: Name of the sink.
+            batch_id: Name of the batch.
+            partition_id: The row that stands for the whole batch. A row that is complete, or missing, is left as it is.
+            decided_ago_s: How long ago the batch was decided, in seconds, where that is known better than from the moment
+                at which the deciding transaction wrote the row.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`seen`.
+        """
+        ledger = self._ledger
+        statement = (
+            update(ledger)
+            .where(
+                ledger.c.sink == sink,
+                ledger.c.batch_id == batch_id,
+                ledger.c.partition_id == partition_id,
+                ledger.c.completed_at.is_(None),
+            )
+            .values(completed_at=database_now())
+        )
+        if decided_ago_s is not None:
+            statement = statement.values(written_at=database_now_plus(-decided_ago_s))
+        try:
+            with engine.begin() as connection:
+                connection.execute(statement)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, engine, self._schema) from error
 
 
 def check_partition_count(sink: str, batch_id: str, recorded: int | None, present: int) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    Float,
     Integer,
     MetaData,
     PrimaryKeyConstraint,
@@ -27,6 +28,7 @@ INCIDENT_TABLE: Final = "dualwrite_incident"
 SLOT_TABLE: Final = "dualwrite_slot"
 LEDGER_TABLE: Final = "dualwrite_ledger"
 VERSION_TABLE: Final = "dualwrite_version"
+BATCH_VIEW: Final = "dualwrite_batch"
 OWN_TABLES: Final = frozenset({STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, VERSION_TABLE})
 MAX_ID_LENGTH: Final = 255
 """The longest transactional id, sink name and batch id, in characters."""
@@ -43,6 +45,7 @@ class Tables:
         incident: Losses, for ever: the next decision overwrites the row that they were found in.
         slot: Leases. A table of their own, so that a heartbeat never collides with a decision.
         ledger: What a job has already written.
+        batch: The ledger batch by batch: a view, which the migrations make.
     """
 
     schema: str | None
@@ -51,6 +54,7 @@ class Tables:
     incident: Table
     slot: Table
     ledger: Table
+    batch: Table
 
 
 @lru_cache(maxsize=64)
@@ -64,6 +68,7 @@ def declare_tables(schema: str | None = None) -> Tables:
         incident=_incident(metadata),
         slot=_slot(metadata),
         ledger=_ledger(metadata),
+        batch=_batch(schema),
     )
 
 
@@ -133,8 +138,30 @@ def _ledger(metadata: MetaData) -> Table:
         Column("message_count", BigInteger, nullable=False),
         Column("partition_count", Integer, nullable=False),
         Column("written_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("started_at", UtcDateTime()),
+        Column("completed_at", UtcDateTime()),
         PrimaryKeyConstraint("sink", "batch_id", "partition_id", name="dualwrite_ledger_pkey"),
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
         ),
+    )
+
+
+def _batch(schema: str | None) -> Table:
+    """In a metadata of its own: it is read like a table, and is none."""
+    return Table(
+        BATCH_VIEW,
+        MetaData(schema=schema),
+        Column("sink", String(MAX_ID_LENGTH)),
+        Column("batch_id", String(MAX_ID_LENGTH)),
+        Column("phase", Text),
+        Column("partition_count", Integer),
+        Column("written_partitions", Integer),
+        Column("row_count", BigInteger),
+        Column("message_count", BigInteger),
+        Column("started_at", UtcDateTime()),
+        Column("decided_at", UtcDateTime()),
+        Column("completed_at", UtcDateTime()),
+        Column("decided_after_s", Float),
+        Column("completed_after_s", Float),
     )

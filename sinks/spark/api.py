@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.job import BatchJob, BatchReport
+from dualwrite.sinks.spark.progress import described
 from dualwrite.sinks.spark.projection import project
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.task import PartitionReport
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SCHEMA: Final = "partition int, rows bigint, written boolean"
+_REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean"
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
@@ -48,7 +49,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     """
     _require_classic(df)
     options = SinkOptions(**settings)
-    with BatchJob(options, batch_id) as job:
+    with BatchJob(options, batch_id) as job, described(df.sparkSession.sparkContext, f"dualwrite: {job.name}"):
         task = job.plan(df.schema)
         reports = project(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
         # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's

@@ -11,7 +11,7 @@ from sqlalchemy import exc
 
 from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable
+from dualwrite.errors import ConfigurationError, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.observations import Outcome
 from dualwrite.settling import settle
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 class DriverSide:
     """One batch as the driver sees it. A context manager.
 
+    Attributes:
+        name: Sink and batch, for logs.
+
     Args:
         options: The sink's settings.
         batch_id: Name of the batch.
@@ -55,7 +58,7 @@ class DriverSide:
         check_name(batch_id, "the name of a batch")
         self._options = options
         self._batch_id = batch_id
-        self._name = f"sink {options.sink!r} batch {batch_id!r}"
+        self.name = f"sink {options.sink!r} batch {batch_id!r}"
         self._engine = connect_engine(options)
         self._coordinator = KafkaCoordinator(options.kafka_config())
         self._store = SqlStateStore(self._engine, schema=options.schema)
@@ -84,6 +87,7 @@ class DriverSide:
             DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run goes on.
             Unavailable: A server does not answer.
         """
+        logger.info("%s: settling what tasks have left", self.name)
         self._settle()
         self._raise_new_incidents()
 
@@ -110,8 +114,16 @@ class DriverSide:
         for lease in leases:
             self._pool.release(lease)
         logger.info(
-            "%s: settled %d slots, %d transactions rolled forward", self._name, len(rows), len(report.rolled_forward)
+            "%s: settled %d slots, %d transactions rolled forward", self.name, len(rows), len(report.rolled_forward)
         )
+
+    def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
+        """For people who look at batches; nothing rests on it, so it may fail."""
+        sink, batch_id = self._options.sink, self._batch_id
+        try:
+            self._ledger.complete(self._engine, sink, batch_id, partition_id, decided_ago_s=decided_ago_s)
+        except DualWriteError as error:
+            logger.warning("%s: completed, and that could not be noted in the ledger: %s", self.name, error)
 
     def _incidents(self) -> list[Incident]:
         return list(self._store.incidents(f"{self._pool.pool}#"))

@@ -15,6 +15,7 @@ from sqlalchemy import exc
 from dualwrite import failpoints
 from dualwrite.errors import DualWriteError
 from dualwrite.sinks.spark.driver import DriverSide
+from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.task import PartitionReport, PartitionTask
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.ledger import check_partition_count
@@ -41,6 +42,7 @@ class BatchReport:
         messages: Messages in Kafka, likewise.
         written_partitions: How many partitions this call has written.
         written_rows: How many rows this call has written; 0 where the batch was done already.
+        written_bytes: Their size as Arrow holds them: the table's columns, and what goes into the messages.
     """
 
     sink: str
@@ -50,6 +52,7 @@ class BatchReport:
     messages: int
     written_partitions: int
     written_rows: int
+    written_bytes: int
 
 
 class BatchJob(DriverSide):
@@ -76,7 +79,7 @@ class BatchJob(DriverSide):
         except DualWriteError as unsettled:
             if error is None:
                 raise
-            logger.warning("%s: not settled after a failure; the next run does it: %s", self._name, unsettled)
+            logger.warning("%s: not settled after a failure; the next run does it: %s", self.name, unsettled)
         finally:
             self._close()
 
@@ -113,7 +116,7 @@ class BatchJob(DriverSide):
                     check_partition_count(sink, self._batch_id, recorded, partition_count)
             except exc.SQLAlchemyError as error:
                 raise map_database_error(error, self._engine, self._options.schema) from error
-        logger.info("%s: begun with %d partitions", self._name, partition_count)
+        logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
 
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
@@ -124,11 +127,13 @@ class BatchJob(DriverSide):
             DualWriteError: A task has reported success, but the ledger does not show it.
         """
         failpoints.hit("spark.driver_done")
+        logger.info("%s: decided, all %d partitions", self.name, partition_count)
         self.settle_left()
+        self._note_completed(STARTED, None)
         written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         if written.partitions != partition_count:
             raise DualWriteError(
-                f"{self._name}: {written.partitions} of {partition_count} partitions are in the ledger",
+                f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
                 next_step="the ledger was changed by somebody else while the batch ran: find out what else was changed",
             )
         report = BatchReport(
@@ -139,14 +144,16 @@ class BatchJob(DriverSide):
             messages=written.messages,
             written_partitions=sum(report.written for report in reports),
             written_rows=sum(report.rows for report in reports),
+            written_bytes=sum(report.bytes for report in reports),
         )
         logger.info(
-            "%s: done, %d rows in %d partitions, of which %d rows in %d partitions were written now",
-            self._name,
+            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now",
+            self.name,
             report.rows,
             report.partitions,
             report.written_rows,
             report.written_partitions,
+            shown(report.written_bytes),
         )
         return report
 
@@ -155,7 +162,7 @@ class BatchJob(DriverSide):
         """Log what is committed, from time to time, while the block runs."""
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._log_progress, args=(partition_count, stop), name=f"progress of {self._name}", daemon=True
+            target=self._log_progress, args=(partition_count, stop), name=f"progress of {self.name}", daemon=True
         )
         thread.start()
         try:
@@ -169,11 +176,11 @@ class BatchJob(DriverSide):
             try:
                 written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
             except DualWriteError as error:
-                logger.warning("%s: progress is not known: %s", self._name, error)
+                logger.warning("%s: progress is not known: %s", self.name, error)
                 continue
             logger.info(
-                "%s: %d of %d partitions written, %d rows",
-                self._name,
+                "%s: writing, %d of %d partitions committed, %d rows",
+                self.name,
                 written.partitions,
                 partition_count,
                 written.rows,

@@ -104,7 +104,7 @@ class SinkOptions:
         lease_s: How long a dead task's slot stays taken, in seconds.
         timeout_s: Bounds settling, claiming, and the ending of each dual write, in seconds.
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
-        progress_s: Time between two progress lines in the driver's log, in seconds.
+        progress_s: Time between two progress lines in the log of the driver, and of each task, in seconds.
         decide_within_s: For a batch that is decided as one: how long what the first task has prepared waits for the last one,
             in seconds. Bounded by the broker's transaction timeout as well.
 

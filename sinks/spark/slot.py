@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 
 from dualwrite.errors import DualWriteError, Fenced
 from dualwrite.stores.slots import Lease, SlotPool
@@ -20,10 +21,13 @@ class Slot:
 
     Attributes:
         lease: The lease. Its id is the slot's transactional id.
+        leased_at: When it was leased, by the database's clock.
+        kept_for_s: See :meth:`keep_for`.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, leased_at: datetime) -> None:
         self.lease = lease
+        self.leased_at = leased_at
         self.kept_for_s: float | None = None
 
     def keep_for(self, seconds: float) -> None:
@@ -44,7 +48,7 @@ def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Slot, N
         Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
     """
     lease = pool.lease(owner, lease_s)
-    slot = Slot(lease)
+    slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
     stop = threading.Event()
     renewer = threading.Thread(
         target=_renew, args=(pool, lease, lease_s, stop), name=f"lease of {lease.transactional_id}", daemon=True

@@ -17,6 +17,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, DataSourc
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.sinks.spark.batches import projected_batches
 from dualwrite.sinks.spark.driver import read_layout
+from dualwrite.sinks.spark.progress import log_to_stderr
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.source_options import SourceOptions
 from dualwrite.sinks.spark.undecided import Undecided, prepare_partition
@@ -78,6 +79,7 @@ class DualWriteDataSource(DataSource):
                 run goes on.
             Unavailable: A server does not answer.
         """
+        log_to_stderr()
         options = _options(self.options)
         if options.batch_id is None:
             raise ConfigurationError(
@@ -88,6 +90,7 @@ class DualWriteDataSource(DataSource):
         with WholeBatch(options.sink, options.batch_id) as batch:
             batch.settle_left()
             layout = batch.layout(schema)
+            logger.info("%s: writing", batch.name)
         return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite)
 
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
@@ -143,12 +146,14 @@ class _BatchWriter(DataSourceArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when all tasks have ended well: decide."""
+        log_to_stderr()
         options = self._options
         with WholeBatch(options.sink, self._batch_id) as batch:
             batch.decide(self._layout, _undecided(messages), truncate=self._overwrite, upsert=options.upsert_keys)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when a task has failed for good, or the decision has failed."""
+        log_to_stderr()
         del messages  # what was prepared is found by its leases, also of tasks whose message was lost
         with WholeBatch(self._options.sink, self._batch_id) as batch:
             batch.give_up(self._layout)
@@ -173,6 +178,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when all tasks of the micro-batch have ended well: decide."""
+        log_to_stderr()
         batch_id = _batch_of(messages, batchId)
         if batch_id is None:
             return  # no partitions, no rows
@@ -181,6 +187,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when the micro-batch has failed."""
+        log_to_stderr()
         batch_id = _batch_of(messages, batchId)
         if batch_id is None:
             return  # no task has ended well: what others have left is settled when the micro-batch is run again

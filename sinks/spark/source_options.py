@@ -40,6 +40,7 @@ OPTION_NAMES: Final = {
     "leaseSeconds": "lease_s",
     "timeoutSeconds": "timeout_s",
     "marginSeconds": "margin_s",
+    "progressSeconds": "progress_s",
     "decideWithinSeconds": "decide_within_s",
 }
 """Option by option, the setting of `SinkOptions` that it is."""
@@ -47,7 +48,7 @@ _OWN: Final = ("batchId", "upsertKeys", "user", "password")
 _SPARKS: Final = frozenset({"checkpointlocation", "queryname"})
 """What Spark itself puts among the options of a stream."""
 _WHOLE: Final = frozenset({"max_slots"})
-_SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "decide_within_s"})
+_SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
 _NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
 
 

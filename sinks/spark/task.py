@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from dualwrite.errors import (
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import cast_batch
 from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.whole_input import whole_input
 from dualwrite.sinks.spark.writing import write_rows
@@ -45,15 +47,19 @@ class PartitionReport:
     Attributes:
         partition: Its number.
         rows: Rows that this task has written.
+        bytes: Their size, as :class:`Progress` counts it.
         written: False if an earlier or a faster attempt had written it.
     """
 
     partition: int
     rows: int
+    bytes: int
     written: bool
 
 
-REPORT_SCHEMA: Final = pa.schema([("partition", pa.int32()), ("rows", pa.int64()), ("written", pa.bool_())])
+REPORT_SCHEMA: Final = pa.schema(
+    [("partition", pa.int32()), ("rows", pa.int64()), ("bytes", pa.int64()), ("written", pa.bool_())]
+)
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,13 @@ class _Writing:
     def __init__(self, task: PartitionTask, attempt: Attempt) -> None:
         self._task = task
         self._attempt = attempt
-        self._rows = 0
+        self._progress = Progress(attempt.name, task.options.progress_s)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         attempt, partition = self._attempt, self._attempt.partition
         if attempt.seen(partition):
             logger.info("%s: already written", attempt.name)
-            return PartitionReport(partition, 0, written=False)
+            return PartitionReport(partition, 0, 0, written=False)
         try:
             self._write(batches)
         except CompletionPending as error:
@@ -139,14 +145,15 @@ class _Writing:
             raise
         except _WrittenByOther:
             logger.info("%s: another attempt was faster", attempt.name)
-            return PartitionReport(partition, 0, written=False)
+            return PartitionReport(partition, 0, 0, written=False)
         except Exception as error:
             # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
             if not attempt.seen_after(error, partition):
                 raise
-            return PartitionReport(partition, 0, written=False)
-        logger.info("%s: %d rows written", attempt.name, self._rows)
-        return PartitionReport(partition, self._rows, written=True)
+            return PartitionReport(partition, 0, 0, written=False)
+        rows, size = self._progress.rows, self._progress.bytes
+        logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
+        return PartitionReport(partition, rows, size, written=True)
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
         attempt, options, layout = self._attempt, self._task.options, self._task.layout
@@ -157,11 +164,11 @@ class _Writing:
                     place.lane, place.ground, connection, margin_s=options.margin_s, timeout_s=options.timeout_s
                 ) as transaction,
             ):
-                self._rows = write_rows(transaction, batches, layout, layout.table, options)
-                self._record(transaction.connection)
+                write_rows(transaction, batches, layout, layout.table, options, progress=self._progress)
+                self._record(transaction.connection, place.slot.leased_at)
             self._record_completed(place.lane)
 
-    def _record(self, connection: Connection) -> None:
+    def _record(self, connection: Connection, started_at: datetime) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
         partition_count = attempt.ledger.started(connection, sink, batch_id)
         if partition_count is None or attempt.partition >= partition_count:
@@ -171,9 +178,10 @@ class _Writing:
             sink,
             batch_id,
             attempt.partition,
-            row_count=self._rows,
-            message_count=self._rows,
+            row_count=self._progress.rows,
+            message_count=self._progress.rows,
             partition_count=partition_count,
+            started_at=started_at,
         ):
             raise _WrittenByOther
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from dualwrite.errors import TransactionAborted
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
 from dualwrite.sinks.spark.writing import write_rows
 from dualwrite.stores.ledger import WHOLE_BATCH
@@ -38,6 +40,8 @@ class Undecided:
     Attributes:
         partition: Number of the partition.
         rows: Rows in the staging table, and messages in the Kafka transaction.
+        bytes: Their size, as :class:`Progress` counts it.
+        started_at: When the attempt began to write, by the database's clock.
         owner: Who holds the slot's lease.
         namespace: Of the slot's row.
         prepared: The Kafka transaction.
@@ -46,6 +50,8 @@ class Undecided:
 
     partition: int
     rows: int
+    bytes: int
+    started_at: datetime
     owner: str
     namespace: str
     prepared: PreparedTxnState
@@ -105,6 +111,7 @@ def _joined(first: pa.RecordBatch, others: Iterable[pa.RecordBatch]) -> Iterable
 
 def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]) -> Undecided:
     options = attempt.options
+    progress = Progress(attempt.name, options.progress_s)
     with attempt.workplace() as place:
         row = place.lane.row
         with (
@@ -125,13 +132,15 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                 transactional_id=row.transactional_id,
                 incarnation=row.incarnation,
             )
-            rows = write_rows(transaction, batches, layout, staged.table, options)
+            write_rows(transaction, batches, layout, staged.table, options, progress=progress)
         assert transaction.prepared is not None
         place.slot.keep_for(_lifetime_s(attempt, place))
-    logger.info("%s: %d rows prepared", attempt.name, rows)
+    logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
     return Undecided(
         partition=attempt.partition,
-        rows=rows,
+        rows=progress.rows,
+        bytes=progress.bytes,
+        started_at=place.slot.leased_at,
         owner=place.slot.lease.owner,
         namespace=row.namespace,
         prepared=transaction.prepared,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.sinks.spark.driver import DriverSide
+from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.staging import drop_dead_staging, empty, take_over
 from dualwrite.stores.ledger import WHOLE_BATCH
 
@@ -56,15 +58,19 @@ class WholeBatch(DriverSide):
         """
         failpoints.hit("batch.prepared")
         ordered = sorted(prepared, key=lambda one: one.staged.transactional_id)
+        decided = None
         try:
             written = self._decide(layout, ordered, truncate=truncate, upsert=upsert)
+            decided = time.monotonic() if written else None
         except TransactionInDoubt as doubt:
             written = self._resolve(doubt)
         failpoints.hit("batch.decided")
         try:
             self._settle()
         except Unavailable as error:
-            raise CompletionPending(f"{self._name}: decided, and Kafka has not all of it yet: {error.what}") from error
+            raise CompletionPending(f"{self.name}: decided, and Kafka has not all of it yet: {error.what}") from error
+        self._note_completed(WHOLE_BATCH, None if decided is None else time.monotonic() - decided)
+        logger.info("%s: completed", self.name)
         self._drop_staging(layout)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
@@ -79,7 +85,7 @@ class WholeBatch(DriverSide):
                     # A driver that is paused from here on loses its session, and its locks with it.
                     self._store.read_incarnation(connection, prepared[0].staged.transactional_id)
                 if not self._record(connection, prepared):
-                    logger.info("%s: already written", self._name)
+                    logger.info("%s: already written", self.name)
                     self._store.rollback(connection)
                     return False
                 self._require_leases(connection, prepared)
@@ -95,7 +101,11 @@ class WholeBatch(DriverSide):
                 raise
             self._store.commit(connection)
         logger.info(
-            "%s: decided, %d rows in %d partitions", self._name, sum(one.rows for one in prepared), len(prepared)
+            "%s: decided, %d rows, %s in %d partitions",
+            self.name,
+            sum(one.rows for one in prepared),
+            shown(sum(one.bytes for one in prepared)),
+            len(prepared),
         )
         return True
 
@@ -111,6 +121,7 @@ class WholeBatch(DriverSide):
             row_count=rows,
             message_count=rows,
             partition_count=max(1, len(prepared)),
+            started_at=min((one.started_at for one in prepared), default=None),
         )
 
     def _require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
@@ -118,7 +129,7 @@ class WholeBatch(DriverSide):
         late = [one for one in prepared if one.staged.transactional_id not in held]
         if late:
             raise TransactionAborted(
-                f"{self._name}: {len(late)} of {len(prepared)} partitions were prepared too long ago, or taken over by "
+                f"{self.name}: {len(late)} of {len(prepared)} partitions were prepared too long ago, or taken over by "
                 "another driver",
                 transactional_id=late[0].staged.transactional_id,
                 next_step="run the batch again; if this comes again, make it smaller, or raise decide_within_s and the "
@@ -132,7 +143,7 @@ class WholeBatch(DriverSide):
         )
         if not ours:
             raise Fenced(
-                f"{self._name}: the slot of partition {one.partition} was claimed by another driver",
+                f"{self.name}: the slot of partition {one.partition} was claimed by another driver",
                 transactional_id=transactional_id,
             )
 
@@ -146,7 +157,7 @@ class WholeBatch(DriverSide):
             raise doubt from error
         if not written:
             raise TransactionAborted(
-                f"{self._name}: the connection broke during COMMIT; the database has rolled back",
+                f"{self.name}: the connection broke during COMMIT; the database has rolled back",
                 next_step="run the batch again",
             ) from doubt
         return True

@@ -14,6 +14,7 @@ from dualwrite.sinks.spark.serializing import serializing
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.progress import Progress
     from dualwrite.sinks.spark.settings import SinkOptions
     from dualwrite.transaction import Transaction
 
@@ -24,7 +25,9 @@ def write_rows(
     layout: Layout,
     table: tuple[str, str],
     options: SinkOptions,
-) -> int:
+    *,
+    progress: Progress,
+) -> None:
     """Write projected rows on both sides of a dual write, a batch at a time.
 
     Args:
@@ -33,18 +36,14 @@ def write_rows(
         layout: Which column goes where.
         table: Schema and name of the table that the rows go into: the target, or a staging table.
         options: The sink's settings.
-
-    Returns:
-        How many rows.
+        progress: Told of each batch that is written.
 
     Raises:
         DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
     """
-    rows = 0
     with serializing(options, layout) as serializers, copying(transaction.connection, layout, table) as copy:
         for batch in batches:
             copy.write(batch)
             produce_batch(transaction, batch, layout, options.topic, serializers)
-            rows += batch.num_rows
+            progress.add(batch)
     failpoints.hit("spark.rows_copied")
-    return rows

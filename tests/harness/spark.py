@@ -16,6 +16,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark.task import PartitionTask
+from dualwrite.stores.batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment
 
@@ -82,6 +83,14 @@ class SparkCase:
             with engine.begin() as connection:
                 result = connection.execute(text(statement))
                 return [tuple(row) for row in result] if result.returns_rows else []
+        finally:
+            engine.dispose()
+
+    def batches(self) -> list[Batch]:
+        """What people see of this sink's batches."""
+        engine = create_engine(self.url)
+        try:
+            return list(read_batches(engine, sink=self.sink))
         finally:
             engine.dispose()
 

@@ -1,5 +1,6 @@
 """A batch on real Spark, Kafka and PostgreSQL: written once, however often it is run and whatever its tasks suffer."""
 
+import re
 import threading
 from functools import partial
 
@@ -251,9 +252,44 @@ def test_a_lost_lease_harms_nothing(spark, numbers):
 def test_progress_is_logged(spark, numbers, caplog):
     with caplog.at_level("INFO", "dualwrite.sinks.spark"):
         write_batch(numbered(spark), batch_id="1", **{**numbers.settings, "progress_s": 0.01})
-    assert "begun with 4 partitions" in caplog.text
-    assert "of 4 partitions written" in caplog.text
-    assert "done, 1000 rows in 4 partitions" in caplog.text
+    assert re.findall(r"batch '1': (settling|writing, begun|decided|completed)", caplog.text) == [
+        "settling",
+        "writing, begun",
+        "decided",
+        "settling",
+        "completed",
+    ]
+    assert "of 4 partitions committed" in caplog.text
+    assert "completed, 1000 rows in 4 partitions" in caplog.text
+
+
+def test_the_batch_is_in_the_view_with_its_moments(spark, numbers):
+    first = None
+    for _ in range(2):  # the second run writes nothing, and changes nothing that is seen
+        report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
+        (seen,) = numbers.batches()
+        assert (seen.phase, seen.row_count, seen.message_count) == ("completed", ROWS, ROWS)
+        assert (seen.written_partitions, seen.partition_count) == (PARTITIONS, PARTITIONS)
+        assert seen.started_at < seen.decided_at < seen.completed_at
+        first = first or seen
+        assert seen == first
+        assert bool(report.written_bytes) == bool(report.written_rows)
+    begun = numbers.execute("SELECT min(started_at), max(written_at) FROM dualwrite_ledger WHERE partition_id >= 0")[0]
+    assert seen.started_at < begun[0] < begun[1] == seen.decided_at
+
+
+@pytest.mark.parametrize("own", [None, "my own job"])
+def test_spark_shows_which_batch_a_job_belongs_to(spark, numbers, own):
+    context = spark.sparkContext
+    context.setLocalProperty("spark.job.description", own)
+    try:
+        write_batch(numbered(spark), batch_id="1", **numbers.settings)
+        assert context.getLocalProperty("spark.job.description") == own
+    finally:
+        context.setLocalProperty("spark.job.description", None)
+    jobs = context._jsc.sc().statusStore().jobsList(None)
+    newest = max((jobs.apply(number) for number in range(jobs.size())), key=lambda job: job.jobId())
+    assert newest.description().get() == (own or f"dualwrite: sink {numbers.sink!r} batch '1'")
 
 
 def test_every_fail_point_of_the_sink_is_tested():

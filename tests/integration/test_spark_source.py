@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,9 @@ def nothing_is_left(case):
 def test_a_batch_is_on_both_sides_and_the_ledger_tells(spark, numbers, write):
     write(numbered(spark), batchId="1")
     numbers.verify()
+    (seen,) = numbers.batches()
+    assert (seen.phase, seen.written_partitions, seen.row_count) == ("completed", PARTITIONS, ROWS)
+    assert seen.started_at < seen.decided_at < seen.completed_at
     ledger = numbers.execute("SELECT partition_id, row_count, message_count, partition_count FROM dualwrite_ledger")
     assert ledger == [(-1, ROWS, ROWS, PARTITIONS)]
     nothing_is_left(numbers)
@@ -274,3 +278,6 @@ def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers
     )
     assert done.returncode == 0, done.stderr[-3000:]
     numbers.verify()
+    # And the driver's log tells where the batch is.
+    phases = re.findall(r"INFO dualwrite\S*: sink '\S+' batch '1': (settling|writing|decided|completed)", done.stderr)
+    assert phases == ["settling", "writing", "decided", "completed"]

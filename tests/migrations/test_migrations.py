@@ -25,6 +25,7 @@ from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
 
 SCHEMAS = [None, "side"]
+AT = "2026-01-01 12:00:00+00:00"
 
 
 def attach(driver: Any, _: object) -> None:
@@ -52,6 +53,11 @@ def connection(engine: Engine) -> Iterator[Connection]:
 def tables_of(connection: Connection, schema: str | None) -> set[str]:
     found = inspect(connection)
     return set(found.get_table_names(schema=schema)) if schema in {None, *found.get_schema_names()} else set()
+
+
+def views_of(connection: Connection, schema: str | None) -> set[str]:
+    found = inspect(connection)
+    return set(found.get_view_names(schema=schema)) if schema in {None, *found.get_schema_names()} else set()
 
 
 def reflected(connection: Connection, schema: str | None) -> dict[str, Any]:
@@ -98,6 +104,34 @@ class TestEverySchema:
             declare_tables(schema).metadata.create_all(other)
         assert reflected(connection, schema) == migrated
         assert migrated["kafka_transaction_state"]["checks"]
+
+    def test_the_view_has_the_columns_that_are_declared(self, connection: Connection, schema: str | None) -> None:
+        migrations.upgrade(connection, schema=schema)
+        declared = declare_tables(schema).batch
+        assert views_of(connection, schema) == {declared.name}
+        columns = inspect(connection).get_columns(declared.name, schema=schema)
+        assert [column["name"] for column in columns] == list(declared.c.keys())
+        assert connection.execute(declared.select()).all() == []
+
+    def test_the_ledger_keeps_its_rows_on_the_way_from_the_first_tables_and_back(
+        self, connection: Connection, schema: str | None
+    ) -> None:
+        prefix = "" if schema is None else "side."
+        rows = text(f"SELECT sink, batch_id, partition_id, row_count, message_count FROM {prefix}dualwrite_ledger")
+        migrations.upgrade(connection, "0001", schema=schema)
+        with connection.begin():
+            connection.execute(
+                text(f"INSERT INTO {prefix}dualwrite_ledger VALUES ('s', 'b', -1, 5, 6, 2, :at)"), {"at": AT}
+            )
+        migrations.upgrade(connection, schema=schema)
+        (batch,) = connection.execute(declare_tables(schema).batch.select()).mappings()
+        assert (batch["phase"], batch["row_count"], batch["started_at"]) == ("decided", 5, None)
+        assert str(batch["decided_at"]) == AT
+        connection.rollback()
+        migrations.downgrade(connection, "0001", schema=schema)
+        assert connection.execute(rows).all() == [("s", "b", -1, 5, 6)]
+        assert not views_of(connection, schema)
+        connection.rollback()
 
     def test_it_is_done_once(self, connection: Connection, schema: str | None) -> None:
         for _ in range(2):
@@ -183,7 +217,7 @@ class TestCheckSchema:
         with pytest.raises(ConfigurationError, match="are not in"):
             check_schema(engine, schema)
 
-    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0001"), ("9999", "knows only 0001")])
+    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0002"), ("9999", "knows only 0002")])
     def test_another_version(
         self, engine: Engine, connection: Connection, schema: str | None, revision: str, words: str
     ) -> None:
@@ -196,7 +230,7 @@ class TestCheckSchema:
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
         if revision == "9999":
-            assert str(caught.value).endswith("--downgrade --revision 0001)")
+            assert str(caught.value).endswith("--downgrade --revision 0002)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

@@ -1,0 +1,43 @@
+"""``dualwrite batches``: what the ledger knows of each batch of a Spark sink."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from sqlalchemy import create_engine
+
+from dualwrite.cli.connection import database_options
+from dualwrite.cli.exit_codes import exit_code_for_errors
+from dualwrite.cli.report import batch_json, batch_table, report_console
+from dualwrite.stores.batches import read_batches
+from dualwrite.stores.schema import check_schema
+
+
+@click.command()
+@click.argument("sink", required=False)
+@click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="So many, the newest.")
+@click.option("--all", "everything", is_flag=True, help="All batches, instead of the newest.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@database_options
+@exit_code_for_errors
+def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, url: str, schema: str | None) -> None:
+    """Show batches: rows, messages, phase, and how long they took. Of SINK, or of all sinks. Changes nothing.
+
+    Asks the database only, not Kafka: what is unsettled there is shown by `dualwrite status`.
+
+    Exit code: 0 shown, 1 an error, 5 the database does not answer.
+    """
+    engine = create_engine(url)
+    try:
+        check_schema(engine, schema)
+        found = read_batches(engine, sink=sink, limit=None if everything else limit, schema=schema)
+    finally:
+        engine.dispose()
+    if as_json:
+        click.echo(json.dumps({"batches": [batch_json(batch) for batch in found]}, indent=2))
+        return
+    console = report_console()
+    console.print(batch_table(found))
+    unfinished = sum(batch.decided_at is None for batch in found)
+    console.print(f"\n{len(found)} batches, {unfinished} not all written, {sum(one.row_count for one in found):,} rows")

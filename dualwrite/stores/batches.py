@@ -1,0 +1,74 @@
+"""The ledger batch by batch, as the view ``dualwrite_batch`` shows it: for people, and for pictures. Nothing rests on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Engine, exc, select
+
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.tables import declare_tables
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of one sink. All moments are of the database's clock.
+
+    Attributes:
+        sink: Name of the sink.
+        batch_id: Name of the batch.
+        phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and the
+            driver has noted so. A batch that was completed by somebody else (``dualwrite recover``) stays ``decided``.
+        partition_count: How many partitions it has, those without rows not counted where it is decided as one.
+        written_partitions: How many of them are committed.
+        row_count: Rows that are committed.
+        message_count: Messages in the transactions that are decided.
+        started_at: When its first task, or its driver, began; None where no table knows.
+        decided_at: When the last of it was committed; None while something is missing.
+        completed_at: When the driver saw that Kafka has all of it; None where that was not noted.
+        decided_after_s: Seconds from its start until it was decided.
+        completed_after_s: Seconds from its start until it was completed.
+    """
+
+    sink: str
+    batch_id: str
+    phase: str
+    partition_count: int
+    written_partitions: int
+    row_count: int
+    message_count: int
+    started_at: datetime | None
+    decided_at: datetime | None
+    completed_at: datetime | None
+    decided_after_s: float | None
+    completed_after_s: float | None
+
+
+def read_batches(
+    engine: Engine, *, sink: str | None = None, limit: int | None = None, schema: str | None = None
+) -> Sequence[Batch]:
+    """The newest batches, in the order in which they began.
+
+    Args:
+        engine: The database.
+        sink: Only of this sink.
+        limit: At most so many, the newest.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError: The view, or the right to read it, is missing.
+        Unavailable: The database does not answer.
+    """
+    view = declare_tables(schema).batch
+    newest_first = view.c.started_at.desc().nulls_last(), view.c.decided_at.desc().nulls_last()
+    statement = select(view).order_by(*newest_first, view.c.sink, view.c.batch_id).limit(limit)
+    if sink is not None:
+        statement = statement.where(view.c.sink == sink)
+    try:
+        with engine.connect() as connection:
+            found = [Batch(**row) for row in connection.execute(statement).mappings()]
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    return found[::-1]
