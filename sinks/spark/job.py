@@ -129,13 +129,13 @@ class BatchJob(DriverSide):
         failpoints.hit("spark.driver_done")
         logger.info("%s: decided, all %d partitions", self.name, partition_count)
         self.settle_left()
-        self._note_completed(STARTED, None)
         written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         if written.partitions != partition_count:
             raise DualWriteError(
                 f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
                 next_step="the ledger was changed by somebody else while the batch ran: find out what else was changed",
             )
+        self._note_completed(STARTED, None)
         report = BatchReport(
             sink=self._options.sink,
             batch_id=self._batch_id,

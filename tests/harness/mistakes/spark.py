@@ -14,9 +14,9 @@ def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
 
     real = _Writing._record
 
-    def record(self, _):
+    def record(self, _, started_at):
         with self._attempt.engine.begin() as own:
-            real(self, own)
+            real(self, own, started_at)
 
     patch.setattr(_Writing, "_record", record)
 
