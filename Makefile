@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test model simulator lint types bench chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test model simulator lint types bench sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -38,6 +38,9 @@ simulator: venv jars ## hold the simulated broker against a real one, at length 
 
 bench: venv jars ## the figures of docs/benchmarks.md
 	cd tests && $(CURDIR)/$(PY) -m bench
+
+sizing: venv jars ## the arithmetic and the measurement of docs/sizing.md (10 minutes)
+	cd tests && $(CURDIR)/$(PY) -m bench.sizing $(if $(COUNTS),--counts $(COUNTS))
 
 # How many processes are killed, what draws the plan, how many sets of servers work at once.
 N ?= 500

@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,9 +31,14 @@ class Ground:
 
 
 @contextmanager
-def servers() -> Iterator[Ground]:
-    """Start the servers and make a migrated database."""
-    with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
+def servers(properties: Mapping[str, str] | None = None, *, brokers: int = 1) -> Iterator[Ground]:
+    """Start the servers and make a migrated database.
+
+    Args:
+        properties: Of the brokers, beside or instead of those that tests have.
+        brokers: How many.
+    """
+    with EmbeddedKafka(properties, brokers=brokers) as kafka, EmbeddedPostgres() as postgres:
         url = postgres.create_database("bench")
         engine = create_engine(url)
         with engine.connect() as connection:

@@ -1,0 +1,346 @@
+"""What a cluster of Spark executors asks of Kafka and PostgreSQL: measured here, and multiplied. ``make sizing``.
+
+Measured: many transactions opened, decided and completed at once; and the connections of one task. The page is written from
+the figures, so that no number is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+from pyspark.sql.types import LongType, StringType, StructType
+from sqlalchemy import create_engine, text
+
+from bench.servers import Ground, machine, servers
+from bench.transactions import measure
+from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.driver import read_layout
+from dualwrite.sinks.spark.settings import SinkOptions
+from dualwrite.sinks.spark.undecided import prepare_partition
+from dualwrite.sinks.spark.whole_batch import WholeBatch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from line_chart import line_chart, linear
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PICTURE = DOCS / "sizing.md", DOCS / "sizing-completion.svg"
+FIGURES = Path(__file__).with_name("sizing.json")
+# What brokers have unless somebody changes it; those of tests are smaller.
+BROKER_DEFAULTS = {"transaction.state.log.num.partitions": "50", "num.network.threads": "3", "num.io.threads": "8"}
+PARTITIONS = 4
+SETTLE_S = 2.0
+DAY_S, WEEK_S = 86_400, 604_800
+DEFAULT_MAX_SLOTS = SinkOptions.max_slots
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of executors, and what runs on it.
+
+    Attributes:
+        executors: Number of executors.
+        cores: Tasks that each runs at a time.
+        brokers: Number of Kafka brokers.
+        task_s: How long a task takes, in seconds.
+        waves: Partitions of a batch for each task at a time.
+    """
+
+    executors: int
+    cores: int = 4
+    brokers: int = 3
+    task_s: float = 30.0
+    waves: int = 2
+
+    @property
+    def tasks(self) -> int:
+        """Tasks at a time."""
+        return self.executors * self.cores
+
+    @property
+    def partitions(self) -> int:
+        """Partitions of a batch."""
+        return self.tasks * self.waves
+
+    @property
+    def tasks_per_s(self) -> float:
+        """Tasks that end each second."""
+        return self.tasks / self.task_s
+
+
+CLUSTERS = (Cluster(10, brokers=3), Cluster(100, brokers=6), Cluster(1000, brokers=12))
+
+
+def arithmetic(cluster: Cluster, figures: Mapping[str, Any]) -> dict[str, float]:
+    """What the cluster needs, from the figures of one transaction and of one task."""
+    one = figures["transactions"][-1]
+    per_transaction = {kind: count / one["count"] for kind, count in one["complete_requests"].items()}
+    sockets = 2 * cluster.brokers + 2
+    return {
+        "tasks at a time": cluster.tasks,
+        "slots, partition by partition": cluster.tasks,
+        "slots, whole batches": cluster.partitions,
+        "connections to brokers, at most": cluster.tasks * sockets,
+        "of them to each broker, at most": cluster.tasks * sockets / cluster.brokers,
+        "new connections a second, at most": cluster.tasks_per_s * sockets,
+        "sessions of PostgreSQL": cluster.tasks * (figures["task"][0]["database_sessions"] + 1) + 2,
+        "InitProducerId a second": cluster.tasks_per_s * (1 + per_transaction["InitProducerId"]),
+        "EndTxn a second": cluster.tasks_per_s * per_transaction["EndTxn"],
+        "all of the driver's requests for one batch": sum(per_transaction.values()) * cluster.partitions,
+        "seconds to complete one batch, if each takes as long as among 1,000 here": cluster.partitions
+        * one["complete_s"]
+        / one["count"],
+        "transactional ids that the coordinators remember (a week)": cluster.tasks_per_s * WEEK_S,
+        "their records in the transaction log, compacted, GB": cluster.tasks_per_s
+        * WEEK_S
+        * one["log_bytes_each"]
+        / 1e9,
+        "written to the transaction log, MB a day": cluster.tasks_per_s * DAY_S * one["log_bytes"] / one["count"] / 1e6,
+        "producer ids that each written partition remembers (a day)": cluster.tasks_per_s * DAY_S,
+        "the longest transaction of a batch, s": cluster.waves * cluster.task_s,
+    }
+
+
+def transactions(ground: Ground, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Open, decide and complete; a small one first, unmeasured, so that coordinators and code are warm."""
+    topic = ground.topic(PARTITIONS)
+    measure(ground, 8, topic, partitions=PARTITIONS)
+    found = []
+    for count in counts:
+        before = _log_size(ground)
+        legs = measure(ground, count, topic, partitions=PARTITIONS)
+        size = _log_size(ground) - before
+        line: dict[str, Any] = {"count": count, "log_bytes": size}
+        for name, leg in legs.items():
+            line |= {f"{name}_s": leg.seconds, f"{name}_requests": dict(sorted(leg.requests.items()))}
+        # Each transaction leaves several records of about one size; compaction keeps one.
+        line["log_bytes_each"] = size / count / _records_each(line)
+        found.append(line)
+        print(
+            f"{count}: opened in {line['open_s']:.2f} s, decided in {line['decide_s']:.2f} s, completed in "
+            f"{line['complete_s']:.2f} s",
+            flush=True,
+        )
+    return found
+
+
+def _records_each(line: Mapping[str, Any]) -> float:
+    """Records of one transaction in the log: each InitProducerId one, AddPartitionsToTxn one, EndTxn two."""
+    asked = {**line["open_requests"]}
+    for kind, number in line["complete_requests"].items():
+        asked[kind] = asked.get(kind, 0) + number
+    return (asked["InitProducerId"] + asked["AddPartitionsToTxn"] + 2 * asked["EndTxn"]) / line["count"]
+
+
+def _log_size(ground: Ground) -> int:
+    directories = [broker.process.directory for broker in ground.kafka_server._brokers]
+    return sum(
+        path.stat().st_size for directory in directories for path in directory.glob("data/__transaction_state-*/*.log")
+    )
+
+
+def task(ground: Ground, brokers: int) -> dict[str, int]:
+    """What one task of a batch holds open while it writes, as the process and the database tell."""
+    engine = create_engine(ground.url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE sizing_rows (id bigint, name text)"))
+    engine.dispose()
+    schema = StructType().add("id", LongType()).add("name", StringType())
+    options = SinkOptions(
+        sink=f"sizing-{secrets.token_hex(4)}",
+        kafka=ground.kafka,
+        url=ground.url,
+        topic=ground.topic(2 * brokers),
+        table="sizing_rows",
+        key="id",
+    )
+    layout = read_layout(options, schema)
+    batch = pa.RecordBatch.from_pydict({"id": list(range(1000)), "name": ["name"] * 1000})
+    seen: dict[str, int] = {"brokers": brokers}
+
+    def batches():
+        for _ in range(5):
+            yield batch
+            time.sleep(SETTLE_S / 5)  # librdkafka connects when it first sends
+        seen["broker_connections"] = _broker_sockets(ground)
+        seen["database_sessions"] = _sessions(ground)
+
+    prepare_partition(options, layout, "1", projected_batches(batches(), schema, layout), partition=0, number=0)
+    with WholeBatch(options, "1") as whole:
+        whole.give_up(layout)
+    print(f"a task with {brokers} brokers: {seen}", flush=True)
+    return seen
+
+
+def _broker_sockets(ground: Ground) -> int:
+    ports = {int(address.rpartition(":")[2]) for address in ground.kafka_server.bootstrap_servers.split(",")}
+    return sum(
+        connection.status == psutil.CONN_ESTABLISHED and connection.raddr.port in ports
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.raddr
+    )
+
+
+def _sessions(ground: Ground) -> int:
+    engine = create_engine(ground.url)
+    with closing(engine.connect()) as connection:
+        found = connection.scalar(
+            text(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+                "AND backend_type = 'client backend'"
+            )
+        )
+    engine.dispose()
+    return int(found or 0)
+
+
+def render(figures: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    needs = [arithmetic(cluster, figures) for cluster in CLUSTERS]
+    heads = [f"{cluster.executors:,} executors" for cluster in CLUSTERS]
+    one = CLUSTERS[0]
+    largest = figures["transactions"][-1]
+    return "\n".join(
+        [
+            "# Sizing",
+            "",
+            "What Spark jobs that write with this library ask of Kafka and of PostgreSQL: measured for one task and for one "
+            "transaction, then multiplied.",
+            "",
+            "## By arithmetic",
+            "",
+            f"Executors with {one.cores} cores, tasks of {one.task_s:.0f} s, {one.waves} partitions a batch for each core, and "
+            f"{', '.join(f'{cluster.brokers}' for cluster in CLUSTERS)} brokers. Everything is proportional: half the cores "
+            "or twice the seconds give half the number.",
+            "",
+            f"| | {' | '.join(heads)} |",
+            f"|---|{'---:|' * len(heads)}",
+            *(f"| {name} | {' | '.join(_shown(need[name]) for need in needs)} |" for name in needs[0]),
+            "",
+            "What follows from it:",
+            "",
+            f"- **Slots.** Each is one transactional id. `max_slots` (`maxSlots`) is {DEFAULT_MAX_SLOTS:,} unless you raise it: "
+            "it must be at least the number in the table. A batch that is decided as one holds a slot for each of its "
+            "partitions until the decision, one that is written partition by partition only for the tasks that run.",
+            "- **Transactional ids.** Each task claims its slot anew, and so makes a new Kafka id; the coordinators forget it "
+            "after `transactional.id.expiration.ms`, a week. Partitions of minutes instead of seconds are the cheapest cure; "
+            "a shorter expiration is another: a few hours more than an outage may last. It must be longer than any "
+            "transaction.",
+            "- **Producer ids.** Each new Kafka id is a new producer id, and the leader of each partition that it has written "
+            "remembers it for `producer.id.expiration.ms`, a day. That is memory of the brokers, once for each "
+            "partition that all tasks write to.",
+            "- **`transaction.max.timeout.ms`** (15 minutes by default) must be longer than the longest transaction and "
+            "the margin. In a batch that is decided as one, a partition's transaction lasts until the *last* partition is "
+            "prepared.",
+            "- **`transaction.state.log.num.partitions`** (50) spreads the ids over coordinators, one for each partition's "
+            "leader. It must not be changed once there are transactions. 50 is enough here: what counts is that "
+            "every broker leads some of them.",
+            "- **Connections.** While it writes, a task has librdkafka's to each broker, to its coordinator, and to the "
+            "broker that it asked first, and kafka-python's, at most one to each broker. Mind `max.connections`, "
+            "`max.connections.per.ip`, `max.connection.creation.rate`, and the brokers' open files.",
+            "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and one more once "
+            "it has renewed its lease; the driver has two. PgBouncer in transaction pooling works. See [databases](databases.md).",
+            "- **Quotas.** Brokers throttle by `request_percentage`; a driver that completes a great batch sends many small "
+            "requests at once.",
+            "",
+            "## As measured",
+            "",
+            f"By `make sizing` on {figures['machine']}, with brokers and PostgreSQL on the same machine"
+            f"{figures.get('remark', '')}. {PARTITIONS} partitions in each transaction, 50 partitions of the transaction log, "
+            "one broker.",
+            "",
+            "N transactions are opened by requests side by side (InitProducerId, AddPartitionsToTxn, Produce). They are decided "
+            "in one database transaction, and completed by one settling, as the driver of a Spark batch does.",
+            "",
+            "| transactions | opened, s | decided, s | completed, s | ms for each | requests to complete | requests/s |",
+            "|---:|---:|---:|---:|---:|---:|---:|",
+            *(_transactions_line(line) for line in figures["transactions"]),
+            "",
+            "The time for each grows with their number: each is proved from the log of every partition that it wrote, one after "
+            "the other, and the proof reads past the records of all others that were written there meanwhile.",
+            "",
+            f"![Seconds to open, decide and complete]({PICTURE.name})",
+            "",
+            f"What completing {largest['count']:,} of them asked: "
+            + ", ".join(f"{kind} {number:,}" for kind, number in largest["complete_requests"].items())
+            + f". The transaction log grew by {largest['log_bytes'] / largest['count']:,.0f} bytes for each, opening and "
+            "retiring included.",
+            "",
+            "One task while it writes:",
+            "",
+            "| brokers | connections to brokers | at most, by the formula | sessions of PostgreSQL |",
+            "|---:|---:|---:|---:|",
+            *(
+                f"| {line['brokers']} | {line['broker_connections']} | {2 * line['brokers'] + 2} | "
+                f"{line['database_sessions']} |"
+                for line in figures["task"]
+            ),
+            "",
+        ]
+    )
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:,.2g}"
+
+
+def _transactions_line(line: Mapping[str, Any]) -> str:
+    requests = sum(line["complete_requests"].values())
+    return (
+        f"| {line['count']:,} | {line['open_s']:.2f} | {line['decide_s']:.2f} | {line['complete_s']:.2f} | "
+        f"{line['complete_s'] * 1000 / line['count']:.1f} | {requests:,} | {requests / line['complete_s']:,.0f} |"
+    )
+
+
+def picture(figures: Mapping[str, Any]) -> str:
+    """The picture as SVG."""
+    lines = figures["transactions"]
+    series = {
+        word: [(line["count"], line[f"{leg}_s"]) for line in lines]
+        for word, leg in (("opened", "open"), ("decided", "decide"), ("completed", "complete"))
+    }
+    return line_chart(
+        series,
+        linear([line["count"] for line in lines]),
+        linear([seconds for points in series.values() for _, seconds in points], "{:g} s".format),
+        title="N transactions at once: seconds",
+        dots=True,
+    )
+
+
+def main() -> None:
+    """Measure, unless only the page is wanted; then write page and picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--counts", type=int, nargs="+", default=[64, 256, 1000], help="transactions at once")
+    parser.add_argument(
+        "--brokers", type=int, nargs="+", default=[1, 3], help="brokers of the cluster that a task sees"
+    )
+    parser.add_argument("--remark", default="", help="what else is to be known of the machine, for the page")
+    parser.add_argument("--page", action="store_true", help="only write the page from the figures")
+    arguments = parser.parse_args()
+    if not arguments.page:
+        figures: dict[str, Any] = {"machine": machine(), "remark": arguments.remark, "task": []}
+        for brokers in arguments.brokers:
+            with servers(BROKER_DEFAULTS if brokers == 1 else None, brokers=brokers) as ground:
+                figures["task"].append(task(ground, brokers))
+                if brokers == 1:
+                    figures["transactions"] = transactions(ground, arguments.counts)
+        FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    PAGE.write_text(render(figures), encoding="utf-8")
+    PICTURE.write_text(picture(figures), encoding="utf-8")
+    print(f"written: {PAGE.name}, {PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()
