@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 LEVEL_VARIABLE: Final = "DUALWRITE_LOG"
 _JOB_DESCRIPTION: Final = "spark.job.description"
 _OWN_LOGGER: Final = "dualwrite"
+_SINKS_LOGGER: Final = "dualwrite.sinks"
 
 
 class Progress:
@@ -73,7 +74,8 @@ def log_to_stderr() -> None:
     """In a process that Spark has started beside the driver: let its log lines reach the driver's standard error.
 
     Nobody can configure logging there, and without a handler Python drops what is below WARNING. Where Spark captures the
-    lines itself (``spark.sql.pyspark.worker.logging.enabled``), that is left to it.
+    lines itself (``spark.sql.pyspark.worker.logging.enabled``), that is left to it. Unless the environment asks for more, it
+    is the sink's lines: a few for each batch; those of claiming and settling are several for each partition.
     """
     own = logging.getLogger(_OWN_LOGGER)
     if own.hasHandlers():
@@ -81,4 +83,6 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     own.addHandler(handler)
-    own.setLevel(os.environ.get(LEVEL_VARIABLE, "INFO").upper())
+    asked = os.environ.get(LEVEL_VARIABLE, "").upper()
+    own.setLevel(asked or logging.WARNING)
+    logging.getLogger(_SINKS_LOGGER).setLevel(asked or logging.INFO)

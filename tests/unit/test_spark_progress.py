@@ -33,9 +33,14 @@ def test_nothing_is_told_before_it_is_time(caplog):
 @pytest.mark.parametrize(
     ("before", "environment", "told"),
     [
-        ("pass", {}, ["INFO dualwrite.x: one", "WARNING dualwrite.x: two"]),
+        ("pass", {}, ["INFO dualwrite.sinks.x: one", "WARNING dualwrite.x: two"]),
         ("pass", {"DUALWRITE_LOG": "warning"}, ["WARNING dualwrite.x: two"]),
-        ("logging.basicConfig(format='own %(message)s', level='INFO')", {}, ["own one", "own two"]),
+        (
+            "pass",
+            {"DUALWRITE_LOG": "info"},
+            ["INFO dualwrite.sinks.x: one", "INFO dualwrite.x: three", "WARNING dualwrite.x: two"],
+        ),
+        ("logging.basicConfig(format='own %(message)s', level='INFO')", {}, ["own one", "own three", "own two"]),
     ],
 )
 def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(before, environment, told):
@@ -43,7 +48,8 @@ def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(bef
         "import logging; from dualwrite.sinks.spark.progress import log_to_stderr\n"
         f"{before}\n"
         "log_to_stderr(); log_to_stderr()\n"
-        "log = logging.getLogger('dualwrite.x'); log.info('one'); log.warning('two')\n"
+        "logging.getLogger('dualwrite.sinks.x').info('one')\n"
+        "log = logging.getLogger('dualwrite.x'); log.info('three'); log.warning('two')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=True
