@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test model simulator lint types bench sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test model simulator lint types bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -38,6 +38,10 @@ simulator: venv jars ## hold the simulated broker against a real one, at length 
 
 bench: venv jars ## the figures of docs/benchmarks.md
 	cd tests && $(CURDIR)/$(PY) -m bench
+
+bench-spark: venv jars ## the figures of Spark in docs/benchmarks.md, interleaved (hours; SMALL=1 only tries everything once)
+	cd tests && $(CURDIR)/$(PY) -m bench.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
+		$(if $(ROUNDS),--rounds $(ROUNDS))
 
 sizing: venv jars ## the arithmetic and the measurement of docs/sizing.md (10 minutes)
 	cd tests && $(CURDIR)/$(PY) -m bench.sizing $(if $(COUNTS),--counts $(COUNTS))

@@ -1,4 +1,4 @@
-"""The jars of Apache Kafka, fetched once with Maven into the user's cache."""
+"""Jars, the broker's above all, fetched once with Maven into the user's cache."""
 
 from __future__ import annotations
 
@@ -48,12 +48,19 @@ def _program(name: str, what: str) -> str:
 
 
 def kafka_jars(pom: Path = POM) -> Path:
-    """The directory that holds the jars; fetched first if this cache has not got them.
+    """The directory that holds the broker's jars; see :func:`fetched_jars`."""
+    return fetched_jars(pom, "kafka", "Apache Kafka")
+
+
+def fetched_jars(pom: Path, prefix: str, what: str) -> Path:
+    """The directory that holds the jars that a ``pom.xml`` asks for; fetched first if this cache has not got them.
 
     Several processes may ask at once: one fetches, the others wait. What is half fetched is never seen.
 
     Args:
         pom: Names the jars. The cache has one directory for each content of it.
+        prefix: How the directory's name begins.
+        what: The product, for people; its version is the first dependency's.
 
     Raises:
         ConfigurationError: Maven or Java is missing.
@@ -62,7 +69,7 @@ def kafka_jars(pom: Path = POM) -> Path:
     content = pom.read_bytes()
     version = ET.fromstring(content).findtext("{*}dependencies/{*}dependency/{*}version", "unknown")
     cache = cache_directory()
-    target = cache / f"kafka-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
+    target = cache / f"{prefix}-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
     if target.is_dir():
         return target
     java()
@@ -71,7 +78,7 @@ def kafka_jars(pom: Path = POM) -> Path:
     with (cache / f"{target.name}.lock").open("w") as lock:
         _lock(lock.fileno(), target)
         if not target.is_dir():  # another process may have fetched them while we waited
-            _fetch(maven, pom, version, target)
+            _fetch(maven, pom, f"{what} {version}", target)
     return target
 
 
@@ -83,10 +90,10 @@ def _lock(descriptor: int, target: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _fetch(maven: str, pom: Path, version: str, target: Path) -> None:
+def _fetch(maven: str, pom: Path, what: str, target: Path) -> None:
     for stale in target.parent.glob(f"{target.name}.partial-*"):  # we hold the lock: its owner was killed
         shutil.rmtree(stale)
-    _say(f"fetching Apache Kafka {version} with Maven, about 45 MB, once, into {target}")
+    _say(f"fetching {what} with Maven, tens of MB, once, into {target}")
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     shutil.copy(pom, partial / "pom.xml")
     goal = ["dependency:copy-dependencies", f"-DoutputDirectory={partial}", "-DincludeScope=runtime"]
@@ -104,12 +111,12 @@ def _fetch(maven: str, pom: Path, version: str, target: Path) -> None:
     if process.returncode != 0:
         shutil.rmtree(partial)
         raise Unavailable(
-            f"Maven could not fetch Apache Kafka {version}:\n{''.join(output[-20:])}",
+            f"Maven could not fetch {what}:\n{''.join(output[-20:])}",
             next_step="see Maven's own message above; it reads the user's Maven settings",
         )
     partial.chmod(0o755)
     partial.rename(target)
-    _say(f"fetched Apache Kafka {version}")
+    _say(f"fetched {what}")
 
 
 def _say(text: str) -> None:

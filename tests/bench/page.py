@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bench import spark_page
+
 OURS = "dual write"
 SEQUENTIAL = "one after the other, no protocol"
 UNSAFE = "unsafe: commit, then produce and flush"
@@ -23,8 +25,9 @@ def render(figures: Mapping[str, Any]) -> str:
     ]
     if "latency" in figures:
         parts += _latency(figures["latency"])
-    if "spark" in figures:
+    if "spark" in figures and "flights" not in figures.get("bench_spark", {}):
         parts += _spark(figures["spark"])
+    parts += spark_page.sections(figures.get("bench_spark", {}))
     if "memory" in figures:
         parts += _memory(figures["memory"])
     if "settling" in figures:

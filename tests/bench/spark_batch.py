@@ -1,130 +1,37 @@
 """``write_batch`` against a naive ``foreachPartition``, and the memory of a task for 1 and for 10 million rows.
 
-Run as ``python -m bench.spark_batch`` in ``tests``. The naive version is what is written first: per partition, ``executemany``
-and ``produce`` side by side, without a transaction that spans both; a crash leaves whatever it leaves.
+Run as ``python -m bench.spark_batch`` in ``tests``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import psutil
-import psycopg
-import pyarrow as pa
 from harness.spark import session
-from pyspark.sql import DataFrame, Row, functions
-from sqlalchemy import create_engine, make_url, text
+from pyspark.sql import functions
+from sqlalchemy import create_engine, text
 from typing_extensions import Self
 
-from bench.servers import Ground, machine, p50, servers
+from bench.servers import Ground, machine, servers
+from bench.spark_ways import by_hand, by_write_batch, compare, flights, ratio
 from dualwrite.sinks.spark import write_batch
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from flights import FLIGHTS, TABLE, read_flights, write_parquet  # the examples' own data
-
-_INSERT_ROWS = 1000
-
-
-def naive(ground: Ground, topic: str, table: str, columns: list[str]) -> Callable[[Iterator[Row]], None]:
-    """Rows by ``executemany``, messages by ``produce``; neither knows of the other."""
-    dsn = make_url(ground.url).set(drivername="postgresql").render_as_string(hide_password=False)
-    kafka = ground.kafka
-    statement = f"INSERT INTO {table} VALUES ({', '.join(['%s'] * len(columns))})"
-
-    def write(rows: Iterator[Row]) -> None:
-        from confluent_kafka import Producer  # a C class: it cannot be pickled with this function
-
-        producer = Producer(kafka)
-        with psycopg.connect(dsn) as connection, connection.cursor() as cursor:
-            while chunk := list(islice(rows, _INSERT_ROWS)):
-                cursor.executemany(statement, chunk)
-                for row in chunk:
-                    value = json.dumps(row.asDict(), default=str)
-                    while True:
-                        try:
-                            producer.produce(topic, value, row["tailnum"])
-                            break
-                        except BufferError:
-                            producer.poll(0.1)
-                producer.poll(0)
-        producer.flush()
-
-    return write
 
 
 def speed(ground: Ground, rounds: int, times: int) -> dict[str, object]:
-    """Interleaved runs of both, each into a fresh topic and table; medians."""
-    seconds: dict[str, list[float]] = {"write_batch": [], "naive": []}
+    """``write_batch`` and the naive way in turn, on flights."""
     with tempfile.TemporaryDirectory() as directory:
         spark = session("local[2]")
-        source = Path(directory) / "flights"
-        write_parquet(pa.concat_tables([read_flights()] * times), source, files=4)
-        df = spark.read.parquet(str(source))
-        engine = create_engine(ground.url)
         try:
-            for number in range(rounds + 1):
-                for name, samples in seconds.items():
-                    topic, table = ground.topic(4), f"flights_{name}_{number}"
-                    with engine.begin() as connection:
-                        connection.execute(text(TABLE.replace("flights", table, 1)))
-                    part = df if number else df.limit(10_000)  # the first round only warms up
-                    took = _timed(lambda: _run(name, ground, part, topic, table))  # noqa: B023 - called at once
-                    if number:
-                        samples.append(took)
-                        print(f"{name}: {took:.1f} s, {FLIGHTS * times / took / 1000:.0f}k rows/s", flush=True)
-                        _check(engine.url.render_as_string(hide_password=False), table, FLIGHTS * times)
-                    with engine.begin() as connection:
-                        connection.execute(text(f"DROP TABLE {table}"))
-                    ground.kafka_server.delete_topic(topic)
+            ways = {"write_batch": by_write_batch, "naive": by_hand}
+            figures = compare(ground, flights(spark, Path(directory), times), ways, rounds)
         finally:
-            engine.dispose()
             spark.stop()
-    medians = {name: p50(samples) for name, samples in seconds.items()}
-    return {
-        "rows": FLIGHTS * times,
-        "seconds": seconds,
-        "median_s": medians,
-        "rows_per_s": {name: FLIGHTS * times / took for name, took in medians.items()},
-        "times_as_fast": medians["naive"] / medians["write_batch"],
-    }
-
-
-def _run(name: str, ground: Ground, df: DataFrame, topic: str, table: str) -> None:
-    if name == "naive":
-        df.foreachPartition(naive(ground, topic, table, df.columns))
-        return
-    write_batch(
-        df,
-        sink=f"bench-{table}",
-        batch_id="1",
-        kafka=ground.kafka,
-        url=ground.url,
-        topic=topic,
-        table=table,
-        key="tailnum",
-    )
-
-
-def _check(url: str, table: str, rows: int) -> None:
-    engine = create_engine(url)
-    with engine.connect() as connection:
-        found = connection.scalar(text(f"SELECT count(*) FROM {table}"))
-    engine.dispose()
-    assert found == rows, f"{table} has {found} rows, not {rows}"
-
-
-def _timed(function: Callable[[], None]) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
+    return {**figures, "times_as_fast": ratio(figures, "naive", "write_batch")}
 
 
 def memory(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 import json
 
-from bench import sizing
+from bench import sizing, spark_page
+from bench.spark_ways import ALL_WAYS, DATABASE_LEG, KAFKA_LEG, NAIVE, SPARKS, STAGING, WRITE_BATCH
 
 
 def test_the_page_and_its_picture_are_those_of_the_figures():
@@ -25,3 +26,29 @@ def test_the_arithmetic_is_proportional():
     }
     for name, value in other.items():
         assert abs(great[name] / value - 100) < 1e-9, name
+
+
+def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
+    seconds = {WRITE_BATCH: 10.0, STAGING: 20.0, SPARKS: 25.0, NAIVE: 90.0, DATABASE_LEG: 8.0, KAFKA_LEG: 4.0}
+    assert seconds.keys() == ALL_WAYS.keys()
+    compared = {
+        "rows": 100,
+        "columns": 19,
+        "seconds": {name: [took - 1, took, took + 5] for name, took in seconds.items()},
+        "median_s": seconds,
+        "rows_per_s": {name: 100 / took for name, took in seconds.items()},
+    }
+    costs = {WRITE_BATCH: [[1000, 4, 0.5], [10000, 4, 5.0]], STAGING: [[1000, 4, 0.7], [10000, 4, 7.0]]}
+    text = "\n".join(spark_page.sections({"flights": compared, "rows": costs}))
+    for aim in (
+        "against `write_batch`: **2.50** (aim: at least 2)",
+        "with prepared transactions: **not measured** (aim: at least 1.8)",
+        "with staging: **1.25** (aim: at least 1.2)",
+        "the naive way against `write_batch`: **9.00** (aim: at least 8)",
+        "the slower of its legs alone: **1.25** (aim: at most 1.3)",
+        "medians of 3",
+        "| 10,000 | 4 | 5.00 s | 7.00 s |",
+    ):
+        assert aim in text
+    spark_page.draw({"rows": costs}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmarks-spark-rows.svg"]

@@ -1,0 +1,143 @@
+"""What ``make bench-spark`` has measured, as sections of the page of figures, and as pictures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.spark_micro import EMPTY
+from bench.spark_ways import DATABASE_LEG, KAFKA_LEG, NAIVE, PREPARED, SPARKS, STAGING, WRITE_BATCH, ratio
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from line_chart import line_chart, logarithmic
+
+PICTURES = {"rows": "benchmarks-spark-rows.svg", "partitions": "benchmarks-spark-partitions.svg"}
+# What is compared with what, whether more is better, and the aim.
+_AIMS = (
+    ("Spark's two sinks against `write_batch`", SPARKS, WRITE_BATCH, "at least 2"),
+    ("Spark's two sinks against the Data Source with prepared transactions", SPARKS, PREPARED, "at least 1.8"),
+    ("Spark's two sinks against the Data Source with staging", SPARKS, STAGING, "at least 1.2"),
+    ("the naive way against `write_batch`", NAIVE, WRITE_BATCH, "at least 8"),
+    ("`write_batch` against the slower of its legs alone", WRITE_BATCH, (DATABASE_LEG, KAFKA_LEG), "at most 1.3"),
+)
+
+
+def sections(figures: Mapping[str, Any]) -> list[str]:
+    """The sections as lines of Markdown; of what was not measured there is none."""
+    parts = [
+        *_compared("Spark: flights, ten times over", figures.get("flights")),
+        *_compared("Spark: rows of 100 bytes", figures.get("small")),
+    ]
+    if "micro" in figures:
+        parts += _micro(figures["micro"])
+    for name, head in (("rows", "Spark: cost against rows"), ("partitions", "Spark: cost against partitions")):
+        if name in figures:
+            parts += _costs(head, PICTURES[name], figures[name])
+    if "deciding" in figures:
+        parts += _deciding(figures["deciding"])
+    return parts
+
+
+def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
+    if figures is None:
+        return []
+    medians = figures["median_s"]
+    rounds = len(next(iter(figures["seconds"].values())))
+    missing = [name for name in (PREPARED, SPARKS) if name not in medians]
+    return [
+        f"## {head}",
+        "",
+        f"By `make bench-spark`. {figures['rows']:,} rows with {figures['columns']} columns, JSON messages, `local[2]`, 4 "
+        "partitions on both sides. "
+        f"Interleaved, medians of {rounds}, each run into a fresh table and topic, a `CHECKPOINT` before it.",
+        "",
+        "| way | seconds | from | to | rows/s |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {median:.2f} | {min(figures['seconds'][name]):.2f} | {max(figures['seconds'][name]):.2f} | "
+            f"{figures['rows_per_s'][name]:,.0f} |"
+            for name, median in medians.items()
+        ),
+        *(f"| {name} | not measured | | | |" for name in missing),
+        "",
+        *(f"- {words}: **{_ratio(figures, one, other)}** (aim: {aim})." for words, one, other, aim in _AIMS),
+        "",
+    ]
+
+
+def _ratio(figures: Mapping[str, Any], one: str, others: str | Sequence[str]) -> str:
+    """How many times as long one way took as the other, or as the slowest of the others."""
+    names = [others] if isinstance(others, str) else list(others)
+    medians = figures["median_s"]
+    if not {one, *names} <= medians.keys():
+        return "not measured"
+    return f"{ratio(figures, one, max(names, key=medians.__getitem__)):.2f}"
+
+
+def _micro(figures: Mapping[str, Any]) -> list[str]:
+    ms, first, last = figures["ms"], figures["first_ms"], figures["last_ms"]
+    empty = ms[EMPTY]
+    return [
+        "## Spark: micro-batches",
+        "",
+        f"A stream of {figures['batches']} micro-batches of {figures['rows']:,} rows in two partitions, {figures['rounds']} times, "
+        "the sinks in turn. Milliseconds of a micro-batch from its second on (`triggerExecution`), and what a sink adds to an "
+        "empty one.",
+        "",
+        f"| sink | p50 | p95 | added p50 | added p95 | the 2nd to the 11th | the last ten, up to the {figures['batches']}th |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {one['p50']:.0f} | {one['p95']:.0f} | {one['p50'] - empty['p50']:.0f} | "
+            f"{one['p95'] - empty['p95']:.0f} | {first[name]:.0f} | {last[name]:.0f} |"
+            for name, one in ms.items()
+        ),
+        "",
+    ]
+
+
+def _costs(head: str, picture: str, figures: Mapping[str, Sequence[tuple[int, int, float]]]) -> list[str]:
+    return [
+        f"## {head}",
+        "",
+        "| rows | partitions | " + " | ".join(figures) + " |",
+        "|---:|---:|" + "---:|" * len(figures),
+        *(
+            f"| {lines[0][0]:,} | {lines[0][1]} | " + " | ".join(f"{line[2]:.2f} s" for line in lines) + " |"
+            for lines in zip(*figures.values(), strict=True)
+        ),
+        "",
+        f"![{head}]({picture})",
+        "",
+    ]
+
+
+def _deciding(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        "## Deciding and completing prepared transactions",
+        "",
+        "Of a batch that is decided as one, when its tasks have prepared them: one database transaction, then Kafka, each "
+        "transaction with records in four partitions. Without the rows of a staging table.",
+        "",
+        "| transactions | decided, s | completed, s |",
+        "|---:|---:|---:|",
+        *(f"| {line['count']:,} | {line['decide_s']:.2f} | {line['complete_s']:.2f} |" for line in figures),
+        "",
+    ]
+
+
+def draw(figures: Mapping[str, Any], directory: Path) -> None:
+    """The pictures of what was measured."""
+    for name, place in (("rows", 0), ("partitions", 1)):
+        if name in figures:
+            series = {way: [(line[place], line[2]) for line in lines] for way, lines in figures[name].items()}
+            points = [point for lines in series.values() for point in lines]
+            picture = line_chart(
+                series,
+                logarithmic([across for across, _ in points]),
+                logarithmic([seconds for _, seconds in points], "{:g} s".format),
+                title=f"seconds by {name}",
+                dots=True,
+            )
+            (directory / PICTURES[name]).write_text(picture, encoding="utf-8")

