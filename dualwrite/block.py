@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 
 
+class Ending(Enum):
+    """What the end of a block does with a dual write."""
+
+    COMMIT = "commit both sides"
+    HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"
+    PREPARE = "hand it over undecided; the database's part is prepared"
+
+
 def session_of_block(bind: Connection) -> Session:
     """The ORM session of a block. Its objects stay readable when the block has ended."""
     return Session(bind=bind, expire_on_commit=False)
@@ -34,9 +43,9 @@ def dual_write(
     session_factory: Callable[..., Session] = session_of_block,
     margin_s: float,
     timeout_s: float,
-    hand_over: bool = False,
+    ending: Ending = Ending.COMMIT,
 ) -> Generator[Transaction, None, None]:
-    """One dual write on a lane that is ready: the block's end commits both sides, an exception in it aborts both.
+    """One dual write on a lane that is ready: the block's end commits both sides, or hands them over; an exception aborts both.
 
     Args:
         lane: Used by this dual write alone until the block has ended.
@@ -45,7 +54,7 @@ def dual_write(
         session_factory: Makes the ORM session, called with ``bind=connection``.
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         timeout_s: Bounds the ending, in seconds.
-        hand_over: End the block undecided instead, see :meth:`Transaction.hand_over`.
+        ending: What the end of the block does.
 
     Raises:
         DualWriteError: As :meth:`Transaction.begin` and :meth:`Transaction.commit` say.
@@ -61,10 +70,10 @@ def dual_write(
             if transaction.state is WriteState.CHECKED:  # any other, and a commit was called inside the block
                 transaction.abort()
             raise
-        if hand_over:
-            transaction.hand_over()
-        else:
+        if ending is Ending.COMMIT:
             transaction.commit()
+        else:
+            transaction.hand_over(prepared=ending is Ending.PREPARE)
     finally:
         transaction.release()
         if transaction.state not in _ENDED:

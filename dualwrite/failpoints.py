@@ -29,6 +29,8 @@ FAILPOINTS: Final[dict[str, str]] = {
     "mend.before": "about to end what the broker has forgotten to end",
     "mend.added": "its partitions are in a transaction of the retired id",
     "mend.ended": "that transaction is ended",
+    "participant.found": "the database has something prepared, not ended",
+    "participant.ended": "what was prepared in the database is committed or rolled back",
     "write.begun": "the database transaction has begun",
     "write.checked": "the row's incarnation was read",
     "write.produced": "a message was handed to the producer",

@@ -53,6 +53,21 @@ class StateRow:
 
 
 @dataclass(frozen=True)
+class Participant:
+    """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for what is decided on its row.
+
+    Attributes:
+        row: The row.
+        incarnation: Who has prepared it: the incarnation of the row at that time. It prepares no other one.
+        prepared_at: Since when it waits, by the database's clock.
+    """
+
+    row: StateRow
+    incarnation: int
+    prepared_at: datetime
+
+
+@dataclass(frozen=True)
 class Incident:
     """One decided transaction that Kafka does not have, or that nobody can tell of. It stays until a person has looked.
 
@@ -237,6 +252,19 @@ class StateStore(Protocol):
         """Raise ``settled_incarnation`` of each id to at least that value."""
         ...
 
+    def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
+        """The database transactions that were prepared for these rows, under whatever incarnation, and are not ended."""
+        ...
+
+    def end_participant(self, participant: Participant, *, committed: bool) -> None:
+        """Commit or roll back what was prepared. Durable on return. Does nothing if that is done already.
+
+        Raises:
+            ConfigurationError: Somebody else has prepared it, and we may not end it.
+            Unavailable: The database does not answer.
+        """
+        ...
+
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """The loss that was recorded for that state, if any."""
         ...
@@ -326,6 +354,17 @@ class StateStore(Protocol):
         """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
         Raises as :meth:`decide`.
+        """
+        ...
+
+    def prepare(self, connection: Connection, row: StateRow) -> None:
+        """Instead of :meth:`commit`: keep the transaction for whoever decides on the row, and ends it then.
+
+        On return it is durable, and no longer the connection's: a :class:`Participant` of the row's incarnation.
+
+        Raises:
+            TransactionAborted: It was rolled back. The database may not take prepared transactions, or no more of them.
+            TransactionInDoubt: The answer is missing.
         """
         ...
 

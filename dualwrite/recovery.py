@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 
 from sqlalchemy import Engine, create_engine
@@ -46,8 +47,10 @@ class IdStatus:
         incarnation: The unsettled incarnation that this is about: the owner's own, or one that it has not settled.
         kafka_status: What the coordinator shows of that incarnation.
         open_for_s: Seconds since its Kafka transaction began; None where none is open.
-        step: What settling would do.
-        needs_recovery: Whether that changes anything in Kafka, or would report a loss.
+        step: What settling would do in Kafka.
+        needs_recovery: Whether settling changes anything in Kafka or in the database's tables, or would report a loss.
+        prepared_for_s: Seconds since that incarnation has prepared a database transaction that is not ended; None where there
+            is none.
     """
 
     row: StateRow
@@ -56,6 +59,7 @@ class IdStatus:
     open_for_s: float | None
     step: SettleStep
     needs_recovery: bool
+    prepared_for_s: float | None = None
 
 
 @dataclass
@@ -101,7 +105,7 @@ def status(
         Unavailable: A server does not answer in time.
     """
     with _connected(engine, schema) as store, _coordinator(kafka) as coordinator:
-        return _inspect(_select(store, transactional_id, prefix), coordinator, Deadline(timeout_s))
+        return _inspect(_select(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
 
 
 def recover(
@@ -130,7 +134,8 @@ def recover(
         engine: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
         prefix: All ids that begin so; all ids if neither is given.
-        open_for_s: Leave ids alone whose Kafka transaction began less than this many seconds ago.
+        open_for_s: Leave ids alone whose Kafka transaction began less than this many seconds ago, or who prepared something
+            in the database less than that ago.
         dry_run: Only find out what would be done.
         after_restore: The database was restored, and that Kafka may show newer messages is accepted: go on above every
             incarnation that Kafka knows, aborting what is open there.
@@ -180,10 +185,11 @@ def recover_rows(
     report = RecoveryReport()
     rows = select()
     with connect() as coordinator:
-        found = _inspect(rows, coordinator, deadline)
+        found = _inspect(rows, store, coordinator, deadline)
         raise_to = _known_incarnations(rows, coordinator, deadline) if after_restore else {}
     for item in found:
-        if item.needs_recovery and (item.open_for_s is None or item.open_for_s >= open_for_s):
+        waits_s = item.prepared_for_s if item.open_for_s is None else item.open_for_s
+        if item.needs_recovery and (waits_s is None or waits_s >= open_for_s):
             report.planned.append(item)
         elif item.needs_recovery:
             report.skipped.append(item.row.transactional_id)
@@ -225,23 +231,37 @@ def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | No
     return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 
-def _inspect(rows: Sequence[StateRow], coordinator: TransactionCoordinator, deadline: Deadline) -> list[IdStatus]:
+def _inspect(
+    rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
+) -> list[IdStatus]:
     check_cluster(rows, coordinator.cluster_id(deadline))
-    return [_describe(item, step) for item, step in inspect(rows, coordinator=coordinator, deadline=deadline)]
+    participants = store.participants(rows)
+    prepared_at = {(found.row.transactional_id, found.incarnation): found.prepared_at for found in participants}
+    inspected = inspect(rows, coordinator=coordinator, deadline=deadline, participants=participants)
+    return [
+        _describe(item, step, prepared_at.get((item.row.transactional_id, item.incarnation)))
+        for item, step in inspected
+    ]
 
 
-def _describe(item: Unsettled, step: SettleStep) -> IdStatus:
+def _describe(item: Unsettled, step: SettleStep, prepared_at: datetime | None) -> IdStatus:
     view = item.known.view
     assert view is not None
     is_open = view.status is TransactionStatus.ONGOING
+    matters = is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE)
     return IdStatus(
         row=item.row,
         incarnation=item.incarnation,
         kafka_status=view.status,
-        open_for_s=max(0.0, time.time() - view.started_ms / 1000) if view.started_ms is not None and is_open else None,
+        open_for_s=_seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None,
         step=step,
-        needs_recovery=is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE),
+        needs_recovery=matters or prepared_at is not None,
+        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp()),
     )
+
+
+def _seconds_since(instant: float) -> float:
+    return max(0.0, time.time() - instant)
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:

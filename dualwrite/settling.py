@@ -20,7 +20,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.observations import EndAnswer, Outcome, TransactionView
-from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.ports import Participant, StateRow, StateStore, TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import (
     QUESTIONS,
@@ -249,6 +249,11 @@ class _Settling(_Asking):
             for key, (row, items) in pending.items()
             if all(next_step(item.known) is SettleStep.FINISH for item in items)
         }
+        if done:
+            rows = [pending[key][0] for key in done]
+            end_participants(
+                self._store, [one for one in self._store.participants(rows) if one.incarnation < one.row.incarnation]
+            )
         raised = {key: mark for key, mark in done.items() if pending[key][0].settled_incarnation < mark}
         if raised:
             self._store.mark_settled(raised)
@@ -356,6 +361,27 @@ class _Settling(_Asking):
         )
 
 
+def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
+    """What former owners have prepared in the database follows what is decided, as Kafka does.
+
+    Also what somebody has prepared under an incarnation that was settled before: he was too late, and it is undecided.
+
+    Args:
+        store: The database.
+        participants: Of incarnations below their row's, as a claim or somebody after it has read that.
+
+    Raises:
+        ConfigurationError, Unavailable: As :meth:`StateStore.end_participant`.
+    """
+    for found in participants:
+        committed = belongs(found.row.prepared, found.incarnation)
+        failpoints.hit("participant.found")
+        store.end_participant(found, committed=committed)
+        failpoints.hit("participant.ended")
+        done = "committed" if committed else "rolled back"
+        logger.info("%s: what was prepared in the database is %s now", found.row.kafka_id(found.incarnation), done)
+
+
 def _ids(known: Knowledge) -> tuple[int, int]:
     assert known.view is not None
     return known.view.producer_id, known.view.epoch
@@ -383,9 +409,19 @@ def _detail(item: Unsettled, outcome: Outcome) -> str:
 
 
 def inspect(
-    rows: Sequence[StateRow], *, coordinator: TransactionCoordinator, deadline: Deadline
+    rows: Sequence[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    participants: Iterable[Participant] = (),
 ) -> list[tuple[Unsettled, SettleStep]]:
     """What settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
+
+    Args:
+        rows: The rows.
+        coordinator: Kafka.
+        deadline: Bounds the whole.
+        participants: What is prepared in the database; those under incarnations that are settled come at the end.
 
     Returns:
         Each incarnation with its first step that is not a question.
@@ -394,6 +430,8 @@ def inspect(
         Unavailable: Kafka did not answer in time.
     """
     items = [item for row in rows for item in unsettled(row, row.incarnation)]
+    late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
+    items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
     asking = _Asking(coordinator, deadline)
     while groups := _by_question(items):
         for question, group in groups.items():

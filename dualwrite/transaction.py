@@ -240,12 +240,15 @@ class Transaction:
         if interruption is not None:
             raise interruption
 
-    def hand_over(self) -> None:
+    def hand_over(self, *, prepared: bool = False) -> None:
         """End the dual write undecided: prepare Kafka, and commit what the database has, without naming it in the row.
 
-        For writes that somebody else decides together with others: the rows must stand where nobody reads them. On return
-        they are durable, :attr:`prepared` is the open Kafka transaction, and this process must do nothing more with it:
-        neither commit nor abort.
+        For writes that somebody else decides together with others. On return the rows are durable, :attr:`prepared` is the
+        open Kafka transaction, and this process must do nothing more with either: neither commit nor abort.
+
+        Args:
+            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``), for whoever settles the row to end.
+                Otherwise it is committed, and the rows must stand where nobody reads them.
 
         Raises:
             TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may stand where they are, and
@@ -256,7 +259,10 @@ class Transaction:
         failpoints.hit("write.body_done")
         try:
             self._prepare()
-            self._ground.store.commit(self._connection)
+            if prepared:
+                self._ground.store.prepare(self._connection, self._lane.row)
+            else:
+                self._ground.store.commit(self._connection)
         except (Unavailable, TransactionInDoubt) as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error

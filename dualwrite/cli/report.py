@@ -35,17 +35,37 @@ def report_console() -> Console:
 
 def will_do(item: IdStatus) -> str:
     """What settling would do with it, in words."""
+    in_kafka = _will_do_in_kafka(item)
+    if item.prepared_for_s is None or in_kafka == _WILL[SettleStep.COMMIT]:
+        return in_kafka
+    decided = _row_word(item) != "-"
+    in_database = "commit in the database" if decided else "roll back in the database: undecided"
+    return in_database if in_kafka.startswith("nothing") else f"{in_kafka}; {in_database}"
+
+
+def _will_do_in_kafka(item: IdStatus) -> str:
     if item.step is SettleStep.RETIRE:
         if item.open_for_s is not None:
             return "abort: undecided"
-        return _WILL[SettleStep.END_FORGOTTEN] if item.needs_recovery else "nothing: idle"
+        return _WILL[SettleStep.END_FORGOTTEN] if _row_word(item) == "decided" else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
 
 
 def status_table(items: Sequence[IdStatus]) -> Table:
     """The table of ``dualwrite status``."""
     table = Table(title=None, box=None, pad_edge=False)
-    for column in ("transactional id", "incarnation", "row", "Kafka", "open for", "owner", "recovery would"):
+    shows_prepared = any(item.prepared_for_s is not None for item in items)
+    prepared = ["prepared for"] if shows_prepared else []
+    for column in (
+        "transactional id",
+        "incarnation",
+        "row",
+        "Kafka",
+        "open for",
+        *prepared,
+        "owner",
+        "recovery would",
+    ):
         table.add_column(column, overflow="fold")
     for item in items:
         table.add_row(
@@ -53,12 +73,17 @@ def status_table(items: Sequence[IdStatus]) -> Table:
             f"{item.incarnation} of {item.row.incarnation}",
             _row_word(item),
             item.kafka_status.value,
-            "" if item.open_for_s is None else f"{item.open_for_s:.0f} s",
+            _seconds(item.open_for_s),
+            *([_seconds(item.prepared_for_s)] if shows_prepared else []),
             item.row.owner,
             will_do(item),
             style="bold" if item.needs_recovery else None,
         )
     return table
+
+
+def _seconds(seconds: float | None, digits: int = 0) -> str:
+    return "" if seconds is None else f"{seconds:.{digits}f} s"
 
 
 def _row_word(item: IdStatus) -> str:
@@ -78,6 +103,7 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "prepared_transaction_state": str(item.row.prepared),
         "kafka": item.kafka_status.value,
         "open_for_s": item.open_for_s,
+        "prepared_for_s": item.prepared_for_s,
         "owner": item.row.owner,
         "updated_at": item.row.updated_at.isoformat(),
         "needs_recovery": item.needs_recovery,
@@ -101,16 +127,12 @@ def batch_table(batches: Sequence[Batch]) -> Table:
             f"{batch.row_count:,}",
             f"{batch.message_count:,}",
             "" if batch.started_at is None else f"{batch.started_at:%Y-%m-%d %H:%M:%S}",
-            _seconds(batch.decided_after_s),
-            _seconds(batch.completed_after_s),
+            _seconds(batch.decided_after_s, 2),
+            _seconds(batch.completed_after_s, 2),
             f"{batch.row_count / batch.decided_after_s:,.0f}" if batch.decided_after_s else "",
             style="bold" if batch.decided_at is None else None,
         )
     return table
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.2f} s"
 
 
 def batch_json(batch: Batch) -> dict[str, object]:

@@ -1,4 +1,7 @@
-"""COMMIT with the truth about its outcome, and ROLLBACK of whatever is left of a connection. Nobody else's COMMIT."""
+"""COMMIT or PREPARE TRANSACTION with the truth about its outcome, and ROLLBACK of whatever is left of a connection.
+
+Nobody else's COMMIT.
+"""
 
 from __future__ import annotations
 
@@ -38,32 +41,36 @@ def _stop_refusing(connection: Connection) -> None:
         event.remove(connection, "commit", _refuse)
 
 
-def commit(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
-    """Commit the connection's transaction. The rows are durable on return, and only then.
+def commit(
+    connection: Connection, dialect: Dialect, transactional_id: str | None = None, *, prepare_as: str | None = None
+) -> None:
+    """Commit the connection's transaction, or prepare it. It is durable on return, and only then.
 
     Args:
         connection: Inside a transaction.
         dialect: The adapter for the database.
         transactional_id: What the transaction was about, for the errors.
+        prepare_as: Prepare it under this name instead: plain ASCII without quotes.
 
     Raises:
         TransactionAborted: It has certainly been rolled back.
         TransactionInDoubt: It may have been committed, or may yet be: the answer is missing. Also for an interruption of
             any kind (``KeyboardInterrupt``) while the answer was awaited. The connection was thrown away.
     """
+    verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     _stop_refusing(connection)
     driver = _driver_of(connection)
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
         rollback(connection)
         raise TransactionAborted(
-            "the database connection was lost before COMMIT was sent", transactional_id=transactional_id
+            f"the database connection was lost before {verb} was sent", transactional_id=transactional_id
         )
     if standing is Standing.FAILED:
         # The server would answer COMMIT with a silent ROLLBACK, and the driver would call that a success.
         rollback(connection)
         raise TransactionAborted(
-            "a statement had failed, so that COMMIT would have been a ROLLBACK",
+            f"a statement had failed, so that {verb} would have been a ROLLBACK",
             transactional_id=transactional_id,
             next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
@@ -71,21 +78,25 @@ def commit(connection: Connection, dialect: Dialect, transactional_id: str | Non
     if standing is Standing.ENDED:
         discard(connection)
         raise TransactionInDoubt(
-            "the database transaction was ended by somebody else before COMMIT was sent",
+            f"the database transaction was ended by somebody else before {verb} was sent",
             transactional_id=transactional_id,
         )
     try:
-        connection.commit()
+        if prepare_as is None:
+            connection.commit()
+        else:
+            connection.exec_driver_sql(f"PREPARE TRANSACTION '{prepare_as}'")
+            connection.rollback()  # of SQLAlchemy's own: there is nothing left to roll back
     except BaseException as error:
         if dialect.certainly_rolled_back(driver, error):
             rollback(connection)
             retryable = isinstance(error, exc.SQLAlchemyError) and meaning_of(error) in _RETRYABLE
             raise TransactionAborted(
-                f"COMMIT failed: {driver_words(error)}", transactional_id=transactional_id, retryable=retryable
+                f"{verb} failed: {driver_words(error)}", transactional_id=transactional_id, retryable=retryable
             ) from error
         discard(connection, error)
         raise TransactionInDoubt(
-            f"the answer to COMMIT is missing: {driver_words(error)}", transactional_id=transactional_id
+            f"the answer to {verb} is missing: {driver_words(error)}", transactional_id=transactional_id
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,6 +90,10 @@ class Dialect(Protocol):
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """Whether a COMMIT that ended with this error has certainly not happened, and cannot happen any more."""
+        ...
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """The names of this library's prepared transactions in this database, and since when they wait."""
         ...
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from sqlalchemy import literal_column, select, text
@@ -17,6 +18,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores.dialect import Standing
 from dualwrite.stores.failures import sqlstate_of
+from dualwrite.stores.participants import PREFIX
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
@@ -50,6 +52,12 @@ _DURABLE: Final = (
 # The start of the server process stands beside the number: after a failover the same number may be another transaction.
 _SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
 _NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
+
+
+_PREPARED: Final = text(
+    "SELECT gid, prepared FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, :prefix) "
+    "ORDER BY gid"
+)
 
 
 class _Psycopg(Protocol):
@@ -202,6 +210,10 @@ class PostgreSQL:
         if state is None or _STANDINGS[status] is not Standing.ENDED:
             return False
         return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
         """``pg_xact_status``: exact while the transaction is recent and the server process the same."""

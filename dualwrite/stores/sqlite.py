@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, cast
 
 from sqlalchemy import exc, literal_column, update
@@ -118,6 +119,11 @@ class SQLite:
             return True
         orig = getattr(error, "orig", None)
         return isinstance(orig, sqlite3.IntegrityError) or str(orig).startswith(_CERTAIN)
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """There are none."""
+        del connection
+        return []
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
         """Unknown, always: transactions have no names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from sqlalchemy import String, bindparam, create_engine, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.ports import Participant
 from dualwrite.protocol.doubt import DatabaseVerdict
-from dualwrite.stores import committing
+from dualwrite.stores import committing, participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import map_database_error
@@ -180,6 +181,11 @@ class SqlStateStore:
         names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
         committing.commit(connection, self._dialect, next(iter(names)) if len(names) == 1 else None)
 
+    def prepare(self, connection: Connection, row: StateRow) -> None:
+        """See :meth:`dualwrite.ports.StateStore.prepare`."""
+        name = participants.name_of(row.namespace, row.incarnation)
+        committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name)
+
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.rollback`."""
         committing.rollback(connection)
@@ -272,6 +278,23 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.StateStore.mark_settled`."""
         if incarnations:
             self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))
+
+    def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
+        """See :meth:`dualwrite.ports.StateStore.participants`. There are none on SQLite."""
+        by_namespace = {row.namespace: row for row in rows}
+        found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
+        return [
+            Participant(by_namespace[namespace], incarnation, prepared_at)
+            for name, prepared_at in found
+            for namespace, incarnation in [participants.parse(name)]
+            if namespace in by_namespace
+        ]
+
+    def end_participant(self, participant: Participant, *, committed: bool) -> None:
+        """See :meth:`dualwrite.ports.StateStore.end_participant`."""
+        name = participants.name_of(participant.row.namespace, participant.incarnation)
+        with self._mapped(participant.row.transactional_id):
+            participants.end(self._engine, name, committed=committed)
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.ports.StateStore.incident`."""

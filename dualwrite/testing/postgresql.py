@@ -175,6 +175,8 @@ class EmbeddedPostgres:
             "unix_socket_directories": "",
             # The password is random, so that nothing is gained by making its check slow.
             "scram_iterations": "1",
+            # Off by default; what is prepared is a way of the Spark sink to bring rows in undecided.
+            "max_prepared_transactions": "100",
             **self._settings,
         }
         arguments = ["-D", str(data), "-U", SUPERUSER, "-A", "scram-sha-256", "--pwfile", str(password)]

@@ -15,7 +15,7 @@ from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnve
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
-from dualwrite.sinks.spark.owners import owner_prefix
+from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.slots import SlotPool
@@ -64,8 +64,8 @@ class Attempt:
         self.engine = engine
         self.ledger = Ledger(options.schema)
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
-        who = f"partition {partition} attempt {number} {secrets.token_hex(4)} {default_owner()}"
-        self._owner = owner_prefix(batch_id) + who
+        who = f"attempt {number} {secrets.token_hex(4)} {default_owner()}"
+        self._owner = owner_prefix(batch_id, partition) + who
 
     def seen(self, partition_id: int) -> bool:
         """Whether the ledger has that partition of the batch.
@@ -87,6 +87,23 @@ class Attempt:
             logger.info("%s: written all the same; this attempt failed: %s", self.name, error)
         return seen
 
+    def settle_former(self) -> None:
+        """Settle what other attempts at this partition have left: they are fenced, and what they have prepared is undone.
+
+        Raises:
+            ConfigurationError, Unavailable: It could not be settled.
+        """
+        options = self.options
+        pool = self._pool()
+        with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
+            ground = Ground(coordinator, SqlStateStore(self.engine, schema=options.schema), unique_owner())
+            former = pool.held_by(owner_prefix(self.batch_id, self.partition))
+            settle_leases(ground, pool, former, Deadline(options.timeout_s), self.name)
+
+    def _pool(self) -> SlotPool:
+        options = self.options
+        return SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+
     @contextmanager
     def workplace(self) -> Generator[Workplace, None, None]:
         """Lease a slot, claim it, and make a producer; all are let go of when the block ends.
@@ -95,10 +112,9 @@ class Attempt:
             Unavailable, ConfigurationError, Fenced: It could not be had.
         """
         options, config = self.options, self.options.kafka_config()
-        pool = SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
         with (
             closing(KafkaCoordinator(config)) as coordinator,
-            leased_slot(pool, self._owner, options.lease_s) as slot,
+            leased_slot(self._pool(), self._owner, options.lease_s) as slot,
         ):
             ground = Ground(coordinator, SqlStateStore(self.engine, schema=options.schema), unique_owner())
             lane = Lane(slot.lease.transactional_id, ground, _producer_maker(config, ground, options.timeout_s))

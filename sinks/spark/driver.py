@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sqlalchemy import exc
 
-from dualwrite.claiming import Ground, claim_rows, unique_owner
+from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.observations import Outcome
-from dualwrite.settling import settle
+from dualwrite.settling import end_participants
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.layout import plan_layout
-from dualwrite.sinks.spark.owners import owner_prefix
+from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
+from dualwrite.sinks.spark.prepared import choose_staging
 from dualwrite.sinks.spark.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.table import read_table
 from dualwrite.stores.failures import map_database_error
@@ -105,17 +107,12 @@ class DriverSide:
         Tasks of this batch that still run, of a former driver or of a cancelled job, are fenced by it.
         """
         leases = [*self._pool.expired(), *self._pool.held_by(owner_prefix(self._batch_id))]
-        if not leases:
-            return
-        deadline = Deadline(self._options.timeout_s)
         ground = Ground(self._coordinator, self._store, unique_owner())
-        rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
-        report = settle(rows, coordinator=self._coordinator, store=self._store, deadline=deadline)
-        for lease in leases:
-            self._pool.release(lease)
-        logger.info(
-            "%s: settled %d slots, %d transactions rolled forward", self.name, len(rows), len(report.rolled_forward)
-        )
+        settle_leases(ground, self._pool, leases, Deadline(self._options.timeout_s), self.name)
+        # A task that was paused may have prepared something after its slot was settled.
+        rows = self._store.find(f"{self._pool.pool}#")
+        found = self._store.participants(rows)
+        end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
 
     def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
         """For people who look at batches; nothing rests on it, so it may fail."""
@@ -146,10 +143,28 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         ConfigurationError: What does not fit; it names the column and the type. Or the registry refuses a schema.
         Unavailable: A server does not answer.
     """
+    with _servers(options) as (engine, coordinator):
+        return _read_layout(options, schema, engine, coordinator)
+
+
+def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) -> tuple[Layout, bool]:
+    """As :func:`read_layout`, and whether tasks bring rows in through staging tables; see :func:`choose_staging`.
+
+    Raises:
+        ConfigurationError: What does not fit.
+        Unavailable: A server does not answer.
+    """
+    with _servers(options) as (engine, coordinator):
+        layout = _read_layout(options, schema, engine, coordinator)
+        return layout, choose_staging(engine, options.database_leg, layout.table[0], moves=moves)
+
+
+@contextmanager
+def _servers(options: SinkOptions) -> Generator[tuple[Engine, KafkaCoordinator], None, None]:
     engine = connect_engine(options)
     try:
         with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
-            return _read_layout(options, schema, engine, coordinator)
+            yield engine, coordinator
     finally:
         engine.dispose()
 

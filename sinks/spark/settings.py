@@ -29,6 +29,9 @@ _FORMATS: Final = tuple(str(item) for item in Format)
 _DRIVER: Final = ("postgresql", "psycopg")
 
 
+DATABASE_LEGS: Final = ("auto", "staging", "prepared")
+
+
 class _Needed(TypedDict):
     sink: str
     kafka: Mapping[str, object]
@@ -62,6 +65,7 @@ class SinkSettings(_Needed, total=False):
     margin_s: float
     progress_s: float
     decide_within_s: float
+    database_leg: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +111,10 @@ class SinkOptions:
         progress_s: Time between two progress lines in the log of the driver, and of each task, in seconds.
         decide_within_s: For a batch that is decided as one: how long what the first task has prepared waits for the last one,
             in seconds. Bounded by the broker's transaction timeout as well.
+        database_leg: For a batch that is decided as one: how its tasks bring rows in undecided. "staging": into tables beside
+            the target, moved when it is decided; on every server, the rows show all at once. "prepared": into the target,
+            by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server needs
+            max_prepared_transactions. "auto": staging where tables may be made, otherwise prepared.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
@@ -139,6 +147,7 @@ class SinkOptions:
     margin_s: float = 10.0
     progress_s: float = 5.0
     decide_within_s: float = 3600.0
+    database_leg: str = "auto"
 
     def __post_init__(self) -> None:
         check_name(self.sink, "the name of a sink")
@@ -152,6 +161,10 @@ class SinkOptions:
         for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
+        if self.database_leg not in DATABASE_LEGS:
+            raise ConfigurationError(
+                f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"
+            )
         _parse_url(self.url)
         self._check_formats()
 

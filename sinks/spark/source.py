@@ -16,7 +16,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, DataSourc
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.driver import read_layout
+from dualwrite.sinks.spark.driver import read_plan
 from dualwrite.sinks.spark.progress import log_to_stderr
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.source_options import SourceOptions
@@ -90,8 +90,9 @@ class DualWriteDataSource(DataSource):
         with WholeBatch(options.sink, options.batch_id) as batch:
             batch.settle_left()
             layout = batch.layout(schema)
+            staging = batch.uses_staging(layout, moves=overwrite or bool(options.upsert_keys))
             logger.info("%s: writing", batch.name)
-        return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite)
+        return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite, staging=staging)
 
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
         """Plan a micro-batch, or its end: as :meth:`writer`.
@@ -108,7 +109,8 @@ class DualWriteDataSource(DataSource):
                 "a stream cannot empty the table with each micro-batch",
                 next_step='use outputMode("append"), or outputMode("update") with upsertKeys',
             )
-        return _StreamWriter(options, schema, read_layout(options.sink, schema))
+        layout, staging = read_plan(options.sink, schema, moves=bool(options.upsert_keys))
+        return _StreamWriter(options, schema, layout, staging=staging)
 
 
 def register(session: SparkSession) -> None:
@@ -132,17 +134,25 @@ def _task() -> TaskContext:
 
 class _BatchWriter(DataSourceArrowWriter):
     def __init__(
-        self, options: SourceOptions, batch_id: str, schema: spark.StructType, layout: Layout, *, overwrite: bool
+        self,
+        options: SourceOptions,
+        batch_id: str,
+        schema: spark.StructType,
+        layout: Layout,
+        *,
+        overwrite: bool,
+        staging: bool,
     ) -> None:
         self._options = options
         self._batch_id = batch_id
         self._schema = schema
         self._layout = layout
         self._overwrite = overwrite
+        self._staging = staging
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
-        return _write(self._options, self._layout, self._schema, self._batch_id, iterator)
+        return _write(self._options, self._layout, self._schema, self._batch_id, iterator, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when all tasks have ended well: decide."""
@@ -160,10 +170,11 @@ class _BatchWriter(DataSourceArrowWriter):
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
-    def __init__(self, options: SourceOptions, schema: spark.StructType, layout: Layout) -> None:
+    def __init__(self, options: SourceOptions, schema: spark.StructType, layout: Layout, *, staging: bool) -> None:
         self._options = options
         self._schema = schema
         self._layout = layout
+        self._staging = staging
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
@@ -174,7 +185,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 "Spark does not tell the task which query and micro-batch it belongs to",
                 next_step="use a version of PySpark that this library is tested with",
             )
-        return _write(self._options, self._layout, self._schema, f"{query}/{number}", iterator)
+        return _write(self._options, self._layout, self._schema, f"{query}/{number}", iterator, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when all tasks of the micro-batch have ended well: decide."""
@@ -196,13 +207,25 @@ class _StreamWriter(DataSourceStreamArrowWriter):
 
 
 def _write(
-    options: SourceOptions, layout: Layout, schema: spark.StructType, batch_id: str, found: Iterator[pa.RecordBatch]
+    options: SourceOptions,
+    layout: Layout,
+    schema: spark.StructType,
+    batch_id: str,
+    found: Iterator[pa.RecordBatch],
+    *,
+    staging: bool,
 ) -> TaskMessage:
     task = _task()
     project = projected_batches if DataSourceArrowWriter is not DataSourceWriter else row_batches
     batches = project(whole_input(found), schema, layout)
     prepared = prepare_partition(
-        options.sink, layout, batch_id, batches, partition=task.partitionId(), number=task.attemptNumber()
+        options.sink,
+        layout,
+        batch_id,
+        batches,
+        partition=task.partitionId(),
+        number=task.attemptNumber(),
+        staging=staging,
     )
     return TaskMessage(batch_id, prepared)
 

@@ -42,6 +42,7 @@ OPTION_NAMES: Final = {
     "marginSeconds": "margin_s",
     "progressSeconds": "progress_s",
     "decideWithinSeconds": "decide_within_s",
+    "databaseLeg": "database_leg",
 }
 """Option by option, the setting of `SinkOptions` that it is."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")

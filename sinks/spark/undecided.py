@@ -1,7 +1,8 @@
 """A task of a batch that is decided as one: it brings its rows and messages to both servers, and decides nothing.
 
-Its rows stand committed in a staging table, which nobody reads. Its messages are flushed in a Kafka transaction that stays
-open, which no ``read_committed`` consumer sees. What it hands to the driver names both.
+Its rows stand committed in a staging table, which nobody reads; or in the target, in a prepared transaction, which nobody
+sees. Its messages are flushed in a Kafka transaction that stays open, which no ``read_committed`` consumer sees. What it hands
+to the driver names both.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dualwrite import failpoints
-from dualwrite.block import dual_write
+from dualwrite.block import Ending, dual_write
 from dualwrite.errors import TransactionAborted
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.prepared import bound_waiting, waited_in_vain
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
 from dualwrite.sinks.spark.writing import write_rows
 from dualwrite.stores.ledger import WHOLE_BATCH
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.ports import StateRow
     from dualwrite.sinks.spark.attempt import Workplace
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
@@ -39,13 +44,15 @@ class Undecided:
 
     Attributes:
         partition: Number of the partition.
-        rows: Rows in the staging table, and messages in the Kafka transaction.
+        rows: Rows in the database, and messages in the Kafka transaction.
         bytes: Their size, as :class:`Progress` counts it.
         started_at: When the attempt began to write, by the database's clock.
         owner: Who holds the slot's lease.
+        transactional_id: The slot.
+        incarnation: Of the slot's row; whose prepared transaction has the rows, where there is no staging table.
         namespace: Of the slot's row.
         prepared: The Kafka transaction.
-        staged: The staging table; its slot is the transactional id.
+        staged: The staging table that has the rows; None where they are prepared in the target.
     """
 
     partition: int
@@ -53,9 +60,11 @@ class Undecided:
     bytes: int
     started_at: datetime
     owner: str
+    transactional_id: str
+    incarnation: int
     namespace: str
     prepared: PreparedTxnState
-    staged: StagingTable
+    staged: StagingTable | None
 
 
 def prepare_partition(
@@ -66,10 +75,11 @@ def prepare_partition(
     *,
     partition: int,
     number: int,
+    staging: bool,
 ) -> Undecided | None:
     """Bring one partition to both servers, undecided.
 
-    On return the rows are durable in a staging table, and the messages in an open Kafka transaction. The slot stays leased
+    On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased
     for as long as the broker surely keeps that transaction open, less the margin, and ``decide_within_s`` at most.
 
     Args:
@@ -78,7 +88,8 @@ def prepare_partition(
         batch_id: Name of the batch.
         batches: The projected rows; its normal end means that they are all.
         partition: Number of the partition.
-        number: Number of the attempt, for people.
+        number: Number of the attempt, from 0.
+        staging: Whether the rows go into a staging table, rather than into the target in a prepared transaction.
 
     Returns:
         What is for the driver to decide. None if the batch is written already, or the partition is empty.
@@ -97,7 +108,7 @@ def prepare_partition(
         first = next(source, None)
         if first is None:
             return None
-        undecided = _prepare(attempt, layout, _joined(first, source))
+        undecided = _prepare(attempt, layout, _joined(first, source), staging=staging)
     finally:
         engine.dispose()
     failpoints.hit("spark.task_done")
@@ -109,32 +120,34 @@ def _joined(first: pa.RecordBatch, others: Iterable[pa.RecordBatch]) -> Iterable
     yield from others
 
 
-def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]) -> Undecided:
+def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool) -> Undecided:
     options = attempt.options
     progress = Progress(attempt.name, options.progress_s)
-    with attempt.workplace() as place:
-        row = place.lane.row
-        with (
-            attempt.engine.connect() as connection,
-            dual_write(
-                place.lane,
-                place.ground,
-                connection,
-                margin_s=options.margin_s,
-                timeout_s=options.timeout_s,
-                hand_over=True,
-            ) as transaction,
-        ):
-            staged = create_staging(
-                transaction.connection,
-                layout.table,
-                layout.table_column_names,
-                transactional_id=row.transactional_id,
-                incarnation=row.incarnation,
-            )
-            write_rows(transaction, batches, layout, staged.table, options, progress=progress)
-        assert transaction.prepared is not None
-        place.slot.keep_for(_lifetime_s(attempt, place))
+    try:
+        with attempt.workplace() as place:
+            row = place.lane.row
+            with (
+                attempt.engine.connect() as connection,
+                dual_write(
+                    place.lane,
+                    place.ground,
+                    connection,
+                    margin_s=options.margin_s,
+                    timeout_s=options.timeout_s,
+                    ending=Ending.HAND_OVER if staging else Ending.PREPARE,
+                ) as transaction,
+            ):
+                staged = _staging_for(transaction.connection, layout, row) if staging else None
+                if staged is None:
+                    bound_waiting(transaction.connection)
+                table = layout.table if staged is None else staged.table
+                write_rows(transaction, batches, layout, table, options, progress=progress)
+            assert transaction.prepared is not None
+            place.slot.keep_for(_lifetime_s(attempt, place))
+    except TransactionAborted as error:
+        if not staging and waited_in_vain(error):
+            attempt.settle_former()
+        raise
     logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
     return Undecided(
         partition=attempt.partition,
@@ -142,9 +155,21 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
         bytes=progress.bytes,
         started_at=place.slot.leased_at,
         owner=place.slot.lease.owner,
+        transactional_id=row.transactional_id,
+        incarnation=row.incarnation,
         namespace=row.namespace,
         prepared=transaction.prepared,
         staged=staged,
+    )
+
+
+def _staging_for(connection: Connection, layout: Layout, row: StateRow) -> StagingTable:
+    return create_staging(
+        connection,
+        layout.table,
+        layout.table_column_names,
+        transactional_id=row.transactional_id,
+        incarnation=row.incarnation,
     )
 
 

@@ -17,6 +17,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.sinks.spark.driver import DriverSide
+from dualwrite.sinks.spark.prepared import choose_staging, require_prepared
 from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.staging import drop_dead_staging, empty, take_over
 from dualwrite.stores.ledger import WHOLE_BATCH
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 class WholeBatch(DriverSide):
     """One run of one batch that is decided as one."""
+
+    def uses_staging(self, layout: Layout, *, moves: bool) -> bool:
+        """As :func:`choose_staging`."""
+        return choose_staging(self._engine, self._options.database_leg, layout.table[0], moves=moves)
 
     def decide(self, layout: Layout, prepared: Collection[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
         """Decide on all that the tasks have prepared, in one database transaction; then bring Kafka in line.
@@ -57,7 +62,7 @@ class WholeBatch(DriverSide):
                 nobody can tell. It is recorded.
         """
         failpoints.hit("batch.prepared")
-        ordered = sorted(prepared, key=lambda one: one.staged.transactional_id)
+        ordered = sorted(prepared, key=lambda one: one.transactional_id)
         decided = None
         try:
             written = self._decide(layout, ordered, truncate=truncate, upsert=upsert)
@@ -83,7 +88,7 @@ class WholeBatch(DriverSide):
             try:
                 if prepared:
                     # A driver that is paused from here on loses its session, and its locks with it.
-                    self._store.read_incarnation(connection, prepared[0].staged.transactional_id)
+                    self._store.read_incarnation(connection, prepared[0].transactional_id)
                 if not self._record(connection, prepared):
                     logger.info("%s: already written", self.name)
                     self._store.rollback(connection)
@@ -93,8 +98,10 @@ class WholeBatch(DriverSide):
                     self._decide_on_slot(connection, one)
                 if truncate:
                     empty(connection, layout.table)
+                require_prepared(connection, [one for one in prepared if one.staged is None], self.name)
                 for one in prepared:
-                    take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
+                    if one.staged is not None:
+                        take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
                 failpoints.hit("batch.recorded")
             except BaseException:
                 self._store.rollback(connection)
@@ -125,21 +132,21 @@ class WholeBatch(DriverSide):
         )
 
     def _require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
-        held = self._pool.held_in(connection, {one.staged.transactional_id: one.owner for one in prepared})
-        late = [one for one in prepared if one.staged.transactional_id not in held]
+        held = self._pool.held_in(connection, {one.transactional_id: one.owner for one in prepared})
+        late = [one for one in prepared if one.transactional_id not in held]
         if late:
             raise TransactionAborted(
                 f"{self.name}: {len(late)} of {len(prepared)} partitions were prepared too long ago, or taken over by "
                 "another driver",
-                transactional_id=late[0].staged.transactional_id,
+                transactional_id=late[0].transactional_id,
                 next_step="run the batch again; if this comes again, make it smaller, or raise decide_within_s and the "
                 "broker's transaction.max.timeout.ms",
             )
 
     def _decide_on_slot(self, connection: Connection, one: Undecided) -> None:
-        transactional_id = one.staged.transactional_id
+        transactional_id = one.transactional_id
         ours, _ = self._store.decide(
-            connection, transactional_id, one.staged.incarnation, one.prepared, namespace=one.namespace
+            connection, transactional_id, one.incarnation, one.prepared, namespace=one.namespace
         )
         if not ours:
             raise Fenced(

@@ -217,6 +217,46 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_found_out() -> None:
         database.dispose()
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(committed: bool) -> None:
+    with EmbeddedPostgres() as server:
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        row = database.claim(store, "orders")
+        another = database.claim(store, "another")
+        with store.engine.connect() as connection:
+            begin(store, connection)
+            connection.execute(text("CREATE TABLE made (id int)"))
+            store.prepare(connection, row)
+            assert not connection.in_transaction()
+            begin(store, connection)  # it is free for another transaction
+            store.rollback(connection)
+        server.restart("immediate")
+        database.dispose()  # the connections of before
+        [found] = store.participants([row, another])
+        assert (found.row, found.incarnation) == (row, 1)
+        assert store.participants([another]) == store.participants([]) == []
+        for _ in range(2):
+            store.end_participant(found, committed=committed)
+        assert store.participants([row]) == []
+        assert database.query("SELECT to_regclass('made') IS NOT NULL") == [(committed,)]
+        database.dispose()
+
+
+def test_a_server_that_takes_no_prepared_transactions_rolls_back() -> None:
+    with EmbeddedPostgres({"max_prepared_transactions": "0"}) as server:
+        database = prepare("postgresql", server.create_database())
+        store = database.store()
+        row = database.claim(store, "orders")
+        with store.engine.connect() as connection:
+            begin(store, connection)
+            connection.execute(text("CREATE TABLE made (id int)"))
+            with pytest.raises(TransactionAborted, match="PREPARE TRANSACTION failed: .*disabled"):
+                store.prepare(connection, row)
+        assert database.query("SELECT to_regclass('made') IS NULL") == [(True,)]
+        database.dispose()
+
+
 def test_rolling_back_a_dead_connection_raises_nothing(
     postgres: Database, store: SqlStateStore, connection: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,32 @@ def options_of(settings):
     return found
 
 
+def options(case, **more):
+    """The options of a case; those that are None in ``more`` are left out."""
+    return {key: value for key, value in {**options_of(case.settings), **more}.items() if value is not None}
+
+
+def write_with(case, df, mode="append", source="dualwrite", **more):
+    """Write a DataFrame with the options of a case."""
+    df.write.format(source).mode(mode).options(**options(case, **more)).save()
+
+
+def staging_tables(case):
+    return case.execute("SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%'")
+
+
+def prepared_transactions(case):
+    return case.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
+
+
+def nothing_is_left(case):
+    """No staging table, nothing prepared, no slot taken, no transaction open."""
+    assert staging_tables(case) == []
+    assert prepared_transactions(case) == []
+    assert case.execute("SELECT transactional_id FROM dualwrite_slot WHERE lease_owner IS NOT NULL") == []
+    assert case.messages() is not None  # reading waits until no transaction is open
+
+
 class ArmedSource(DualWriteDataSource):
     """``format("armed")``: the option ``inTask`` arms a point in the first attempt at one partition, ``inCommit`` where it
     is decided, ``inAbort`` where it is given up."""

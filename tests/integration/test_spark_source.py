@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyspark_dualwrite
@@ -12,7 +13,7 @@ import pytest
 from harness.patience import PATIENCE_S
 from harness.spark import PARTITIONS, ROWS, TESTS
 from harness.spark import numbers as numbered
-from harness.spark_source import ArmedSource, options_of
+from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import functions
@@ -40,30 +41,11 @@ DECIDED = ["batch.decided", "batch.completed", *thorough("settle.before_commit",
 KILLED = (PySparkException, Py4JJavaError)
 
 
-def options(case, **more):
-    return {key: value for key, value in {**options_of(case.settings), **more}.items() if value is not None}
-
-
 @pytest.fixture
 def write(spark, numbers):
     register(spark)
     spark.dataSource.register(ArmedSource)
-
-    def run(df, mode="append", source="dualwrite", **more):
-        df.write.format(source).mode(mode).options(**options(numbers, **more)).save()
-
-    return run
-
-
-def staging_tables(case):
-    return case.execute("SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%'")
-
-
-def nothing_is_left(case):
-    """No staging table, no slot taken, no transaction open."""
-    assert staging_tables(case) == []
-    assert case.execute("SELECT transactional_id FROM dualwrite_slot WHERE lease_owner IS NOT NULL") == []
-    assert case.messages() is not None  # reading waits until no transaction is open
+    return partial(write_with, numbers)
 
 
 def test_a_batch_is_on_both_sides_and_the_ledger_tells(spark, numbers, write):

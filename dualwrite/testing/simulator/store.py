@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -17,7 +17,7 @@ from dualwrite.errors import (
 )
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
-from dualwrite.ports import Incident, StateRow
+from dualwrite.ports import Incident, Participant, StateRow
 from dualwrite.stores.rows import check_not_gone_back
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import (
@@ -125,6 +125,10 @@ class SimulatedStore:
             return _is_ours(self._database.lock(session, transactional_id, exclusive=False), incarnation, namespace)
 
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
+
+    def prepare(self, connection: Connection, row: StateRow) -> None:
+        """See :meth:`dualwrite.ports.StateStore.prepare`: this database takes no prepared transactions."""
+        raise NotImplementedError
 
     def commit(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.commit`."""
@@ -322,6 +326,15 @@ class SimulatedStore:
 
         if incarnations:
             self._run(work)
+
+    def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
+        """See :meth:`dualwrite.ports.StateStore.participants`."""
+        del rows
+        return []
+
+    def end_participant(self, participant: Participant, *, committed: bool) -> None:
+        """See :meth:`dualwrite.ports.StateStore.end_participant`."""
+        raise NotImplementedError
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.ports.StateStore.incident`."""

@@ -1,0 +1,44 @@
+"""The names of prepared transactions, and how they are ended.
+
+PostgreSQL flushes PREPARE TRANSACTION and COMMIT PREPARED always, whatever the session says of ``synchronous_commit``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import exc
+
+from dualwrite.stores.failures import sqlstate_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+PREFIX: Final = "dualwrite:"
+_UNDEFINED_OBJECT: Final = "42704"
+
+
+def name_of(namespace: str, incarnation: int) -> str:
+    """The name of what an incarnation prepares. The namespace of a row is no other row's, in whatever database it is."""
+    return f"{PREFIX}{namespace}:{incarnation}"
+
+
+def parse(name: str) -> tuple[str, int]:
+    """Namespace and incarnation of a name that :func:`name_of` has made."""
+    namespace, _, incarnation = name[len(PREFIX) :].rpartition(":")
+    return namespace, int(incarnation)
+
+
+def end(engine: Engine, name: str, *, committed: bool) -> None:
+    """Commit or roll back a prepared transaction; does nothing if there is none of that name.
+
+    Raises:
+        SQLAlchemyError: The database failed.
+    """
+    verb = "COMMIT" if committed else "ROLLBACK"
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        try:
+            connection.exec_driver_sql(f"{verb} PREPARED '{name}'")
+        except exc.DBAPIError as error:
+            if sqlstate_of(error.orig) != _UNDEFINED_OBJECT:
+                raise

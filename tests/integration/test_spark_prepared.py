@@ -1,0 +1,144 @@
+"""The Data Source over prepared transactions: tasks load the table and prepare, the driver's decision ends all of it."""
+
+from datetime import datetime, timezone
+from functools import partial
+
+import pytest
+from harness.spark import ROWS
+from harness.spark import numbers as numbered
+from harness.spark_source import (
+    ArmedSource,
+    nothing_is_left,
+    options,
+    prepared_transactions,
+    staging_tables,
+    write_with,
+)
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from sqlalchemy import create_engine, text
+
+from dualwrite import PreparedTxnState, recover
+from dualwrite.errors import TransactionAborted
+from dualwrite.recovery import status
+from dualwrite.sinks.spark import register
+from dualwrite.sinks.spark.prepared import require_prepared
+from dualwrite.sinks.spark.undecided import Undecided
+from dualwrite.stores.state import SqlStateStore
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+KILLED = (PySparkException, Py4JJavaError)
+
+
+@pytest.fixture
+def write(spark, numbers):
+    register(spark)
+    spark.dataSource.register(ArmedSource)
+    return partial(write_with, numbers, databaseLeg="prepared")
+
+
+def test_a_batch_is_on_both_sides_and_nothing_stays_prepared(spark, numbers, write):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    for _ in range(2):
+        write(numbered(spark), batchId="1")
+        numbers.verify()
+        nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("point", [pytest.param("write.prepared", marks=pytest.mark.thorough), "batch.handed_over"])
+def test_a_killed_task_is_run_again_also_where_its_former_self_holds_the_keys(spark, numbers, write, point):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    write(numbered(spark), source="armed", batchId="1", inTask=point)
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spark, numbers, write):
+    with pytest.raises(KILLED):
+        write(numbered(spark), source="armed", batchId="1", inCommit="batch.recorded", inAbort="claim.before")
+    assert len(prepared_transactions(numbers)) == 4
+    assert staging_tables(numbers) == numbers.rows() == []
+    found = status(kafka=numbers.kafka, engine=numbers.url)
+    assert [item.prepared_for_s is not None and item.needs_recovery for item in found] == [True] * 4
+    write(numbered(spark), batchId="2")
+    write(numbered(spark), batchId="1")
+    assert len(numbers.rows()) == 2 * ROWS
+    assert numbers.rows() == numbers.messages()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize(
+    "point", ["participant.found", "participant.ended", pytest.param("batch.decided", marks=pytest.mark.thorough)]
+)
+def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, write, point):
+    with pytest.raises(KILLED):
+        write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="claim.before")
+    assert prepared_transactions(numbers)
+    assert len(numbers.rows()) < ROWS
+    recover(kafka=numbers.kafka, engine=numbers.url)
+    assert prepared_transactions(numbers) == []
+    numbers.verify()
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
+    write(numbered(spark), batchId="1")
+    engine = create_engine(numbers.url)
+    store = SqlStateStore(engine)
+    row = store.find(f"{numbers.sink}.spark#")[0]
+    with engine.connect() as connection:
+        store.begin(connection)
+        connection.execute(text("INSERT INTO numbers VALUES (-1, 'late')"))
+        store.prepare(connection, row)
+        store.claim([row.transactional_id], owner="another", cluster_id=row.cluster_id)
+        store.mark_settled({row.transactional_id: row.incarnation})
+    engine.dispose()
+    [item] = [item for item in status(kafka=numbers.kafka, engine=numbers.url) if item.prepared_for_s is not None]
+    assert item.needs_recovery
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_what_somebody_has_ended_cannot_be_decided(dualwrite_postgres):
+    """An operator's ROLLBACK PREPARED: the rows are gone, so the messages must not come."""
+    gone = Undecided(0, 1, 1, datetime.now(timezone.utc), "nobody", "any.spark#1", 1, "any", PreparedTxnState(), None)
+    engine = create_engine(dualwrite_postgres.url)
+    with engine.connect() as connection, pytest.raises(TransactionAborted, match="of 1 prepared .* 0 are there"):
+        require_prepared(connection, [gone], "sink 'any' batch '1'")
+    engine.dispose()
+
+
+@pytest.mark.thorough
+def test_a_stream_writes_each_micro_batch_once(spark, numbers, tmp_path):
+    register(spark)
+    source = tmp_path / "source"
+    numbered(spark).write.parquet(str(source))
+    stream = spark.readStream.schema("id long, name string").option("maxFilesPerTrigger", 1).parquet(str(source))
+    query = (
+        stream.writeStream.format("dualwrite")
+        .options(**options(numbers, databaseLeg="prepared"))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "says"),
+    [
+        ("overwrite", {}, "need staging tables"),
+        ("append", {"upsertKeys": "id"}, "need staging tables"),
+        ("append", {"databaseLeg": "other"}, "cannot be 'other'"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(spark, numbers, write, mode, more, says):
+    with pytest.raises(PySparkException, match=says):
+        write(numbered(spark), mode=mode, batchId="1", **more)
+    assert numbers.rows() == numbers.messages() == []
