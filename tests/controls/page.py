@@ -21,8 +21,8 @@ other test by hand.
 COLUMNS = """\
 The first column of results names the test on real servers that must fail, and fails. The second tells after how many states
 the [exhaustive search](proof-search.md) comes to something wrong ("-": it has no such mistake), the third after how many
-[random schedules](proof-model.md) something is found. "Nothing" is to be expected of a mistake whose place is not in what is
-simulated: SQL, the wire, Spark.
+[random schedules](proof-model.md), of 5,000 at most, something is found. They find nothing of a mistake whose place is not in
+what is simulated (SQL, the wire, Spark), or that takes an order of steps which chance rarely draws.
 """
 
 
