@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession, functions
+import pyarrow as pa
+import pyarrow.parquet
+from pyspark.sql import DataFrame, SparkSession
 from sqlalchemy import create_engine, text
 
 from bench.servers import Ground, p50, p95
@@ -19,15 +20,18 @@ EMPTY = "an empty sink (noop)"
 FORMAT = 'format("dualwrite")'
 FOREACH = "foreach_batch"
 PATIENCE_S = 3600.0
+_FILES = 2  # in each micro-batch
 _AROUND = 10  # the 2nd to the 11th, and as many up to the last
 
 
 def measure(ground: Ground, spark: SparkSession, directory: Path, batches: int, rounds: int) -> dict[str, Any]:
     """Streams in turn, so many micro-batches each; milliseconds of each micro-batch from its second on."""
+    source = directory / "micro"
+    _write_files(source, batches)
     samples: dict[str, list[list[float]]] = {EMPTY: [], FORMAT: [], FOREACH: []}
     for number in range(rounds):
         for name, found in samples.items():
-            found.append(_stream(ground, spark, directory / f"{number}-{secrets.token_hex(4)}", name, batches))
+            found.append(_stream(ground, spark, source, directory / f"{number}-{secrets.token_hex(4)}", name, batches))
             print(
                 f"{name}: p50 {p50(found[-1]):.0f} ms, the 2nd {found[-1][0]:.0f}, the last {found[-1][-1]:.0f}",
                 flush=True,
@@ -43,33 +47,37 @@ def measure(ground: Ground, spark: SparkSession, directory: Path, batches: int, 
     }
 
 
-def _stream(ground: Ground, spark: SparkSession, checkpoint: Path, name: str, batches: int) -> list[float]:
+def _write_files(directory: Path, batches: int) -> None:
+    """The rows of each micro-batch in files of their own, which Spark reads as a partition each."""
+    directory.mkdir()
+    rows = ROWS // _FILES
+    for number in range(batches * _FILES):
+        ids = range(number * rows, (number + 1) * rows)
+        table = pa.table({"id": pa.array(ids, pa.int64()), "body": ["x" * 92] * rows})
+        pyarrow.parquet.write_table(table, directory / f"{number:06}.parquet")
+
+
+def _stream(
+    ground: Ground, spark: SparkSession, source: Path, checkpoint: Path, name: str, batches: int
+) -> list[float]:
     table = f"micro_{secrets.token_hex(4)}"
     topic = ground.topic(4)
     _execute(ground, f"CREATE TABLE {table} (id bigint, body text)")
-    # Its rows are numbered, the same ones again in a replay.
-    df = (
-        spark.readStream.format("rate-micro-batch")
-        .option("rowsPerBatch", ROWS)
-        .option("numPartitions", 2)
-        .load()
-        .select(functions.col("value").alias("id"), functions.lit("x" * 92).alias("body"))
+    df = spark.readStream.schema("id bigint, body string").option("maxFilesPerTrigger", _FILES).parquet(str(source))
+    query = (
+        _sink(ground, name, table, topic)(df)
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)  # it ends by itself: who stops a query breaks into its micro-batch
+        .start()
     )
-    query = _sink(ground, name, table, topic)(df).option("checkpointLocation", str(checkpoint)).start()
     try:
-        until = time.monotonic() + PATIENCE_S
-        while query.isActive and (query.lastProgress or {"batchId": -1})["batchId"] < batches - 1:
-            if time.monotonic() > until:
-                raise TimeoutError(f"{name}: {query.lastProgress}")
-            time.sleep(0.2)
+        if not query.awaitTermination(PATIENCE_S):
+            raise TimeoutError(f"{name}: {query.lastProgress}")
     finally:
         query.stop()
-    failure = query.exception()
-    if failure is not None and query.lastProgress["batchId"] < batches - 1:
-        raise failure
     took = {one["batchId"]: float(one["durationMs"]["triggerExecution"]) for one in query.recentProgress}
-    if name != EMPTY and _execute(ground, f"SELECT count(*) FROM {table}") < ROWS * batches:
-        raise RuntimeError(f"{name}: rows are missing")
+    if name != EMPTY and _execute(ground, f"SELECT count(*) FROM {table}") != ROWS * batches:
+        raise RuntimeError(f"{name}: rows are missing, or too many")
     _execute(ground, f"DROP TABLE {table}")
     return [took[number] for number in range(1, batches)]  # the first one starts everything
 

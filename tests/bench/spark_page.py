@@ -27,7 +27,7 @@ _AIMS = (
 def sections(figures: Mapping[str, Any]) -> list[str]:
     """The sections as lines of Markdown; of what was not measured there is none."""
     parts = [
-        *_compared("Spark: flights, ten times over", figures.get("flights")),
+        *_compared("Spark: flights, with all their columns", figures.get("flights")),
         *_compared("Spark: rows of 100 bytes", figures.get("small")),
     ]
     if "micro" in figures:
