@@ -48,6 +48,10 @@ class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
             self.close()
             raise
 
+    def __del__(self) -> None:
+        # kafka-python's loop drops the socket of a handshake that it is in the middle of when it is closed.
+        self.close()
+
 
 class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no types
     """Makes sockets that connect directly, without a proxy.

@@ -24,7 +24,9 @@ def _retire_at_once(patch: pytest.MonkeyPatch, instead_of: SettleStep) -> None:
     def choose(known, step):
         if known.retired:
             return SettleStep.FINISH
-        return SettleStep.RETIRE if step is instead_of else step
+        if step is not instead_of:
+            return step
+        return SettleStep.FINISH if known.is_retired else SettleStep.RETIRE
 
     _instead(patch, choose)
 
