@@ -23,7 +23,7 @@ started again: 40000 rows, 40000 messages, equal: True
 }
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.parametrize("example", PRINTED)
 def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgres):
     servers = {
