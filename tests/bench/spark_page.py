@@ -45,7 +45,6 @@ def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
         return []
     medians = figures["median_s"]
     rounds = len(next(iter(figures["seconds"].values())))
-    missing = [name for name in (PREPARED, SPARKS) if name not in medians]
     return [
         f"## {head}",
         "",
@@ -60,7 +59,7 @@ def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
             f"{figures['rows_per_s'][name]:,.0f} |"
             for name, median in medians.items()
         ),
-        *(f"| {name} | not measured | | | |" for name in missing),
+        *([] if SPARKS in medians else [f"| {SPARKS} | not measured | | | |"]),
         "",
         *(f"- {words}: **{_ratio(figures, one, other)}** (aim: {aim})." for words, one, other, aim in _AIMS),
         "",

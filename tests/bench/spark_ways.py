@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,12 @@ def by_write_batch(job: Job) -> None:
     write_batch(job.df, batch_id="1", **job.settings)
 
 
-def by_data_source(job: Job) -> None:
-    """The product, the whole batch decided as one, its rows through staging tables."""
+def by_data_source(job: Job, *, leg: str) -> None:
+    """The product, the whole batch decided as one."""
     kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
     options = {"sink": f"bench-{job.table}", "url": job.ground.url, "dbtable": job.table, "topic": job.topic}
-    job.df.write.format("dualwrite").mode("append").options(**options, **kafka, keyColumn=job.key, batchId="1").save()
+    own = {"keyColumn": job.key, "batchId": "1", "databaseLeg": leg}
+    job.df.write.format("dualwrite").mode("append").options(**options, **kafka, **own).save()
 
 
 def by_sparks_sinks(job: Job) -> None:
@@ -192,10 +194,13 @@ def by_kafka_leg(job: Job) -> None:
     project(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
 
 
-OUR_WAYS: Mapping[str, Way] = {WRITE_BATCH: by_write_batch, STAGING: by_data_source}
+OUR_WAYS: Mapping[str, Way] = {
+    WRITE_BATCH: by_write_batch,
+    PREPARED: partial(by_data_source, leg="prepared"),
+    STAGING: partial(by_data_source, leg="staging"),
+}
 ALL_WAYS: Mapping[str, Way] = {
     **OUR_WAYS,
-    # PREPARED: as soon as the product has it.
     SPARKS: by_sparks_sinks,
     NAIVE: by_hand,
     DATABASE_LEG: by_database_leg,
