@@ -175,7 +175,8 @@ def task(ground: Ground, brokers: int) -> dict[str, int]:
         seen["broker_connections"] = _broker_sockets(ground)
         seen["database_sessions"] = _sessions(ground)
 
-    prepare_partition(options, layout, "1", projected_batches(batches(), schema, layout), partition=0, number=0)
+    rows = projected_batches(batches(), schema, layout)
+    prepare_partition(options, layout, "1", rows, partition=0, number=0, staging=True)
     with WholeBatch(options, "1") as whole:
         whole.give_up(layout)
     print(f"a task with {brokers} brokers: {seen}", flush=True)
