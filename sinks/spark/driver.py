@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from typing_extensions import Self
 
-    from dualwrite.ports import Incident, TransactionCoordinator
+    from dualwrite.ports import Incident, StateRow, TransactionCoordinator
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
 
@@ -101,10 +101,13 @@ class DriverSide:
         """As :func:`read_layout`."""
         return _read_layout(self._options, schema, self._engine, self._coordinator)
 
-    def _settle(self) -> None:
+    def _settle(self) -> Sequence[StateRow]:
         """Settle the slots that nobody holds any more, and those that tasks of this batch have left.
 
         Tasks of this batch that still run, of a former driver or of a cancelled job, are fenced by it.
+
+        Returns:
+            The rows of all the sink's slots, as they are after that.
         """
         leases = [*self._pool.expired(), *self._pool.held_by(owner_prefix(self._batch_id))]
         ground = Ground(self._coordinator, self._store, unique_owner())
@@ -113,6 +116,7 @@ class DriverSide:
         rows = self._store.find(f"{self._pool.pool}#")
         found = self._store.participants(rows)
         end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
+        return rows
 
     def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
         """For people who look at batches; nothing rests on it, so it may fail."""

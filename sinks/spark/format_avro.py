@@ -26,7 +26,7 @@ from dualwrite.sinks.spark.formats import (
     refused,
     rows_of,
 )
-from dualwrite.sinks.spark.rows import variant_json
+from dualwrite.sinks.spark.rows import unless_null, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
@@ -213,28 +213,24 @@ def _values(array: pa.Array, data_type: spark.DataType) -> Iterable[object]:
 def _converter(data_type: spark.DataType) -> Convert | None:
     """What turns a value of Arrow's into one of fastavro's; None if that is the same."""
     if isinstance(data_type, spark.VariantType):
-        return _unless_null(variant_json)
+        return unless_null(variant_json)
     if isinstance(data_type, spark.ArrayType):
         element = _converter(data_type.elementType)
-        return element and _unless_null(lambda value: [element(item) for item in cast("list[object]", value)])
+        return element and unless_null(lambda value: [element(item) for item in cast("list[object]", value)])
     if isinstance(data_type, spark.MapType):
         inner = _converter(data_type.valueType) or (lambda value: value)
-        return _unless_null(lambda value: {key: inner(item) for key, item in cast("list[tuple[str, object]]", value)})
+        return unless_null(lambda value: {key: inner(item) for key, item in cast("list[tuple[str, object]]", value)})
     if isinstance(data_type, spark.StructType):
         parts = {field.name: _converter(field.dataType) for field in data_type.fields}
         made = {name: convert for name, convert in parts.items() if convert is not None}
         if made:
-            return _unless_null(
+            return unless_null(
                 lambda value: {
                     **cast("dict[str, object]", value),
                     **{name: convert(cast("dict[str, object]", value)[name]) for name, convert in made.items()},
                 }
             )
     return None
-
-
-def _unless_null(convert: Convert) -> Convert:
-    return lambda value: None if value is None else convert(value)
 
 
 def registry_schema(schema: PartSchema) -> Schema:

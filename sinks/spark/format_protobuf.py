@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import pyarrow as pa
@@ -24,8 +25,9 @@ from dualwrite.sinks.spark.formats import (
     natural_arrow,
     plain_values,
     refused,
+    rows_of,
 )
-from dualwrite.sinks.spark.rows import json_converter, variant_json
+from dualwrite.sinks.spark.rows import json_converter, unless_null, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
@@ -67,6 +69,7 @@ _PLAIN: Final = ("BooleanType", "StringType", "CharType", "VarcharType", "FloatT
 _PLAIN_TYPES: Final = frozenset({*_PLAIN, "ByteType", "ShortType", "IntegerType", "LongType"})
 
 
+@lru_cache(maxsize=8)  # it is asked for with every batch of rows
 def _message(given: Given) -> type[Message]:
     assert given.descriptor is not None
     assert given.message is not None
@@ -126,8 +129,7 @@ def _converters(part: Part, descriptor: Descriptor) -> list[Convert]:
     [(name, data_type)] = part.columns
     if not isinstance(data_type, spark.StructType):
         raise refused(part, name, data_type, "a Protobuf message is a struct", "make it a struct")
-    struct = _struct(part, name, data_type, descriptor)
-    return [lambda value: None if value is None else struct(value)]
+    return [unless_null(_struct(part, name, data_type, descriptor))]
 
 
 def _fields(
@@ -153,7 +155,7 @@ def _fields(
 
 def _present(column: str, convert: Convert, field: FieldDescriptor) -> Convert:
     if field.has_presence:
-        return lambda value: None if value is None else convert(value)
+        return unless_null(convert)
 
     def made(value: object) -> object:
         if value is None:
@@ -244,15 +246,8 @@ _SCALARS: Final[Mapping[str, Convert]] = {
 def datums(schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
     """As :class:`FormatModule` has it: each row's values by field."""
     converters = _converters(schema.part, _message(schema.given).DESCRIPTOR)
-    columns = [_values(array, convert) for array, convert in zip(arrays, converters, strict=True)]
-    if schema.part.whole:
-        return columns[0]
-    names = [name for name, _ in schema.part.columns]
-    return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-
-
-def _values(array: pa.Array, convert: Convert) -> Iterable[object]:
-    return map(convert, plain_values(array))
+    columns = [map(convert, plain_values(array)) for array, convert in zip(arrays, converters, strict=True)]
+    return rows_of(schema, columns)
 
 
 def registry_schema(schema: PartSchema) -> None:

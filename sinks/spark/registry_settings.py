@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.near_names import did_you_mean
 
 Setting: TypeAlias = str | int | float
 
@@ -120,10 +120,10 @@ def _check_url(text: str) -> None:
 
 
 def _refuse(name: str) -> None:
-    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    known = {known_name: known_name for known_name in NAMES}
+    every = f"the settings are {', '.join(NAMES)}"
     raise ConfigurationError(
-        f"the schema registry has no setting {name!r}",
-        next_step=f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(NAMES)}",
+        f"the schema registry has no setting {name!r}", next_step=did_you_mean(name, known, every, cutoff=0.5)
     )
 
 

@@ -60,33 +60,33 @@ def converter(data_type: spark.DataType, form: Form) -> Convert:
     """What turns a value of Spark's, or of Arrow's, into one of the projected column."""
     if form is Form.JSON:
         make = json_converter(data_type)
-        return _unless_null(lambda value: orjson.dumps(make(value)).decode())
+        return unless_null(lambda value: orjson.dumps(make(value)).decode())
     if form is Form.TEXT:
-        return _unless_null(str)
+        return unless_null(str)
     if form is Form.MILLIS:
-        return _unless_null(lambda value: (_utc(value) - _EPOCH) // _MS)
+        return unless_null(lambda value: (_utc(value) - _EPOCH) // _MS)
     if form is Form.HEADERS:
-        return _unless_null(_headers)
+        return unless_null(_headers)
     return _plain_converter(data_type)
 
 
 def _plain_converter(data_type: spark.DataType) -> Convert:
     """What turns a value of Spark's into one that Arrow takes."""
     if isinstance(data_type, spark.TimestampType):
-        return _unless_null(_utc)
+        return unless_null(_utc)
     if isinstance(data_type, spark.ArrayType):
         element = _plain_converter(data_type.elementType)
-        return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
+        return unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
     if isinstance(data_type, spark.MapType):
         inner = _plain_converter(data_type.valueType)
-        return _unless_null(lambda value: [(key, inner(item)) for key, item in cast("dict[str, Value]", value).items()])
+        return unless_null(lambda value: [(key, inner(item)) for key, item in cast("dict[str, Value]", value).items()])
     if isinstance(data_type, spark.StructType):
         parts = [(field.name, _plain_converter(field.dataType)) for field in data_type.fields]
-        return _unless_null(
+        return unless_null(
             lambda value: {name: make(item) for (name, make), item in zip(parts, _fields(value), strict=True)}
         )
     if isinstance(data_type, spark.VariantType):
-        return _unless_null(_variant_parts)
+        return unless_null(_variant_parts)
     return _same
 
 
@@ -99,7 +99,8 @@ def _same(value: Value) -> Value:
     return value
 
 
-def _unless_null(convert: Convert) -> Convert:
+def unless_null(convert: Convert) -> Convert:
+    """The converter, for values that may be null."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -128,19 +129,19 @@ def json_converter(data_type: spark.DataType, instead: Mapping[str, Convert] | N
     """
     if isinstance(data_type, spark.ArrayType):
         element = json_converter(data_type.elementType, instead)
-        return _unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
+        return unless_null(lambda value: [element(item) for item in cast("Sequence[Value]", value)])
     if isinstance(data_type, spark.MapType):
         inner = json_converter(data_type.valueType, instead)
-        return _unless_null(
+        return unless_null(
             lambda value: {key: inner(item) for key, item in dict(cast("dict[str, Value]", value)).items()}
         )
     if isinstance(data_type, spark.StructType):
         parts = [(field.name, json_converter(field.dataType, instead)) for field in data_type.fields]
-        return _unless_null(
+        return unless_null(
             lambda value: {name: make(item) for (name, make), item in zip(parts, _fields(value), strict=True)}
         )
     scalar = {**_SCALARS, **(instead or {})}.get(type(data_type).__name__)
-    return _same if scalar is None else _unless_null(scalar)
+    return _same if scalar is None else unless_null(scalar)
 
 
 def _decimal(value: Value) -> Value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.near_names import did_you_mean
 from dualwrite.sinks.spark.settings import SinkOptions
 
 _KAFKA: Final = "kafka."
@@ -104,13 +104,8 @@ class SourceOptions:
 
 
 def _refuse(key: str, known: Mapping[str, str]) -> NoReturn:
-    near = difflib.get_close_matches(key.lower(), known, n=1)
-    raise ConfigurationError(
-        f"there is no option {key!r}",
-        next_step=f"did you mean {known[near[0]]!r}?"
-        if near
-        else f"the options are {', '.join(known.values())}, kafka.*, schema.registry.*",
-    )
+    every = f"the options are {', '.join(known.values())}, kafka.*, schema.registry.*"
+    raise ConfigurationError(f"there is no option {key!r}", next_step=did_you_mean(key.lower(), known, every))
 
 
 def _value(name: str, setting: str, text: str) -> object:

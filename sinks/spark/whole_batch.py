@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
@@ -25,6 +25,7 @@ from dualwrite.stores.ledger import WHOLE_BATCH
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from dualwrite.ports import StateRow
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.undecided import Undecided
 
@@ -71,12 +72,12 @@ class WholeBatch(DriverSide):
             written = self._resolve(doubt)
         failpoints.hit("batch.decided")
         try:
-            self._settle()
+            slots = self._settle()
         except Unavailable as error:
             raise CompletionPending(f"{self.name}: decided, and Kafka has not all of it yet: {error.what}") from error
         self._note_completed(WHOLE_BATCH, None if decided is None else time.monotonic() - decided)
         logger.info("%s: completed", self.name)
-        self._drop_staging(layout)
+        self._drop_staging(layout, slots)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
         return written
@@ -175,10 +176,9 @@ class WholeBatch(DriverSide):
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
         """
-        self._settle()
-        self._drop_staging(layout)
+        slots = self._settle()
+        self._drop_staging(layout, slots)
         self._raise_new_incidents()
 
-    def _drop_staging(self, layout: Layout) -> None:
-        rows = self._store.find(f"{self._pool.pool}#")
-        drop_dead_staging(self._engine, layout.table[0], {row.transactional_id: row.incarnation for row in rows})
+    def _drop_staging(self, layout: Layout, slots: Iterable[StateRow]) -> None:
+        drop_dead_staging(self._engine, layout.table[0], {row.transactional_id: row.incarnation for row in slots})

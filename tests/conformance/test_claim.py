@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -236,18 +235,21 @@ def test_a_row_is_read_under_its_lock(database: Database, store: SqlStateStore) 
 def test_work_under_the_locks_of_rows_is_done_by_one_after_the_other(database: Database, store: SqlStateStore) -> None:
     for name in ("a", "b", "c"):
         database.claim(store, name)
-    entered, leave, done = threading.Event(), threading.Event(), []
+    entered, leave, overtook, done = threading.Event(), threading.Event(), threading.Event(), []
 
     def slowly() -> None:
         entered.set()
         assert leave.wait(120)
         done.append("first")
 
+    def at_once() -> None:
+        overtook.set()
+        done.append("second")
+
     first = Thread(lambda: store.while_locked(["b", "a"], slowly, Deadline(120)))
     assert entered.wait(120)
-    second = Thread(lambda: store.while_locked(["b", "c"], lambda: done.append("second"), Deadline(120)))
-    time.sleep(0.2)
-    assert not second.done
+    second = Thread(lambda: store.while_locked(["b", "c"], at_once, Deadline(120)))
+    assert not overtook.wait(0.2)
     leave.set()
     first.result()
     second.result()

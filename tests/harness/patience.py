@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 PATIENCE_S = 600
 """How long a test waits for a process that takes seconds: longer, on a slow machine too, than all but what hangs."""
@@ -17,3 +18,11 @@ def patient(config: Mapping[str, str]) -> dict[str, str]:
     that would fail on a machine that stands still for a second.
     """
     return {**PATIENCE, **config}
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """What no event tells: the state of a process that is not our child, of a broker's partition."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

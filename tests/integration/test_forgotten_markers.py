@@ -6,6 +6,7 @@ import time
 import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from harness.patience import wait_until
 from sqlalchemy import create_engine
 
 from dualwrite import DualWriter, failpoints, recover
@@ -26,13 +27,6 @@ AWAY = 3
 LONG_S = 120
 DECIDED = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended", "owner", "unaware"]
 UNDECIDED = "undecided"
-
-
-def until(holds):
-    deadline = Deadline(LONG_S)
-    while not holds():
-        assert not deadline.expired
-        time.sleep(0.05)
 
 
 class Stage:
@@ -59,7 +53,7 @@ class Stage:
         self.producer_id = self.view().producer_id
         replicas = {"replica_assignment": [[AWAY], [at]], "config": {"min.insync.replicas": "1"}}
         self.admin.create_topics([NewTopic(self.topic, num_partitions=2, **replicas)])[self.topic].result(LONG_S)
-        until(self.has_all_leaders)
+        wait_until(self.has_all_leaders, LONG_S)
 
     @property
     def row(self):
@@ -140,15 +134,17 @@ def stages(tmp_path_factory):
             for _ in [*works, settler]:
                 assert arrived.acquire(timeout=LONG_S)
             cluster.kill(broker=AWAY)
-            until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()))
+            wait_until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()), LONG_S)
             gone.set()
             for thread in works:
                 thread.join(LONG_S)
                 assert not thread.is_alive()
-            until(lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED))
-            until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY)
+            wait_until(
+                lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED), LONG_S
+            )
+            wait_until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY, LONG_S)
             cluster.start(AWAY)
-            until(lambda: all(stage.has_all_leaders() for stage in made.values()))
+            wait_until(lambda: all(stage.has_all_leaders() for stage in made.values()), LONG_S)
             assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
             back.set()
             settler.join(LONG_S)

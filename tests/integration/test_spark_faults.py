@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, wait_until
 from harness.spark import ROWS, TESTS, ArmedTask
 from harness.spark import numbers as numbered
 from py4j.protocol import Py4JJavaError
@@ -63,14 +62,6 @@ def kill_group(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         return
     process.wait(PATIENCE_S)
-
-
-def wait_until(condition, timeout_s: float = PATIENCE_S):
-    """What no event tells: the state of a process that is not our child."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture
