@@ -216,7 +216,7 @@ class Lane:
         """Another owner has claimed the id and settles our transaction; being fenced says nothing about its outcome."""
         self.discard()
         try:
-            proof = self._ground.coordinator.prove(state, deadline)
+            [proof] = self._ground.coordinator.prove([state], deadline)
         except DualWriteError as error:
             raise self._pending(str(error)) from cause
         if proof is LogProof.ABORTED:

@@ -166,8 +166,8 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
-    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
-        """What the log proves of the state's transaction."""
+    def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
+        """What the log proves of each state's transaction."""
         ...
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ def resolve_commit(
         elif step is DoubtStep.ASK_RECORDS:
             doubt = replace(doubt, records_asked=True, incident=ground.store.incident(transactional_id, ours))
         else:
-            doubt = replace(doubt, proof=ground.coordinator.prove(ours, deadline))
+            [proof] = ground.coordinator.prove([ours], deadline)
+            doubt = replace(doubt, proof=proof)
     logger.warning("%s: COMMIT in doubt of %s: %s", transactional_id, ours, step.value)
     return step

@@ -189,8 +189,9 @@ class _Asking:
             item.known = replace(item.known, suspects=frozenset(), still_open=())
 
     def _prove(self, items: list[Unsettled]) -> None:
-        for item in items:
-            item.known = proved(item.known, self._coordinator.prove(item.row.prepared, self._deadline))
+        proofs = self._coordinator.prove([item.row.prepared for item in items], self._deadline)
+        for item, proof in zip(items, proofs, strict=True):
+            item.known = proved(item.known, proof)
 
 
 class _Settling(_Asking):

@@ -267,14 +267,14 @@ class KafkaCoordinator:
             for producer_id, partitions in suspects
         ]
 
-    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
-        """What the log proves of the state's transaction; see :func:`dualwrite.kafka.log.prove`.
+    def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
+        """What the log proves of each state's transaction; see :func:`dualwrite.kafka.log.prove`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.
             ConfigurationError: We may not read or describe a topic.
         """
-        return log.prove(self._brokers, self._topics, state, deadline)
+        return log.prove(self._brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
         return until_answered(

@@ -163,7 +163,7 @@ class KeptTransaction:
             )
             error.outcome = "unknown"
             raise error
-        proof = self._coordinator.prove(state, deadline)
+        [proof] = self._coordinator.prove([state], deadline)
         if proof not in {LogProof.COMMITTED, LogProof.PARTLY}:
             raise self._not_committed(proof, str(state))
 

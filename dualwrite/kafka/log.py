@@ -1,16 +1,19 @@
 """The proof of a transaction's outcome from the logs of the partitions that it wrote.
 
-The proof is positive: the transaction's own first batch is still there, and the first control record of its producer after
-it is a commit or an abort marker. Consumers never see control records, so the log is fetched raw, and its batches are told
-apart by their headers: the data in them is not decompressed.
+The proof is positive: the transaction's own first batch is still there, and what ended it is known. Where everything that
+begins before that batch has ended, as a rule a moment after the transaction itself, one small ``read_committed`` request at
+its offset tells: with the batch, the leader sends the aborted transactions that reach over it. Where something is still open
+there, perhaps of somebody else, the log is read on from that batch to the first control record of the producer. Consumers
+never see control records, so it is fetched raw, and its batches are told apart by their headers: the data in them is not
+decompressed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import kafka.errors as kafka_errors
 from kafka.protocol.consumer.fetch import FetchRequest
@@ -28,15 +31,32 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES: Final = 1_048_576  # a broker sends at least one whole batch, however great
-_AT_ONCE: Final = 8  # partitions: bounds the memory
+_CHUNK_BYTES: Final = 1_048_576
+_ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however great
+_AT_ONCE: Final = 16  # partitions: bounds the memory
+_READ_UNCOMMITTED: Final = 0
+_READ_COMMITTED: Final = 1
 _NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which not every state has
 _FIRST_MAGIC_WITH_PRODUCERS: Final = 2
 
 
+class Aborted(Protocol):
+    """An aborted transaction of one partition, as a ``read_committed`` answer lists it."""
+
+    @property
+    def producer_id(self) -> int:
+        """Whose it was."""
+        ...
+
+    @property
+    def first_offset(self) -> int:
+        """Where it began."""
+        ...
+
+
 @dataclass(eq=False)
 class Scan:
-    """The search for one transaction's marker in one partition: where it stands.
+    """The search for what ended one transaction in one partition: where it stands.
 
     Attributes:
         first: The transaction's first offset there.
@@ -44,6 +64,7 @@ class Scan:
         epoch: Its producer's epoch.
         position: The next offset to read.
         begun: Whether the transaction's own first batch has been seen.
+        glanced: Whether :meth:`glance` could not tell.
     """
 
     first: FirstOffset
@@ -51,6 +72,7 @@ class Scan:
     epoch: int
     position: int = field(init=False)
     begun: bool = False
+    glanced: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
@@ -59,6 +81,25 @@ class Scan:
     def place(self) -> Place:
         """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
+
+    def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted]) -> LogProof | None:
+        """What a ``read_committed`` answer at the first offset proves; None if one has to :meth:`read` on.
+
+        It has no batch where anything is still open that begins there or before. A producer has one transaction open at a
+        time. So an aborted one of its own that reaches over this offset, and does not begin after it, is this one.
+
+        Args:
+            records: The batches at the first offset.
+            aborted: The aborted transactions that reach over the batches, whoever's they are.
+        """
+        self.glanced = True
+        batch = next((batch for batch in records if batch.next_offset > self.first.offset), None)
+        if batch is None:
+            return None
+        if not self._is_own_first(batch):
+            return LogProof.UNKNOWABLE
+        own = any(one.producer_id == self.producer_id and one.first_offset <= self.first.offset for one in aborted)
+        return LogProof.ABORTED if own else LogProof.COMMITTED
 
     def read(self, records: Iterable[DefaultRecordBatch]) -> LogProof | None:
         """Go on over these batches. Returns the proof as soon as there is one."""
@@ -92,8 +133,8 @@ def _marker(batch: DefaultRecordBatch) -> LogProof:
     raise Unavailable(f"a control record at offset {batch.base_offset} is of the unknown type {record.type}")
 
 
-def prove(brokers: Brokers, topics: Topics, state: PreparedTxnState, deadline: Deadline) -> LogProof:
-    """What the logs prove of a transaction.
+def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline) -> list[LogProof]:
+    """What the logs prove of each transaction.
 
     A marker in one partition is a proof for the whole transaction: Kafka decides once, and writes what it decided to every
     partition. If one partition nevertheless shows a commit and another one an abort, somebody has written a marker by hand.
@@ -103,21 +144,25 @@ def prove(brokers: Brokers, topics: Topics, state: PreparedTxnState, deadline: D
     Args:
         brokers: The brokers.
         topics: The topics.
-        state: Names the producer and the transaction's first offset in each partition.
-        deadline: Bounds the reading. It is as long as what was written to the partitions since.
+        states: Each names the producer and the transaction's first offset in each partition.
+        deadline: Bounds the reading. Where something is open before a transaction, that is as long as what was written to
+            its partitions since.
 
     Raises:
         Unavailable: The leaders did not answer in time, or there was too much to read.
         ConfigurationError: We may not read or describe a topic.
     """
-    scans = [Scan(first, state.producer_id, state.epoch) for first in state.first_offsets]
+    scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
+    pending = [scan for of_state in scans for scan in of_state]
+    what = "prove the outcome of " + (str(states[0]) if len(states) == 1 else f"{len(states)} transactions")
     proofs: dict[Scan, LogProof] = {}
-    for start in range(0, len(scans), _AT_ONCE):
+    for start in range(0, len(pending), _AT_ONCE):
         search = _Search(brokers, topics, deadline)
-        proofs |= until_answered(
-            scans[start : start + _AT_ONCE], search.go_on, deadline, f"prove the outcome of {state}"
-        )
-    return combined(state, {scan.place: proof for scan, proof in proofs.items()})
+        proofs |= until_answered(pending[start : start + _AT_ONCE], search.go_on, deadline, what)
+    return [
+        combined(state, {scan.place: proofs[scan] for scan in of_state})
+        for state, of_state in zip(states, scans, strict=True)
+    ]
 
 
 def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
@@ -181,8 +226,11 @@ class _Search:
         why = verdict(partition.error_code, str(scan.place), f"Read on the topic {scan.first.topic!r}")
         if why is not None:
             return why
+        records = MemoryRecords(partition.records or b"")
+        if not scan.glanced:
+            return scan.glance(records, partition.aborted_transactions or ())
         before = scan.position
-        proof = scan.read(MemoryRecords(partition.records or b""))
+        proof = scan.read(records)
         if proof is not None or scan.position > before:
             return proof
         if scan.begun and scan.position >= partition.high_watermark:
@@ -201,20 +249,21 @@ class _Search:
 
 
 def _fetch(scan: Scan, leader: Leader) -> Message:
+    chunk = _CHUNK_BYTES if scan.glanced else _ONE_BATCH
     partition = FetchRequest.FetchTopic.FetchPartition(
         partition=scan.first.partition,
         current_leader_epoch=leader.epoch,
         fetch_offset=scan.position,
         last_fetched_epoch=-1,
         log_start_offset=-1,
-        partition_max_bytes=_CHUNK_BYTES,
+        partition_max_bytes=chunk,
     )
     return FetchRequest(
         replica_id=-1,
         max_wait_ms=0,
         min_bytes=0,
-        max_bytes=_CHUNK_BYTES,
-        isolation_level=0,  # read uncommitted
+        max_bytes=chunk,
+        isolation_level=_READ_UNCOMMITTED if scan.glanced else _READ_COMMITTED,
         session_id=0,
         session_epoch=-1,
         topics=[FetchRequest.FetchTopic(topic=scan.first.topic, partitions=[partition])],

@@ -102,7 +102,7 @@ def test_a_proof_survives_a_lost_connection(proxy, through_proxy, prepared):
     producer, state = prepared
     producer.client.commit_transaction(120)
     rule = proxy.on(Api.FETCH, nth=1).reset_answer()
-    assert through_proxy.prove(state, soon()) is LogProof.COMMITTED
+    assert through_proxy.prove([state], soon()) == [LogProof.COMMITTED]
     assert len(rule.taken) == 1
 
 
@@ -119,7 +119,7 @@ def test_retiring_survives_a_lost_answer(proxy, through_proxy, prepared):
     [
         (Api.DESCRIBE_TRANSACTIONS, lambda c, kafka_id, _, deadline: c.describe([kafka_id], deadline)),
         (Api.DESCRIBE_PRODUCERS, lambda c, _, state, deadline: c.open_offsets([state], deadline)),
-        (Api.FETCH, lambda c, _, state, deadline: c.prove(state, deadline)),
+        (Api.FETCH, lambda c, _, state, deadline: c.prove([state], deadline)),
         (
             Api.END_TXN,
             lambda c, kafka_id, state, deadline: c.end({kafka_id: state}, committed=False, deadline=deadline),
@@ -166,14 +166,14 @@ def test_a_broker_that_is_killed_and_comes_back_is_waited_for(own_kafka):
             answers = [
                 threads.submit(status, coordinator, producer),
                 threads.submit(coordinator.open_offsets, [state], soon()),
-                threads.submit(coordinator.prove, state, soon()),
+                threads.submit(coordinator.prove, [state], soon()),
                 threads.submit(coordinator.list_ids, "", soon()),
             ]
             own_kafka.start()
             seen, offsets, proof, ids = (answer.result() for answer in answers)
         assert seen is TransactionStatus.ONGOING
         assert offsets == [producer.first_offsets]
-        assert proof is LogProof.OPEN
+        assert proof == [LogProof.OPEN]
         assert ids == [producer.kafka_id]
         assert coordinator.end({producer.kafka_id: state}, committed=True, deadline=soon()) == {
             producer.kafka_id: EndAnswer.ENDED

@@ -66,7 +66,7 @@ def written(coordinator, producer, topic, committed, partitions=(0,), **how):
 )
 def test_a_marker_is_a_proof(coordinator, producer, dualwrite_topic, committed, proof):
     state = written(coordinator, producer, dualwrite_topic, committed, (0, 1), count=3)
-    assert coordinator.prove(state, soon()) is proof
+    assert coordinator.prove([state], soon()) == [proof]
 
 
 def test_records_without_a_marker_are_of_an_open_transaction(coordinator, producer, config, dualwrite_topic):
@@ -74,16 +74,16 @@ def test_records_without_a_marker_are_of_an_open_transaction(coordinator, produc
     state = producer.state(coordinator)
     other = PlainProducer(config)
     written(coordinator, other, dualwrite_topic, COMMIT, (0, 1))  # its markers are not ours
-    assert coordinator.prove(state, soon()) is LogProof.OPEN
+    assert coordinator.prove([state], soon()) == [LogProof.OPEN]
     finish(coordinator, producer, ABORT)
-    assert coordinator.prove(state, soon()) is LogProof.ABORTED
+    assert coordinator.prove([state], soon()) == [LogProof.ABORTED]
 
 
 def test_a_retired_transaction_is_proved_aborted_though_its_epoch_has_moved_on(coordinator, producer, dualwrite_topic):
     producer.write(dualwrite_topic, (0, 1))
     state = producer.state(coordinator)
     coordinator.retire([producer.kafka_id], soon())
-    assert coordinator.prove(state, soon()) is LogProof.ABORTED
+    assert coordinator.prove([state], soon()) == [LogProof.ABORTED]
 
 
 def test_later_transactions_of_the_same_producer_and_epoch_do_not_change_a_proof(
@@ -96,7 +96,7 @@ def test_later_transactions_of_the_same_producer_and_epoch_do_not_change_a_proof
         states.append(written(coordinator, producer, dualwrite_topic, outcome, (0, 1)))
         written(coordinator, other, dualwrite_topic, not outcome, (0, 1))
     assert len({(state.producer_id, state.epoch) for state in states}) < len(states), "all of this is about one epoch"
-    proofs = [coordinator.prove(state, soon()) for state in states]
+    proofs = coordinator.prove(states, soon())
     assert proofs == [LogProof.COMMITTED if outcome else LogProof.ABORTED for outcome in outcomes]
 
 
@@ -109,7 +109,7 @@ def test_plain_and_compressed_records_in_between_are_passed_over(coordinator, co
         plain.produce(dualwrite_topic, b"y" * 100, partition=0)
     assert plain.flush(120) == 0
     finish(coordinator, producer, COMMIT)
-    assert coordinator.prove(state, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([state], soon()) == [LogProof.COMMITTED]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["with topic id", "without topic id"])
@@ -119,13 +119,13 @@ def test_an_offset_inside_its_batch_is_found(coordinator, producer, dualwrite_to
     finish(coordinator, producer, COMMIT)
     [first] = state.first_offsets
     inside = replace(state, first_offsets=(replace(first, offset=first.offset + 3),))
-    assert coordinator.prove(inside, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([inside], soon()) == [LogProof.COMMITTED]
 
 
 def test_one_partition_that_still_has_the_records_is_enough(coordinator, producer, config, dualwrite_topic):
     state = written(coordinator, producer, dualwrite_topic, COMMIT, (0, 1))
     delete_records(config, dualwrite_topic, 0, up_to=-1)
-    assert coordinator.prove(state, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([state], soon()) == [LogProof.COMMITTED]
 
 
 def delete_records(config, topic, partition, *, up_to):
@@ -138,9 +138,9 @@ def test_deleted_records_leave_nothing_to_prove(coordinator, producer, config, d
     state = written(coordinator, producer, dualwrite_topic, ABORT, (0,))
     written(coordinator, producer, dualwrite_topic, COMMIT, (0,))
     delete_records(config, dualwrite_topic, 0, up_to=state.first_offsets[0].offset + 1)
-    assert coordinator.prove(state, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([state], soon()) == [LogProof.UNKNOWABLE]
     delete_records(config, dualwrite_topic, 0, up_to=-1)
-    assert coordinator.prove(state, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([state], soon()) == [LogProof.UNKNOWABLE]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["with topic id", "without topic id"])
@@ -150,10 +150,10 @@ def test_a_topic_made_anew_under_its_name_proves_nothing(coordinator, producer, 
     state = producer.state(coordinator, topic_ids=named)
     finish(coordinator, producer, ABORT)
     dualwrite_kafka.delete_topic(topic)
-    assert coordinator.prove(state, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([state], soon()) == [LogProof.UNKNOWABLE]
     dualwrite_kafka.create_topic(topic, 1)
     written(coordinator, PlainProducer(config), topic, COMMIT, count=5)
-    assert coordinator.prove(state, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([state], soon()) == [LogProof.UNKNOWABLE]
 
 
 def test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does(coordinator, producer, dualwrite_kafka):
@@ -165,8 +165,8 @@ def test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does(coordinato
     kept = written(coordinator, producer, topic, COMMIT)
     [then], [now] = lost.first_offsets, kept.first_offsets
     assert (then.offset, lost.producer_id, lost.epoch) == (now.offset, kept.producer_id, kept.epoch)
-    assert coordinator.prove(lost, soon()) is LogProof.UNKNOWABLE
-    assert coordinator.prove(kept, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([lost], soon()) == [LogProof.UNKNOWABLE]
+    assert coordinator.prove([kept], soon()) == [LogProof.COMMITTED]
 
 
 def test_records_of_somebody_else_at_the_offset_prove_nothing(coordinator, producer, config, dualwrite_topic):
@@ -176,20 +176,20 @@ def test_records_of_somebody_else_at_the_offset_prove_nothing(coordinator, produ
         replace(state, epoch=state.epoch + 1),
         replace(state, first_offsets=(replace(state.first_offsets[0], offset=1),)),  # its own marker
     ):
-        assert coordinator.prove(another, soon()) is LogProof.UNKNOWABLE
+        assert coordinator.prove([another], soon()) == [LogProof.UNKNOWABLE]
 
 
 def test_a_log_that_ends_before_the_offset_was_truncated(coordinator, producer, dualwrite_topic):
     state = written(coordinator, producer, dualwrite_topic, COMMIT, (0,))
     for offset in (2, 3, 1_000_000):  # the end of the log itself, and beyond
         beyond = replace(state, first_offsets=(replace(state.first_offsets[0], offset=offset),))
-        assert coordinator.prove(beyond, soon()) is LogProof.UNKNOWABLE
+        assert coordinator.prove([beyond], soon()) == [LogProof.UNKNOWABLE]
 
 
 def test_a_state_without_evidence_proves_nothing(coordinator):
-    assert coordinator.prove(PreparedTxnState(1, 0), soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([PreparedTxnState(1, 0)], soon()) == [LogProof.UNKNOWABLE]
     nowhere = PreparedTxnState(1, 0, None, (FirstOffset("no-such-topic", 0, 0), FirstOffset("no-such-topic", 9, 0)))
-    assert coordinator.prove(nowhere, soon()) is LogProof.UNKNOWABLE
+    assert coordinator.prove([nowhere], soon()) == [LogProof.UNKNOWABLE]
 
 
 def test_a_marker_written_by_hand_in_one_partition_is_a_loss_and_is_told(
@@ -202,7 +202,7 @@ def test_a_marker_written_by_hand_in_one_partition_is_a_loss_and_is_told(
     assert coordinator.open_offsets([state], soon())[0][dualwrite_topic, 1] is None
     finish(coordinator, producer, COMMIT)
     with caplog.at_level(logging.ERROR, "dualwrite"):
-        assert coordinator.prove(state, soon()) is LogProof.ABORTED
+        assert coordinator.prove([state], soon()) == [LogProof.ABORTED]
     assert f"{dualwrite_topic}[0] committed" in caplog.text
     assert f"{dualwrite_topic}[1] aborted" in caplog.text
 
@@ -217,15 +217,15 @@ def test_a_long_log_with_great_batches_is_read_to_the_marker(coordinator, config
     for _ in range(3):
         other.write(topic, (0, 1), value=b"y" * 3_000_000)
         finish(coordinator, other, ABORT)
-    assert coordinator.prove(state, soon()) is LogProof.OPEN
+    assert coordinator.prove([state], soon()) == [LogProof.OPEN]
     finish(coordinator, producer, COMMIT)
-    assert coordinator.prove(state, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([state], soon()) == [LogProof.COMMITTED]
 
 
 def test_a_proof_that_takes_too_long_is_unavailable(coordinator, producer, dualwrite_topic):
     state = written(coordinator, producer, dualwrite_topic, COMMIT)
     with pytest.raises(Unavailable):
-        coordinator.prove(state, Deadline(0))
+        coordinator.prove([state], Deadline(0))
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
         producer.first_offsets = {(topic, 0): 0}
         aborted = producer.state(coordinator)
         finish(coordinator, producer, ABORT)
-        assert coordinator.prove(aborted, soon()) is LogProof.ABORTED
+        assert coordinator.prove([aborted], soon()) == [LogProof.ABORTED]
         deadline, epochs, proofs = Deadline(120), set(), [LogProof.ABORTED]
         while first_batch(coordinator, topic).base_offset <= ABORT_MARKER:
             assert not deadline.expired, "not compacted"
@@ -263,13 +263,13 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
             producer.client.produce(topic, b"committed", key=f"key {len(proofs)}", partition=0)
             finish(coordinator, producer, COMMIT)
             epochs.add(coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].epoch)
-            proofs.append(coordinator.prove(aborted, soon()))
+            proofs += coordinator.prove([aborted], soon())
             time.sleep(0.2)  # the age that segment.ms asks for
         assert epochs == {aborted.epoch}, "all of this is about one epoch"
         first = first_batch(coordinator, topic)
         assert not first.is_control_batch
         assert (first.producer_id, first.producer_epoch) == (aborted.producer_id, aborted.epoch)
-        assert coordinator.prove(aborted, soon()) is LogProof.UNKNOWABLE
+        assert coordinator.prove([aborted], soon()) == [LogProof.UNKNOWABLE]
         assert LogProof.COMMITTED not in proofs
 
 

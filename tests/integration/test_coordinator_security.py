@@ -92,7 +92,7 @@ def test_the_same_dictionary_serves_both_clients(kafka, admin, topic, mechanism)
     with coordinator_of(config) as coordinator:
         state = producer.state(coordinator)
         assert coordinator.open_offsets([state], soon()) == [producer.first_offsets]
-        assert coordinator.prove(state, soon()) is LogProof.OPEN
+        assert coordinator.prove([state], soon()) == [LogProof.OPEN]
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
@@ -168,19 +168,19 @@ def test_the_missing_right_is_named_with_the_topic(kafka, ann, prepared, topic):
     _, state = prepared
     for call in (
         lambda: ann.open_offsets([state], soon()),
-        lambda: ann.prove(state, soon()),
+        lambda: ann.prove([state], soon()),
         lambda: ann.topic_ids([topic], soon()),
     ):
         assert f"Describe on the topic '{topic}'" in refusal(call)
 
     kafka.allow("ann", "describe", "topic", topic)
     assert list(once_allowed(lambda: ann.topic_ids([topic], soon()))) == [topic]
-    for call in (lambda: ann.open_offsets([state], soon()), lambda: ann.prove(state, soon())):
+    for call in (lambda: ann.open_offsets([state], soon()), lambda: ann.prove([state], soon())):
         assert f"Read on the topic '{topic}'" in refusal(call)
 
     kafka.allow("ann", "read", "topic", topic)
     assert None not in once_allowed(lambda: ann.open_offsets([state], soon()))[0].values()
-    assert ann.prove(state, soon()) is LogProof.OPEN
+    assert ann.prove([state], soon()) == [LogProof.OPEN]
 
 
 def test_what_may_not_be_read_of_the_cluster_is_left_out(kafka, ann, prepared):

@@ -272,9 +272,9 @@ def test_a_transaction_of_offsets_alone_has_its_evidence_in_the_offsets_topic(
 
     producer.first_offsets = shown
     state = producer.state(coordinator)
-    assert coordinator.prove(state, soon()) is LogProof.OPEN
+    assert coordinator.prove([state], soon()) == [LogProof.OPEN]
     end_fully(coordinator, producer, state)
-    assert coordinator.prove(state, soon()) is LogProof.COMMITTED
+    assert coordinator.prove([state], soon()) == [LogProof.COMMITTED]
 
 
 def test_a_leader_that_is_one_no_longer_is_found_out(coordinator, producer, dualwrite_topic):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from dualwrite.kafka.log import Scan, combined
 from dualwrite.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle
+from dualwrite.testing.simulator.outside import SeenBatch
 from dualwrite.testing.simulator.requests import ErrorCode
 from dualwrite.testing.simulator.state import Broker
 
@@ -31,38 +30,24 @@ def open_offset(broker: Broker, place: sim.TopicPartition, state: PreparedTxnSta
     return None
 
 
-class _Marker(NamedTuple):
-    commit: bool
-    abort: bool
-    type: int = 0
-
-
-class _Batch:
-    """A simulated batch, as kafka-python shows a real one."""
-
-    magic = 2
-
-    def __init__(self, batch: sim.Batch) -> None:
-        self.base_offset = batch.base_offset
-        self.next_offset = batch.next_offset
-        self.producer_id = batch.producer_id
-        self.producer_epoch = batch.producer_epoch
-        self.is_control_batch = bool(batch.control)
-        self._control = batch.control
-
-    def __iter__(self) -> Any:
-        return iter([_Marker(self._control == sim.COMMIT, self._control == sim.ABORT)])
-
-
 def prove(broker: Broker, state: PreparedTxnState) -> LogProof:
-    """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show."""
+    """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show.
+
+    Raises:
+        AssertionError: Its glance and its scan tell different things.
+    """
     proofs = {}
     for first in state.first_offsets:
         scan = Scan(first, state.producer_id, state.epoch)
-        read = handle(broker, sim.Fetch((first.topic, first.partition), first.offset))[1]
+        place = (first.topic, first.partition)
+        read = handle(broker, sim.Fetch(place, first.offset))[1]
         if read.error_code is not ErrorCode.NONE:
             proofs[scan.place] = LogProof.UNKNOWABLE
             continue
-        proof = scan.read([_Batch(batch) for batch in read.batches])
+        stable = handle(broker, sim.Fetch(place, first.offset, sim.READ_COMMITTED))[1]
+        seen = [SeenBatch(batch) for batch in stable.batches]
+        glance = scan.glance(seen, stable.aborted_transactions)
+        proof = scan.read([SeenBatch(batch) for batch in read.batches])
+        assert glance in {None, proof}, (first, glance, proof)
         proofs[scan.place] = proof or (LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE)
     return combined(state, proofs)

@@ -185,8 +185,11 @@ class SimulatedCoordinator:
             added[kafka_id] = set(answer.error_codes) == {ErrorCode.NONE}
         return added
 
-    def prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
+    def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """See the port: read by the code that reads real logs."""
+        return [self._prove(state, deadline) for state in states]
+
+    def _prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         proofs: dict[Place, LogProof] = {}
         for first in state.first_offsets:
             scan = Scan(first, state.producer_id, state.epoch)
@@ -201,7 +204,7 @@ class SimulatedCoordinator:
         fetched = cast("FetchResponse", answer)
         if fetched.error_code is not ErrorCode.NONE:
             return LogProof.UNKNOWABLE
-        proof = scan.read([_SeenBatch(batch) for batch in fetched.batches])
+        proof = scan.read([SeenBatch(batch) for batch in fetched.batches])
         if proof is not None:
             return proof
         return LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE
@@ -267,7 +270,7 @@ class _Marker(NamedTuple):
     abort: bool
 
 
-class _SeenBatch:
+class SeenBatch:
     """A batch of the simulator's, as the reader of real logs sees it."""
 
     magic = 2
