@@ -31,6 +31,7 @@ from dualwrite.protocol.settle import (
     is_open,
     looked,
     next_step,
+    others_than,
     proved,
     retired,
     to_end,
@@ -162,9 +163,16 @@ class _Asking:
         return [views[item.kafka_id] for item in items]
 
     def _look_at_partitions(self, items: list[Unsettled]) -> None:
-        observed = self._coordinator.open_offsets([item.row.prepared for item in items], self._deadline)
-        for item, offsets in zip(items, observed, strict=True):
-            item.known = compared(item.known, is_open(item.row.prepared, offsets))
+        states = [item.row.prepared for item in items]
+        observed = self._coordinator.open_offsets(states, self._deadline)
+        others = [
+            (state.producer_id, others_than(state, shown))
+            for item, state in zip(items, states, strict=True)
+            if (shown := item.known.view) is not None
+        ]
+        beside = self._coordinator.still_open(others, self._deadline)
+        for item, offsets, open_beside in zip(items, observed, beside, strict=True):
+            item.known = compared(item.known, is_open(item.row.prepared, offsets) and not open_beside)
 
     def _look_for_open(self, items: list[Unsettled]) -> None:
         try:

@@ -20,7 +20,7 @@ from dualwrite.errors import (
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import is_open, shows_same_transaction
+from dualwrite.protocol.settle import is_open, others_than, shows_same_transaction
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 _AT_REST = frozenset(
@@ -108,9 +108,11 @@ class KeptTransaction:
         """
         if not state.has_transaction or not shows_same_transaction(view, state):
             return False
-        return not state.first_offsets or is_open(
-            state, self._coordinator.open_offsets([state], deadline)[0], exactly=True
-        )
+        if not state.first_offsets:
+            return True
+        [offsets] = self._coordinator.open_offsets([state], deadline)
+        [beside] = self._coordinator.still_open([(state.producer_id, others_than(state, view))], deadline)
+        return is_open(state, offsets, exactly=True) and not beside
 
     def commit(self, view: TransactionView, state: PreparedTxnState | None, deadline: Deadline) -> None:
         """Commit what the view shows as ongoing, and wait until the coordinator has completed it.

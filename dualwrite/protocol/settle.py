@@ -35,6 +35,9 @@ yes      anything else                          proof open                      
 yes      anything else                          proof unknowable                record unverifiable
 =======  =====================================  ==============================  ===============================================
 
+*Places* are all partitions that the transaction has written. The coordinator may show others: they are asked as well, and
+the evidence matches if nothing is open there. A late copy of an earlier transaction's request adds such partitions.
+
 Retiring comes last on purpose. The broker may have timed the transaction out a moment ago: whoever retires first and
 looks afterwards finds an aborted transaction, cannot tell why, and tells nobody.
 
@@ -160,17 +163,26 @@ def belongs(state: PreparedTxnState, incarnation: int) -> bool:
 def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
     """Whether the coordinator's view may be of the state's own transaction.
 
-    By id and epoch, and, where both know them, by start and by partitions. Consumer offsets may have been added to it besides.
+    By id and epoch, and, where both know them, by start and by partitions. There may be :func:`others_than` its own.
     """
     if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
         return False
-    if view.partitions and state.first_offsets:
-        own = {(first.topic, first.partition) for first in state.first_offsets}
-        if not own <= set(view.partitions) or any(
-            key not in own and key[0] != _OFFSETS_TOPIC for key in view.partitions
-        ):
-            return False
+    if view.partitions and not _own(state) <= set(view.partitions):
+        return False
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
+
+
+def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:
+    """The partitions that the coordinator shows besides those that the state's transaction has written.
+
+    Either they are another transaction's, which then has something open there. Or a late request of an earlier transaction has
+    added them, and nothing is. Consumer offsets are a part of any transaction.
+    """
+    return frozenset(key for key in view.partitions if key[0] != _OFFSETS_TOPIC) - _own(state)
+
+
+def _own(state: PreparedTxnState) -> frozenset[Partition]:
+    return frozenset((first.topic, first.partition) for first in state.first_offsets)
 
 
 def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
@@ -251,8 +263,8 @@ def compared(known: Knowledge, evidence: bool) -> Knowledge:  # noqa: FBT001 - t
 def proved(known: Knowledge, proof: LogProof) -> Knowledge:
     """What is known after the log was read: where it does not show commit markers everywhere, something may be open."""
     assert known.prepared is not None
-    own = frozenset((first.topic, first.partition) for first in known.prepared.first_offsets)
-    return replace(known, proof=proof, suspects=known.suspects if proof is LogProof.COMMITTED else known.suspects | own)
+    unended = _NONE if proof is LogProof.COMMITTED else _own(known.prepared)
+    return replace(known, proof=proof, suspects=known.suspects | unended)
 
 
 def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:

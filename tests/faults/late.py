@@ -22,7 +22,7 @@ class Late(Stage):
 
     def __init__(self, slot: Slot, seed: int, *, mistake: str = "", rounds: int = ROUNDS) -> None:
         # The retry comes soon, so that each EndTxn is one that may have been sent twice.
-        super().__init__(slot, mistake=mistake, settings={"retry.backoff.ms": 100, "retry.backoff.max.ms": 200})
+        super().__init__(slot, mistake=mistake, settings={"retry.backoff.ms": 400, "retry.backoff.max.ms": 400})
         self._rng = random.Random(f"late {seed}")
         self._rounds = rounds
         self._held: list[Rule] = []

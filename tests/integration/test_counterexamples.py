@@ -75,7 +75,7 @@ def test_late_first_copy_of_a_retried_end_txn_cannot_end_the_next_transaction(
 ):
     """KAFKA-17754: an incarnation ends after any call that may have been sent twice, even if it answered success."""
     with KafkaProxy(dualwrite_kafka) as proxy:
-        kafka = {**proxy.client_config(), "retry.backoff.ms": "100", "retry.backoff.max.ms": "100"}
+        kafka = {**proxy.client_config(), "retry.backoff.ms": "500", "retry.backoff.max.ms": "500"}
         with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
             held = proxy.on(Api.END_TXN).hold_request()
             cutter = threading.Thread(target=lambda: (held.wait(), held.cut()))
@@ -136,6 +136,21 @@ def test_a_newer_transaction_of_the_same_epoch_is_never_committed_by_an_older_ro
     report = recover(kafka=kafka, engine=url)
     assert (report.settled, report.rolled_forward, report.losses) == (["case"], [], [])
     assert case.verify() == {"w1-0"}
+
+
+def test_partitions_that_a_late_request_adds_do_not_hide_a_decided_transaction(
+    kafka, engine, orders, dualwrite_kafka, dualwrite_topic, both
+):
+    """A copy of an earlier transaction's AddPartitionsToTxn, that comes late, names the producer id and epoch of the next."""
+    elsewhere = dualwrite_kafka.create_topic("elsewhere", 1)
+    crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    kafka_id, state = row.kafka_id(row.incarnation), row.prepared
+    with KafkaCoordinator(KafkaConfig.parse(kafka)) as coordinator:
+        late = {kafka_id: (state.producer_id, state.epoch, {(elsewhere, 0)})}
+        assert coordinator.add_partitions(late, Deadline(30)) == {kafka_id: True}
+    assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+    assert both() == ([1], [1, 1])
 
 
 def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualwrite_topic, both):

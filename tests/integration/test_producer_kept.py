@@ -93,6 +93,17 @@ def test_a_prepared_transaction_survives_its_process_and_is_committed_by_its_sta
     assert sorted(values()) == [b"1", b"1", b"next"]
 
 
+def test_partitions_that_a_late_request_has_added_do_not_hide_what_is_prepared(
+    killed_after, keeping, coordinator, kafka_id, dualwrite_kafka, values
+):
+    [state] = killed_after(ONE_PREPARED)
+    elsewhere = dualwrite_kafka.create_topic(f"elsewhere-{kafka_id}", 1)
+    late = {kafka_id: (state.producer_id, state.epoch, {(elsewhere, 0)})}
+    assert coordinator.add_partitions(late, Deadline(30)) == {kafka_id: True}
+    assert keeping().complete_transaction(state) is Completion.COMMITTED
+    assert values() == [b"1", b"1"]
+
+
 @pytest.mark.parametrize("other", [EMPTY, PreparedTxnState(4711, 0, None, (FirstOffset("t", 0, 5),))])
 def test_a_prepared_transaction_that_the_state_does_not_name_is_aborted(
     killed_after, keeping, dualwrite_topic, values, other

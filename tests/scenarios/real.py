@@ -230,7 +230,7 @@ class RealStage:
             kafka["transaction.timeout.ms"] = TIMEOUT_MS
             options["margin_s"] = 1.0
         if "eager retries" in self._scenario.given:
-            kafka |= {"retry.backoff.ms": 100, "retry.backoff.max.ms": 100}
+            kafka |= {"retry.backoff.ms": 500, "retry.backoff.max.ms": 500}
         if "short deadlines" in self._scenario.given:
             options["timeout_s"] = 8.0
         if "short sessions" in self._scenario.given:

@@ -15,6 +15,7 @@ from dualwrite.protocol.settle import (
     is_open,
     looked,
     next_step,
+    others_than,
     own_among,
     proved,
     retired,
@@ -244,12 +245,17 @@ def test_start_time_tells_two_transactions_of_one_epoch_apart():
         ((), True),
         ((P0, P1), True),
         ((P0, P1, ("__consumer_offsets", 7)), True),
-        ((P0, P1, ELSEWHERE), False),
+        ((P0, P1, ELSEWHERE), True),
         ((P0,), False),
     ],
 )
 def test_partitions_tell_two_transactions_of_one_epoch_apart(partitions, same):
     assert shows_same_transaction(view(Status.ONGOING, 3, *partitions), S) is same
+
+
+def test_partitions_that_a_late_request_has_added_are_asked_about():
+    shown = view(Status.ONGOING, 3, P0, P1, ELSEWHERE, ("__consumer_offsets", 7))
+    assert others_than(S, shown) == {ELSEWHERE}
 
 
 @pytest.mark.parametrize(

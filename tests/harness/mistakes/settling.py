@@ -8,8 +8,9 @@ import pytest
 from dualwrite import settling
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow
+from dualwrite.protocol import settle as rules
 from dualwrite.protocol.settle import Knowledge, SettleStep, is_open
-from harness.mistakes.registry import mistake, performed
+from harness.mistakes.registry import Check, mistake, performed
 
 
 def _instead(patch: pytest.MonkeyPatch, choose: Callable[[Knowledge, SettleStep], SettleStep]) -> None:
@@ -39,6 +40,21 @@ def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
         return SettleStep.COMMIT if known.evidence is False and step is SettleStep.PROVE else step
 
     _instead(patch, choose)
+
+
+@mistake(
+    Check(
+        "integration/test_counterexamples.py::"
+        "test_partitions_that_a_late_request_adds_do_not_hide_a_decided_transaction[postgresql]",
+        "DecidedTransactionLost",
+    )
+)
+def added_partitions_taken_for_another_transaction(patch: pytest.MonkeyPatch) -> None:
+    """A settler takes a transaction for another one that the coordinator shows in more partitions than the row."""
+    real = rules.shows_same_transaction
+    patch.setattr(
+        rules, "shows_same_transaction", lambda view, state: real(view, state) and not rules.others_than(state, view)
+    )
 
 
 @mistake(performed("decided_owner_dead", "shows \\['m2'\\]"))
