@@ -104,6 +104,7 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
     SinkOptions(**settings)
 
     def write(df: DataFrame, number: int) -> None:
+        _require_classic(df)
         query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
         write_batch(df, batch_id=f"{query_id}/{number}" if query_id else str(number), **settings)
 
@@ -114,5 +115,6 @@ def _require_classic(df: DataFrame) -> None:
     if type(df).__module__.startswith("pyspark.sql.connect"):
         raise ConfigurationError(
             "Spark Connect does not tell how many partitions a DataFrame has",
-            next_step="run the job in a driver of its own (spark-submit, or a session with a master)",
+            next_step='use format("dualwrite"), which writes whole batches; or run the job in a driver of its own '
+            "(spark-submit, or a session with a master)",
         )

@@ -25,12 +25,17 @@ ROWS = 1000
 PARTITIONS = 4
 
 
-def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
-    """A session on the loopback interface, without the web interface, whose workers run this Python and know the tests."""
+def set_environment() -> None:
+    """What Spark's JVM, and all that it starts, must find when it is started."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
     os.environ["TZ"] = "America/New_York"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+
+
+def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
+    """A session on the loopback interface, without the web interface, whose workers run this Python and know the tests."""
+    set_environment()
     builder = (
         SparkSession.builder.master(master)
         .config("spark.ui.enabled", "false")
@@ -115,19 +120,44 @@ class SparkCase:
             assert not missing, f"{side}: {sum(missing.values())} missing, such as {list(missing)[:3]}"
 
 
+def attempt_number(context: TaskContext, counter: str) -> int:
+    """The number of this attempt, from 0: by a file that all attempts know, or else as Spark counts."""
+    if not counter:
+        return context.attemptNumber()
+    file = os.open(counter, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(file, b".")
+        return os.lseek(file, 0, os.SEEK_CUR) - 1
+    finally:
+        os.close(file)
+
+
+def leave_group(pid_file: str) -> None:
+    """In a Python worker: live on when its executor or driver dies, as on a machine that nobody reaches any more.
+
+    Spark's daemon and the kernel would send SIGHUP and SIGCONT to the worker's group.
+    """
+    os.setsid()
+    Path(pid_file).write_text(str(os.getpid()))
+
+
 @dataclass(frozen=True)
 class ArmedTask(PartitionTask):
-    """A task whose first attempt at one partition arms a fail point in its worker.
+    """A task whose first attempts at one partition arm a fail point in their worker.
 
     Attributes:
         point: What to arm.
         partition: Which partition.
         pid_file: Where the worker's process id is written to, before.
+        attempts: How many attempts.
+        counter: A file that counts the attempts; without it they are counted as Spark does, in each run of a stage anew.
     """
 
     point: str = ""
     partition: int = 1
     pid_file: str = ""
+    attempts: int = 1
+    counter: str = ""
 
     def run_arrow(self, batches):
         self._arm()
@@ -139,12 +169,9 @@ class ArmedTask(PartitionTask):
 
     def _arm(self):
         context = TaskContext.get()
-        if context.attemptNumber() == 0 and context.partitionId() == self.partition:
+        if context.partitionId() == self.partition and attempt_number(context, self.counter) < self.attempts:
             if self.pid_file:
-                # A worker whose driver dies on another machine gets no signal; here the daemon and the kernel would send
-                # SIGHUP and SIGCONT to its group.
-                os.setsid()
-                Path(self.pid_file).write_text(str(os.getpid()))
+                leave_group(self.pid_file)
             failpoints.arm(self.point)
 
 

@@ -1,0 +1,57 @@
+"""A Spark Connect server on this machine, and a client of it, which has no JVM to ask."""
+
+from __future__ import annotations
+
+import os
+
+from pyspark.sql import SparkSession
+
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
+from harness.driver_process import DriverProcess
+from harness.spark import SparkCase, numbers, set_environment
+from harness.spark_source import options, write_with
+
+
+class Connected(DriverProcess):
+    """A process with a session of Spark Connect."""
+
+    def __init__(self) -> None:
+        super().__init__(_start)
+
+
+def _start() -> None:
+    set_environment()
+    # A port that is free, as Spark has it in tests of its own.
+    os.environ |= {"SPARK_TESTING": "1", "SPARK_LOCAL_IP": "127.0.0.1"}
+    os.environ["PYSPARK_SUBMIT_ARGS"] = "--conf spark.ui.enabled=false --driver-memory 1g pyspark-shell"
+    register(SparkSession.builder.remote("local[2]").getOrCreate())
+
+
+def write(case: SparkCase, source: str = "dualwrite", **more) -> None:
+    """Write the numbers by the Data Source."""
+    write_with(case, numbers(SparkSession.active()), source=source, **more)
+
+
+def stream(case: SparkCase, source: str, checkpoint: str) -> str:
+    """Write each file of numbers as a micro-batch by the Data Source; return the query's id."""
+    return _run(_files(source).writeStream.format("dualwrite").options(**options(case)), checkpoint)
+
+
+def refused(case: SparkCase, way: str, source: str, checkpoint: str) -> None:
+    """Try what needs a classic session."""
+    if way == "foreach_batch":
+        _run(_files(source).writeStream.foreachBatch(foreach_batch(**case.settings)), checkpoint)
+    else:
+        try_it = {"write_batch": write_batch, "foreach_partition": foreach_partition}[way]
+        try_it(numbers(SparkSession.active()), batch_id="1", **case.settings)
+
+
+def _files(source: str):
+    schema = "id bigint, name string"
+    return SparkSession.active().readStream.schema(schema).option("maxFilesPerTrigger", "1").parquet(source)
+
+
+def _run(writer, checkpoint: str) -> str:
+    query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query.awaitTermination()
+    return query.id
