@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dualwrite.sinks.spark import foreach_batch, job, write_batch
 from harness.spark import ArmedTask, numbers, session
+from harness.spark_source import ArmedSource
 
 
 def batch(spark, document):
@@ -29,6 +30,23 @@ def stream(spark, document):
     query.awaitTermination()
 
 
+def source_stream(spark, document):
+    """Write each file of numbers as a micro-batch by the Data Source, which the options arm."""
+    spark.dataSource.register(ArmedSource)
+    query = (
+        spark.readStream.schema("id bigint, name string")
+        .option("maxFilesPerTrigger", "1")
+        .parquet(document["source"])
+        .repartition(2)
+        .writeStream.format("armed")
+        .options(**document["options"])
+        .option("checkpointLocation", document["checkpoint"])
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+
+
 def source(spark, document):
     """Write the numbers by the Data Source, which nobody has registered."""
     numbers(spark).write.format("dualwrite").mode("append").options(**document["options"]).save()
@@ -37,7 +55,9 @@ def source(spark, document):
 def main():
     document = json.loads(Path(sys.argv[1]).read_text())
     spark = session(document.get("master", "local[2]"))
-    {"batch": batch, "stream": stream, "source": source}[document["do"]](spark, document)
+    {"batch": batch, "stream": stream, "source": source, "source_stream": source_stream}[document["do"]](
+        spark, document
+    )
     spark.stop()
 
 

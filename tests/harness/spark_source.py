@@ -11,6 +11,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource
 from dualwrite.sinks.spark.source_options import OPTION_NAMES
+from harness.spark import attempt_number, leave_group
 
 PARTITION = 1
 
@@ -52,12 +53,22 @@ def nothing_is_left(case):
     assert case.messages() is not None  # reading waits until no transaction is open
 
 
+@dataclass(frozen=True)
+class Armed:
+    """As in :class:`harness.spark.ArmedTask`."""
+
+    attempts: int
+    counter: str
+    pid_file: str
+
+
 class ArmedSource(DualWriteDataSource):
-    """``format("armed")``: the option ``inTask`` arms a point in the first attempt at one partition, ``inCommit`` where it
-    is decided, ``inAbort`` where it is given up."""
+    """``format("armed")``: the option ``inTask`` arms a point in the first attempts at one partition, ``inCommit`` where it is
+    decided, ``inAbort`` where it is given up. ``attempts``, ``counter`` and ``pidFile`` are those of :class:`Armed`."""
 
     def __init__(self, options):
         self.points = {where: options.pop(where, "") for where in ("inTask", "inCommit", "inAbort")}
+        self.armed = Armed(int(options.pop("attempts", "1")), options.pop("counter", ""), options.pop("pidFile", ""))
         super().__init__(options)
 
     @classmethod
@@ -65,20 +76,23 @@ class ArmedSource(DualWriteDataSource):
         return "armed"
 
     def writer(self, schema, overwrite):
-        return ArmedWriter(super().writer(schema, overwrite), self.points)
+        return ArmedWriter(super().writer(schema, overwrite), self.points, self.armed)
 
     def streamWriter(self, schema, overwrite):  # noqa: N802 - Spark's name
-        return ArmedStreamWriter(super().streamWriter(schema, overwrite), self.points)
+        return ArmedStreamWriter(super().streamWriter(schema, overwrite), self.points, self.armed)
 
 
 @dataclass
 class _Armed:
     inner: object
     points: dict
+    armed: Armed
 
     def write(self, iterator):
         task = TaskContext.get()
-        if task.attemptNumber() == 0 and task.partitionId() == PARTITION:
+        if task.partitionId() == PARTITION and attempt_number(task, self.armed.counter) < self.armed.attempts:
+            if self.armed.pid_file:
+                leave_group(self.armed.pid_file)
             failpoints.arm(self.points["inTask"])
         return self.inner.write(iterator)
 

@@ -94,6 +94,15 @@ def spark():
     found.stop()
 
 
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """One driver on a cluster of two executors, a process of its own, for all tests."""
+    from harness.spark_cluster import Cluster
+
+    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
 @pytest.fixture
 def numbers(kafka, dualwrite_database, dualwrite_topic):
     """A sink for numbered rows, in a migrated database."""

@@ -1,67 +1,21 @@
 """Drivers that die, workers that are paused and wake up too late, streams that start again: both sides end up equal."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
+from harness.drivers import Drivers, kill_group
 from harness.patience import PATIENCE_S, wait_until
-from harness.spark import ROWS, TESTS, ArmedTask
+from harness.spark import ROWS, ArmedTask
 from harness.spark import numbers as numbered
 from py4j.protocol import Py4JJavaError
 
-from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.sinks.spark import job, write_batch
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.slow
-
-
-class Drivers:
-    """Driver processes, each in a process group of its own that can be killed as a whole."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._number = 0
-
-    def start(self, *, failpoint: str = "", **document) -> subprocess.Popen:
-        self._number += 1
-        path = self._directory / f"driver-{self._number}.json"
-        path.write_text(json.dumps(document))
-        with self.log.open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "harness.spark_job", str(path)],
-                cwd=TESTS,
-                env={**os.environ, ENVIRONMENT: failpoint},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self) -> Path:
-        return self._directory / f"driver-{self._number}.log"
-
-    def run(self, *, ends_with: int = 0, **document) -> None:
-        process = self.start(**document)
-        code = process.wait(PATIENCE_S)
-        kill_group(process)
-        assert code == ends_with, self.log.read_text()[-3000:]
-
-
-def kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL the driver and its JVM; the JVM outlives a driver that was killed alone until it notices."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait(PATIENCE_S)
 
 
 @pytest.fixture
