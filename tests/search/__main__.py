@@ -38,6 +38,8 @@ def main() -> int:
     logging.disable(logging.ERROR)  # the product's words about losses, by the million
     until = time.monotonic() + arguments.minutes * 60
     faults = 0
+    if not arguments.names:
+        FIGURES.unlink(missing_ok=True)  # the whole search keeps nothing of former ones
     for name in arguments.names or [*MISTAKES, *CONFIGURATIONS]:
         left_s = until - time.monotonic()
         if name in MISTAKES:
@@ -46,12 +48,13 @@ def main() -> int:
             faults += bool(found.wrong) is not mistake.caught
             keep("mistakes", name, found)
         else:
-            bounds = CONFIGURATIONS[name].bounds
+            bounds, compared = CONFIGURATIONS[name].bounds, CONFIGURATIONS[name].compared
             found = explore_levels(World(bounds), longest_s=left_s, on_level=told)
             if found.wrong:
                 faults += 1
                 found = explore(World(bounds))  # once more, keeping the ways, as far as the fault
-            keep("configurations", name, found)
+            entire = asdict(explore_levels(World(bounds, entire=True), on_level=told)) if compared else None
+            keep("configurations", name, found, peak_mib=peak_mib(), entire=entire)
         end = found.wrong or ("nothing wrong" if found.whole else "not finished")
         print(f"{name}: {found.states:,} states, {found.seconds:,.1f} s: {end}", flush=True)
     return 1 if faults else 0
@@ -68,16 +71,15 @@ def peak_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def keep(kind: str, name: str, found: Found) -> None:
+def keep(kind: str, name: str, found: Found, **more: Any) -> None:
     """Add it to what is known, and write the page anew."""
     seen: dict[str, Any] = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
-    kept = asdict(found) | {"seconds": round(found.seconds, 1)}
+    kept = asdict(found) | {"seconds": round(found.seconds, 1)} | more
     seen.setdefault(kind, {})[name] = kept
     seen["machine"] = (
         f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     )
     seen["date"] = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    seen["peak_mib"] = max(peak_mib(), seen.get("peak_mib", 0))
     FIGURES.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n", "utf-8")
     PAGE.write_text(render(seen), "utf-8")
 

@@ -9,11 +9,19 @@ from search.world import Bounds
 
 
 class Configuration(NamedTuple):
-    """Bounds with a name. ``quick``: seconds, and a part of every test run."""
+    """Bounds with a name.
+
+    Attributes:
+        sentence: What they are, for people.
+        bounds: The bounds.
+        quick: Seconds, and a part of every test run.
+        compared: Searched with what is at its end too (see `ends`), to show what leaving it out saves.
+    """
 
     sentence: str
     bounds: Bounds
     quick: bool = False
+    compared: bool = False
 
 
 EACH_ONCE = Budgets(delay=1, answer=1, abort=1, timeout=1)
@@ -68,5 +76,8 @@ CONFIGURATIONS = {
         "an owner and two settlers; two requests are late", Bounds((2, 0, 0), 3, Budgets(delay=2, answer=1, timeout=1))
     ),
     "four_incarnations": Configuration("two owners that begin anew twice", Bounds((2, 1), 4, EACH_ONCE)),
+    "one_transaction_each": Configuration(
+        "three owners with one transaction each", Bounds((1, 1, 1), 3, EACH_ONCE), compared=True
+    ),
     "everybody_writes": Configuration("three owners with two transactions each", Bounds((2, 2, 2), 3, EACH_ONCE)),
 }

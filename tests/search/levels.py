@@ -120,8 +120,9 @@ class Levels:
         """The states that are one step further, and were not seen before."""
         rows, words = [level[:0]], [np.empty(0, dtype=np.uint64)]
         for at in range(0, len(level), _CHUNK):
-            for further in self._further(level[at : at + _CHUNK]):
-                found.steps += len(further)
+            for reached in self._further(level[at : at + _CHUNK]):
+                found.steps += len(reached)
+                further = self._shortened(reached)
                 prints, first = np.unique(_fingerprints(further), return_index=True)
                 new = seen.new_ones(prints)
                 rows.append(further[first[new]])
@@ -149,15 +150,27 @@ class Levels:
             sending = possible & (sent >= 0)
             after[sending, LATE] = _looked_up(world.send, after[sending, LATE], sent[sending])
             self._faults += [world.text(fault) for fault in wrong[possible & (wrong >= 0)][:1].tolist()]
-            after = after[possible]
-            after[:, PROCESSES:].sort(axis=1)
-            yield after
+            yield after[possible]
         of, (_, database, broker, late, spends) = self._others.of(
             states[:, DATABASE], states[:, BROKER], states[:, LATE]
         )
         after = states[of]
         after[:, DATABASE], after[:, BROKER], after[:, LATE] = database, broker, late
         yield after[self._spend(after, spends)]
+
+    def _shortened(self, states: Rows) -> Rows:
+        """The states without what is at its end, and each with its processes in their order."""
+        if not self._world.entire:
+            states = states[np.unique(_fingerprints(states), return_index=True)[1]]
+            for column in range(PROCESSES, states.shape[1]):
+                states[:, column] = self._living(states[:, column], states[:, DATABASE], states[:, BROKER])
+            states[:, LATE] = _looked_up(self._world.coming, states[:, LATE], states[:, BROKER])
+        states[:, PROCESSES:].sort(axis=1)
+        return states
+
+    def _living(self, processes: Rows, databases: Rows, brokers: Rows) -> Rows:
+        unique, inverse = np.unique(_key(processes, databases, brokers), return_inverse=True)
+        return np.array([self._world.living(*_parts(key)) for key in unique.tolist()], dtype=np.int32)[inverse]
 
     def _spend(self, after: Rows, spends: Rows) -> npt.NDArray[np.bool_]:
         """Take from the budgets what is spent; whether there was any left."""

@@ -2,12 +2,13 @@
 
 Each part is kept once and known by a number, so a state is a handful of small numbers, and a step that was worked out for
 one state serves all others in which the same process meets the same row and the same broker. Processes are kept in a fixed
-order: none is told from another but by what it knows, so states that differ in who is called first are one.
+order: none is told from another but by what it knows, so states that differ in who is called first are one. And what is at
+its end is left out, see `ends`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.partition import last_stable_offset
 from dualwrite.testing.simulator.state import Broker, new_broker, partition, with_partition
+from search.ends import Ends
 from search.judge import Excuses, Judge, told
 from search.process import Walk
 from search.rules import PRODUCT, Rules
@@ -88,15 +90,20 @@ class World:
         bounds: What may happen.
         rules: What the processes go by.
         open_is_fine: See `Judge`.
+        entire: Whether states are also told apart by what is at its end (see `ends`).
     """
 
-    def __init__(self, bounds: Bounds, rules: Rules = PRODUCT, *, open_is_fine: bool = False) -> None:
+    def __init__(
+        self, bounds: Bounds, rules: Rules = PRODUCT, *, open_is_fine: bool = False, entire: bool = False
+    ) -> None:
         self.bounds = bounds
         self._rules = rules
         self._walk = Walk(
             rules, most=bounds.incarnations, verdicts=bounds.verdicts, dies=bounds.dies, one_by_one=bounds.one_by_one
         )
         self._judge = Judge(rules, open_is_fine=open_is_fine)
+        self.entire = entire
+        self._ends = Ends(self._walk, forgets=bounds.budgets.expire > 0)
         self._databases: Table[Database] = Table()
         self._brokers: Table[Broker] = Table()
         self._late: Table[tuple[sim.Request, ...]] = Table()
@@ -137,12 +144,38 @@ class World:
                 late_ = late if sent < 0 else self.send(late, sent)
                 others = processes.copy()
                 others[index] = process_
-                others.sort()
-                yield text, (database_, broker_, late_, budgets_, *others), None if wrong < 0 else self.text(wrong)
+                after = self.shortened(database_, broker_, late_, budgets_, others)
+                yield text, after, None if wrong < 0 else self.text(wrong)
         for text, database_, broker_, late_, spends in self._others(database, broker, late):
             budgets_ = budgets if spends < 0 else self.spend(budgets, spends)
             if budgets_ >= 0:
-                yield text, (database_, broker_, late_, budgets_, *processes), None
+                yield text, self.shortened(database_, broker_, late_, budgets_, processes), None
+
+    def shortened(
+        self, database: Number, broker: Number, late: Number, budgets: Number, processes: Iterable[Number]
+    ) -> State:
+        """The state without what is at its end."""
+        if not self.entire:
+            processes = [self.living(process, database, broker) for process in processes]
+            late = self.coming(late, broker)
+        return (database, broker, late, budgets, *sorted(processes))
+
+    @cache_of
+    def living(self, process: Number, database: Number, broker: Number) -> Number:
+        """The process, or one that is done if it is at its end."""
+        parts = self._processes.parts[process], self._databases.parts[database], self._brokers.parts[broker]
+        return self.done if self._ends.finished(*parts) else process
+
+    @cache_of
+    def coming(self, late: Number, broker: Number) -> Number:
+        """The requests on their way, without those that will be refused."""
+        found = self._brokers.parts[broker]
+        waiting = self._late.parts[late]
+        return self._late.number(tuple(request for request in waiting if not self._ends.refused(request, found)))
+
+    def left(self, budgets: Number) -> Budgets:
+        """What may still happen."""
+        return self._budgets.parts[budgets]
 
     def wrong(self, state: State) -> str | None:
         """What would be wrong if nothing more happened here than one settling, and late requests arriving."""
