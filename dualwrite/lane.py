@@ -25,6 +25,7 @@ from dualwrite.mismatch import gone_back
 from dualwrite.observations import LogProof, Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.handed_over import may_go_on
 from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.protocol.settle import is_older
 from dualwrite.settling import settle
@@ -139,6 +140,30 @@ class Lane:
         self._row = row
         self._unrecorded = None
         self._is_fresh = True
+
+    def may_go_on(self) -> bool:
+        """Whether the lane may be used again after a rest without a new claim, asked before :meth:`ready`.
+
+        Of a transaction that was handed over, the row must say that its decider has completed it: then nothing is on its way
+        that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
+
+        Raises:
+            ConfigurationError, Unavailable: The row could not be read.
+        """
+        producer = self._producer
+        if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
+            return False
+        found = self._ground.store.read([self.transactional_id])
+        if not found or not may_go_on(self.row, found[0], producer.prepared_state):
+            return False
+        if producer.state is ProducerState.PREPARED:
+            self._row = found[0]
+            try:
+                producer.commit_transaction()
+            except DualWriteError as error:
+                logger.info("%s: its producer does not go on: %s", self.transactional_id, error)
+                return False
+        return self._is_usable()
 
     def ready(self, deadline: Deadline) -> None:
         """Make the lane usable: claims, settles and makes a producer where there is none that may be used.

@@ -58,12 +58,16 @@ class Participant:
 
     Attributes:
         row: The row.
-        incarnation: Who has prepared it: the incarnation of the row at that time. It prepares no other one.
+        incarnation: Who has prepared it: the incarnation of the row at that time.
+        name: The database's name of it.
+        decided: Whether the row names the Kafka transaction that it was prepared with.
         prepared_at: Since when it waits, by the database's clock.
     """
 
     row: StateRow
     incarnation: int
+    name: str
+    decided: bool
     prepared_at: datetime
 
 
@@ -136,9 +140,12 @@ class TransactionCoordinator(Protocol):
         ...
 
     def end(
-        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
-        """``EndTxn`` for each Kafka id with its state's producer id and epoch. It may have been sent more than once."""
+        """``EndTxn`` for each Kafka id with its state's producer id and epoch. It may have been sent more than once.
+
+        With ``once`` it is not: an id whose one request was not answered is missing from the answer.
+        """
         ...
 
     def retire(
@@ -357,10 +364,10 @@ class StateStore(Protocol):
         """
         ...
 
-    def prepare(self, connection: Connection, row: StateRow) -> None:
-        """Instead of :meth:`commit`: keep the transaction for whoever decides on the row, and ends it then.
+    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
+        """Instead of :meth:`commit`: keep the transaction for whoever decides on the Kafka transaction, and ends both then.
 
-        On return it is durable, and no longer the connection's: a :class:`Participant` of the row's incarnation.
+        On return it is durable, and no longer the connection's: a :class:`Participant` of the state's incarnation.
 
         Raises:
             TransactionAborted: It was rolled back. The database may not take prepared transactions, or no more of them.

@@ -371,23 +371,23 @@ class _Settling(_Asking):
 
 
 def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
-    """What former owners have prepared in the database follows what is decided, as Kafka does.
+    """What owners have prepared in the database follows what is decided, as Kafka does.
 
     Also what somebody has prepared under an incarnation that was settled before: he was too late, and it is undecided.
 
     Args:
         store: The database.
-        participants: Of incarnations below their row's, as a claim or somebody after it has read that.
+        participants: Of incarnations below their row's, as a claim or somebody after it has read that; or of owners that wait
+            for what the caller has decided.
 
     Raises:
         ConfigurationError, Unavailable: As :meth:`StateStore.end_participant`.
     """
     for found in participants:
-        committed = belongs(found.row.prepared, found.incarnation)
         failpoints.hit("participant.found")
-        store.end_participant(found, committed=committed)
+        store.end_participant(found, committed=found.decided)
         failpoints.hit("participant.ended")
-        done = "committed" if committed else "rolled back"
+        done = "committed" if found.decided else "rolled back"
         logger.info("%s: what was prepared in the database is %s now", found.row.kafka_id(found.incarnation), done)
 
 

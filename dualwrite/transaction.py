@@ -258,9 +258,9 @@ class Transaction:
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
-            self._prepare()
+            state = self._prepare()
             if prepared:
-                self._ground.store.prepare(self._connection, self._lane.row)
+                self._ground.store.prepare(self._connection, self._lane.row, state)
             else:
                 self._ground.store.commit(self._connection)
         except (Unavailable, TransactionInDoubt) as error:

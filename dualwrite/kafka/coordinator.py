@@ -126,18 +126,20 @@ class KafkaCoordinator:
         return self._coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
 
     def end(
-        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
         """``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
 
         Each may have been sent more than once: the first answer may have been lost. Repeating one is harmless as long as
         nobody begins another transaction with that id and epoch.
 
+        With ``once`` each is sent at most once: an id whose request was not answered is missing from the answer.
+
         Raises:
             Unavailable: Not all coordinators answered in time. Any of the transactions may have ended.
             ConfigurationError: We may not write under an id.
         """
-        return ending.end(self._coordinators, transactions, deadline, committed=committed)
+        return ending.end(self._coordinators, transactions, deadline, committed=committed, once=once)
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None

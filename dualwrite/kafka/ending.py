@@ -47,7 +47,12 @@ _NOT_ADDED: Final = frozenset(
 
 
 def end(
-    coordinators: Coordinators, transactions: Mapping[str, PreparedTxnState], deadline: Deadline, *, committed: bool
+    coordinators: Coordinators,
+    transactions: Mapping[str, PreparedTxnState],
+    deadline: Deadline,
+    *,
+    committed: bool,
+    once: bool,
 ) -> Mapping[str, EndAnswer]:
     """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.end`."""
 
@@ -71,7 +76,8 @@ def end(
             answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
         )
 
-    return coordinators.ask(transactions, requests, read, deadline, "end the transactions")
+    ask = coordinators.ask_once if once else coordinators.ask
+    return ask(transactions, requests, read, deadline, "end the transactions")
 
 
 def retire(

@@ -12,6 +12,7 @@ import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
 from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.network import Message, NotYet
 
@@ -80,27 +81,57 @@ class Coordinators:
             ConfigurationError: A right is missing.
         """
 
-        def once(pending: list[str]) -> dict[str, Answer | NotYet]:
-            answers: dict[str, Answer | NotYet] = {}
-            at: dict[int, list[str]] = {}
-            for kafka_id, node in self._find(pending, deadline).items():
-                if isinstance(node, NotYet):
-                    answers[kafka_id] = node
-                else:
-                    at.setdefault(node, []).append(kafka_id)
-            sent = [(node, request, covered) for node, ids in at.items() for request, covered in requests(ids)]
-            responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline, spread=True)
-            for (_, _, covered), response in zip(sent, responses, strict=True):
-                if isinstance(response, NotYet):
-                    answers.update(dict.fromkeys(covered, response))
-                else:
-                    answers.update(read(covered, response))
-            for kafka_id, answer in answers.items():
-                if isinstance(answer, NotYet) and answer.moved:
-                    self._known.pop(kafka_id, None)
-            return answers
+        def sent_once(pending: list[str]) -> dict[str, Answer | NotYet]:
+            return self._sent(self._find(pending, deadline), requests, read, deadline)
 
-        return until_answered(kafka_ids, once, deadline, what)
+        return until_answered(kafka_ids, sent_once, deadline, what)
+
+    def ask_once(
+        self,
+        kafka_ids: Collection[str],
+        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
+        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
+        deadline: Deadline,
+        what: str,
+    ) -> dict[str, Answer]:
+        """As `ask`, and send no request a second time. Who was not answered is missing.
+
+        Raises:
+            Unavailable: The coordinators could not be found; or none of the requests was answered in time.
+            ConfigurationError: A right is missing.
+        """
+        nodes = until_answered(kafka_ids, lambda pending: self._find(pending, deadline), deadline, what)
+        try:
+            answers = self._sent(nodes, requests, read, deadline)
+        except NotYet as reason:
+            raise Unavailable(f"Kafka did not {what} in time: {reason}") from reason
+        return {kafka_id: answer for kafka_id, answer in answers.items() if not isinstance(answer, NotYet)}
+
+    def _sent(
+        self,
+        nodes: Mapping[str, int | NotYet],
+        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
+        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
+        deadline: Deadline,
+    ) -> dict[str, Answer | NotYet]:
+        answers: dict[str, Answer | NotYet] = {}
+        at: dict[int, list[str]] = {}
+        for kafka_id, node in nodes.items():
+            if isinstance(node, NotYet):
+                answers[kafka_id] = node
+            else:
+                at.setdefault(node, []).append(kafka_id)
+        sent = [(node, request, covered) for node, ids in at.items() for request, covered in requests(ids)]
+        responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline, spread=True)
+        for (_, _, covered), response in zip(sent, responses, strict=True):
+            if isinstance(response, NotYet):
+                answers.update(dict.fromkeys(covered, response))
+            else:
+                answers.update(read(covered, response))
+        for kafka_id, answer in answers.items():
+            if isinstance(answer, NotYet) and answer.moved:
+                self._known.pop(kafka_id, None)
+        return answers
 
     def _find(self, kafka_ids: Collection[str], deadline: Deadline) -> dict[str, int | NotYet]:
         unknown = [kafka_id for kafka_id in kafka_ids if kafka_id not in self._known]

@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc
 
 from dualwrite.stores.failures import sqlstate_of
+from dualwrite.stores.rows import digest
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from dualwrite.prepared_state import PreparedTxnState
+
 PREFIX: Final = "dualwrite:"
 _UNDEFINED_OBJECT: Final = "42704"
+_DIGEST_LENGTH: Final = 32
 
 
-def name_of(namespace: str, incarnation: int) -> str:
-    """The name of what an incarnation prepares. The namespace of a row is no other row's, in whatever database it is."""
-    return f"{PREFIX}{namespace}:{incarnation}"
+def name_of(namespace: str, state: PreparedTxnState) -> str:
+    """The name of what is prepared together with a Kafka transaction: whoever decides on the one decides on the other.
+
+    The namespace of a row is no other row's, in whatever database it is.
+    """
+    return f"{PREFIX}{namespace}:{state.incarnation}:{digest(state)[:_DIGEST_LENGTH]}"
 
 
 def parse(name: str) -> tuple[str, int]:
     """Namespace and incarnation of a name that :func:`name_of` has made."""
-    namespace, _, incarnation = name[len(PREFIX) :].rpartition(":")
+    namespace, incarnation, _ = name[len(PREFIX) :].rsplit(":", 2)
     return namespace, int(incarnation)
 
 

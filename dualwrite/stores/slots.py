@@ -18,6 +18,7 @@ from sqlalchemy import (
     Float,
     and_,
     bindparam,
+    case,
     create_engine,
     exc,
     func,
@@ -38,6 +39,8 @@ from dualwrite.stores.tables import MAX_ID_LENGTH, declare_tables
 
 _ROOM_FOR_NUMBER: Final = 11
 _ATTEMPTS_TO_ADD: Final = 1000
+KEPT_S: Final = 60.0
+"""For so long a slot that its worker keeps is left to that worker. Spark ends workers that are idle for a minute."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,15 @@ class SlotPool:
         self._is_free = and_(
             slot.c.pool == pool, or_(slot.c.lease_until.is_(None), slot.c.lease_until <= database_now())
         )
+        self._is_nobodys = or_(slot.c.kept_until.is_(None), slot.c.kept_until <= database_now())
         self._take = (
             update(slot)
             .where(slot.c.transactional_id == bindparam("id_"))
-            .values(lease_owner=bindparam("owner_"), lease_until=database_now_plus(bindparam("ttl_", type_=Float)))
+            .values(
+                lease_owner=bindparam("owner_"),
+                lease_until=database_now_plus(bindparam("ttl_", type_=Float)),
+                kept_until=null(),
+            )
             .returning(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
         )
 
@@ -100,8 +108,10 @@ class SlotPool:
         if self._owns_engine:
             self._engine.dispose()
 
-    def lease(self, owner: str, ttl_s: float) -> Lease:
-        """Lease a slot: the free or expired one of the lowest number, or a new one.
+    def lease(self, owner: str, ttl_s: float, *, preferred: Sequence[str] = ()) -> Lease:
+        """Lease a slot that is free or expired: the first preferred one, else that of the lowest number, or a new one.
+
+        Slots that other workers keep since less than a minute are only taken where the pool may not grow.
 
         Nobody else is given it before ``ttl_s`` is over, unless it is released. What its former user left is not settled
         yet: claim its transactional id next.
@@ -109,43 +119,49 @@ class SlotPool:
         Args:
             owner: Who we are. Unique to the worker and its attempt, or else it could renew what it has lost.
             ttl_s: How long, in seconds.
+            preferred: Slots that the worker has used before, and could go on with.
 
         Raises:
             Unavailable: All ``max_slots`` are leased, or the database does not answer.
             ConfigurationError: The table or a right is missing, the database is read-only.
         """
         for _ in range(_ATTEMPTS_TO_ADD):
-            taken = self._own.run(lambda connection: self._take_free_or_new(connection, owner, ttl_s))
+            taken = self._own.run(lambda connection: self._take_free_or_new(connection, owner, ttl_s, preferred))
             if taken is not None:
                 failpoints.hit("slot.leased")
                 return taken
         raise Unavailable(f"no slot of pool {self.pool!r} could be had: too many workers ask for one at once")
 
-    def _take_free_or_new(self, connection: Connection, owner: str, ttl_s: float) -> Lease | None:
+    def _take_free_or_new(
+        self, connection: Connection, owner: str, ttl_s: float, preferred: Sequence[str]
+    ) -> Lease | None:
         """A lease; None where somebody else was faster to make the next slot."""
         slot = self._slot
-        transactional_id = connection.scalar(
-            select(slot.c.transactional_id)
-            .where(self._is_free)
-            .order_by(slot.c.number)
-            .limit(1)
-            .with_for_update(skip_locked=True)
-        )
+        place = [_place(slot.c.transactional_id, preferred)] if preferred else []
+        free = select(slot.c.transactional_id).where(self._is_free).limit(1).with_for_update(skip_locked=True)
+        mine_or_nobodys = or_(slot.c.transactional_id.in_(preferred), self._is_nobodys)
+        transactional_id = connection.scalar(free.where(mine_or_nobodys).order_by(*place, slot.c.number))
         if transactional_id is None:
-            transactional_id = self._add(connection)
+            number = (connection.scalar(select(func.max(slot.c.number)).where(slot.c.pool == self.pool)) or 0) + 1
+            if number <= self.max_slots:
+                transactional_id = self._add(connection, number)
+            else:
+                transactional_id = connection.scalar(free.order_by(slot.c.kept_until))
+                if transactional_id is None:
+                    raise self._all_leased()
         if transactional_id is None:
             return None
         row = connection.execute(self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s}).one_or_none()
         return None if row is None else Lease(row[0], self.pool, row[1], row[2])
 
-    def _add(self, connection: Connection) -> str | None:
+    def _all_leased(self) -> Unavailable:
+        return Unavailable(
+            f"all {self.max_slots} slots of pool {self.pool!r} are leased",
+            next_step="wait for workers to end, or raise max_slots",
+        )
+
+    def _add(self, connection: Connection, number: int) -> str | None:
         slot = self._slot
-        number = (connection.scalar(select(func.max(slot.c.number)).where(slot.c.pool == self.pool)) or 0) + 1
-        if number > self.max_slots:
-            raise Unavailable(
-                f"all {self.max_slots} slots of pool {self.pool!r} are leased",
-                next_step="wait for workers to end, or raise max_slots",
-            )
         transactional_id = f"{self.pool}#{number}"
         made = connection.scalar(
             self._dialect.insert_if_missing(slot).returning(slot.c.transactional_id),
@@ -168,8 +184,13 @@ class SlotPool:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
         return Lease(row[0], self.pool, row[1], row[2])
 
-    def release(self, lease: Lease) -> bool:
-        """Give a slot back, for others to use at once. False, and nothing changed, if its holder is another by now.
+    def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
+        """Give slots back, each by who holds it. Where the holder is another by now, nothing changes.
+
+        Args:
+            owners: The holder by slot.
+            kept: Whether their workers could go on with them, and are to have them first for a while; see :meth:`lease`.
+                Otherwise the next who asks is given them.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`lease`.
@@ -177,12 +198,17 @@ class SlotPool:
         slot = self._slot
         statement = (
             update(slot)
-            .where(slot.c.transactional_id == lease.transactional_id, slot.c.lease_owner == lease.owner)
-            .values(lease_owner=null(), lease_until=null())
+            .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
+            .values(
+                lease_owner=null(),
+                lease_until=null(),
+                kept_until=database_now_plus(literal(KEPT_S, Float)) if kept else null(),
+            )
         )
-        released = self._own.run(lambda connection: connection.execute(statement).rowcount) == 1
+        bound = [{"id_": name, "owner_": owners[name]} for name in sorted(owners)]
+        if bound:
+            self._own.run(lambda connection: connection.execute(statement, bound))
         failpoints.hit("slot.released")
-        return released
 
     def expired(self) -> Sequence[Lease]:
         """The leases that are over and were not released: of workers that died, or were paused."""
@@ -219,3 +245,7 @@ class SlotPool:
         )
         rows = self._own.read(lambda connection: connection.execute(statement).all())
         return [Lease(name, self.pool, owner, until) for name, owner, until in rows]
+
+
+def _place(name: ColumnElement[str], preferred: Sequence[str]) -> ColumnElement[int]:
+    return case({one: place for place, one in enumerate(preferred)}, value=name, else_=len(preferred))

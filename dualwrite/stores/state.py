@@ -181,9 +181,9 @@ class SqlStateStore:
         names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
         committing.commit(connection, self._dialect, next(iter(names)) if len(names) == 1 else None)
 
-    def prepare(self, connection: Connection, row: StateRow) -> None:
+    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
         """See :meth:`dualwrite.ports.StateStore.prepare`."""
-        name = participants.name_of(row.namespace, row.incarnation)
+        name = participants.name_of(row.namespace, state)
         committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name)
 
     def rollback(self, connection: Connection) -> None:
@@ -284,17 +284,22 @@ class SqlStateStore:
         by_namespace = {row.namespace: row for row in rows}
         found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
         return [
-            Participant(by_namespace[namespace], incarnation, prepared_at)
+            Participant(
+                row,
+                incarnation,
+                name=name,
+                decided=name == participants.name_of(namespace, row.prepared),
+                prepared_at=prepared_at,
+            )
             for name, prepared_at in found
             for namespace, incarnation in [participants.parse(name)]
-            if namespace in by_namespace
+            if (row := by_namespace.get(namespace)) is not None
         ]
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         """See :meth:`dualwrite.ports.StateStore.end_participant`."""
-        name = participants.name_of(participant.row.namespace, participant.incarnation)
         with self._mapped(participant.row.transactional_id):
-            participants.end(self._engine, name, committed=committed)
+            participants.end(self._engine, participant.name, committed=committed)
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.ports.StateStore.incident`."""

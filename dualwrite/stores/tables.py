@@ -120,6 +120,7 @@ def _slot(metadata: MetaData) -> Table:
         Column("number", Integer, nullable=False),
         Column("lease_owner", Text),
         Column("lease_until", UtcDateTime()),
+        Column("kept_until", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", name="dualwrite_slot_pkey"),
         UniqueConstraint("pool", "number", name="dualwrite_slot_number"),
         CheckConstraint("number >= 1", name="dualwrite_slot_number_positive"),

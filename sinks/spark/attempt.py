@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dualwrite.claiming import Ground, default_owner, unique_owner
+from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
-    from dualwrite.kafka.config import KafkaConfig
-    from dualwrite.ports import StateRow
-    from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.sinks.spark.kept import Servers
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +43,19 @@ class Attempt:
     """One attempt at one partition.
 
     Args:
-        options: The sink's settings.
+        servers: What it writes to.
         batch_id: Name of the batch.
         partition: Number of the partition.
         number: Number of the attempt, for people.
-        engine: The database.
     """
 
-    def __init__(self, options: SinkOptions, batch_id: str, partition: int, number: int, engine: Engine) -> None:
-        self.options = options
+    def __init__(self, servers: Servers, batch_id: str, partition: int, number: int) -> None:
+        self.options = options = servers.options
         self.batch_id = batch_id
         self.partition = partition
-        self.engine = engine
+        self.engine = servers.engine
         self.ledger = Ledger(options.schema)
+        self._servers = servers
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
         who = f"attempt {number} {secrets.token_hex(4)} {default_owner()}"
         self._owner = owner_prefix(batch_id, partition) + who
@@ -93,12 +86,9 @@ class Attempt:
         Raises:
             ConfigurationError, Unavailable: It could not be settled.
         """
-        options = self.options
         pool = self._pool()
-        with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
-            ground = Ground(coordinator, SqlStateStore(self.engine, schema=options.schema), unique_owner())
-            former = pool.held_by(owner_prefix(self.batch_id, self.partition))
-            settle_leases(ground, pool, former, Deadline(options.timeout_s), self.name)
+        former = pool.held_by(owner_prefix(self.batch_id, self.partition))
+        settle_leases(self._servers.ground, pool, former, Deadline(self.options.timeout_s), self.name)
 
     def _pool(self) -> SlotPool:
         options = self.options
@@ -106,23 +96,26 @@ class Attempt:
 
     @contextmanager
     def workplace(self) -> Generator[Workplace, None, None]:
-        """Lease a slot, claim it, and make a producer; all are let go of when the block ends.
+        """Lease a slot, and go on with the lane that rests here for it; else claim it, and make a producer.
+
+        When the block has ended well, the lane rests again. After an error it is thrown away.
 
         Raises:
             Unavailable, ConfigurationError, Fenced: It could not be had.
         """
-        options, config = self.options, self.options.kafka_config()
-        with (
-            closing(KafkaCoordinator(config)) as coordinator,
-            leased_slot(self._pool(), self._owner, options.lease_s) as slot,
-        ):
-            ground = Ground(coordinator, SqlStateStore(self.engine, schema=options.schema), unique_owner())
-            lane = Lane(slot.lease.transactional_id, ground, _producer_maker(config, ground, options.timeout_s))
+        servers, lease_s = self._servers, self.options.lease_s
+        leased = leased_slot(
+            self._pool(), self._owner, lease_s, preferred=servers.resting, kept=servers.outlives_its_task
+        )
+        with leased as slot:
+            lane = servers.take(slot.lease.transactional_id)
             try:
                 self._make_ready(lane)
-                yield Workplace(lane, ground, slot)
-            finally:
+                yield Workplace(lane, servers.ground, slot)
+            except BaseException:
                 lane.discard()
+                raise
+            servers.keep(lane)
 
     def _make_ready(self, lane: Lane) -> None:
         deadline = Deadline(self.options.timeout_s)
@@ -132,19 +125,3 @@ class Attempt:
             # Of the slot's former user. It is recorded, and the driver reports it.
             logger.exception("%s: the slot's former user has lost a transaction", self.name)
             lane.ready(deadline)
-
-
-def _producer_maker(
-    config: KafkaConfig, ground: Ground, timeout_s: float
-) -> Callable[[StateRow], TransactionalProducer]:
-    def make_producer(row: StateRow) -> TransactionalProducer:
-        return TransactionalProducer(
-            config,
-            row.kafka_id(row.incarnation),
-            coordinator=ground.coordinator,
-            incarnation=row.incarnation,
-            call_timeout_s=timeout_s,
-            bulk=True,
-        )
-
-    return make_producer

@@ -23,4 +23,5 @@ def connect_engine(options: SinkOptions) -> Engine:
         # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
         connect_args={"client_encoding": "utf8", "prepare_threshold": None},
         hide_parameters=True,
+        pool_pre_ping=True,  # a worker that is used again may find its connection gone
     )

@@ -33,6 +33,5 @@ def settle_leases(ground: Ground, pool: SlotPool, leases: Collection[Lease], dea
         return
     rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
     report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline)
-    for lease in leases:
-        pool.release(lease)
+    pool.release({lease.transactional_id: lease.owner for lease in leases})
     logger.info("%s: settled %d slots, %d transactions rolled forward", name, len(rows), len(report.rolled_forward))

@@ -86,7 +86,7 @@ def require_prepared(connection: Connection, brought: Collection[Undecided], nam
     Raises:
         TransactionAborted: Something is missing.
     """
-    names = [name_of(one.namespace, one.incarnation) for one in brought]
+    names = [name_of(one.namespace, one.prepared) for one in brought]
     present: int = connection.execute(_PRESENT, {"names": names}).scalar_one() if names else 0
     if present != len(names):
         raise TransactionAborted(

@@ -66,6 +66,7 @@ class SinkSettings(_Needed, total=False):
     progress_s: float
     decide_within_s: float
     database_leg: str
+    keep_slots: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,6 +116,8 @@ class SinkOptions:
             the target, moved when it is decided; on every server, the rows show all at once. "prepared": into the target,
             by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server needs
             max_prepared_transactions. "auto": staging where tables may be made, otherwise prepared.
+        keep_slots: Whether a Python worker that Spark uses again keeps its connections, slots and producers from task to
+            task, so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
@@ -148,6 +151,7 @@ class SinkOptions:
     progress_s: float = 5.0
     decide_within_s: float = 3600.0
     database_leg: str = "auto"
+    keep_slots: bool = True
 
     def __post_init__(self) -> None:
         check_name(self.sink, "the name of a sink")

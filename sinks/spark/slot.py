@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
@@ -36,18 +36,27 @@ class Slot:
 
 
 @contextmanager
-def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Slot, None, None]:
+def leased_slot(
+    pool: SlotPool, owner: str, lease_s: float, *, preferred: Sequence[str] = (), kept: bool = False
+) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
     Leaving the block normally gives the slot back, unless it is to be kept. Leaving it by an exception keeps the lease as it
     is: what the task left behind is for the driver to settle, or for whoever leases the slot when the lease is over. A lease
     that is lost meanwhile harms nothing: whoever gets the slot claims its id, and that fences us.
 
+    Args:
+        pool: The pool.
+        owner: Who we are; see :meth:`SlotPool.lease`.
+        lease_s: How long a lease lasts, in seconds.
+        preferred: Slots that the worker could go on with.
+        kept: Whether the worker could go on with this one later.
+
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
         Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
     """
-    lease = pool.lease(owner, lease_s)
+    lease = pool.lease(owner, lease_s, preferred=preferred)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
     stop = threading.Event()
     renewer = threading.Thread(
@@ -63,7 +72,7 @@ def leased_slot(pool: SlotPool, owner: str, lease_s: float) -> Generator[Slot, N
         pool.renew(lease, slot.kept_for_s)
         return
     try:
-        pool.release(lease)
+        pool.release({lease.transactional_id: lease.owner}, kept=kept)
     except DualWriteError as error:
         logger.warning(
             "%s: the slot was not given back; its lease will end by itself: %s", lease.transactional_id, error

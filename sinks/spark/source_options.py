@@ -43,6 +43,7 @@ OPTION_NAMES: Final = {
     "progressSeconds": "progress_s",
     "decideWithinSeconds": "decide_within_s",
     "databaseLeg": "database_leg",
+    "keepSlots": "keep_slots",
 }
 """Option by option, the setting of `SinkOptions` that it is."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")
@@ -50,6 +51,7 @@ _SPARKS: Final = frozenset({"checkpointlocation", "queryname"})
 """What Spark itself puts among the options of a stream."""
 _WHOLE: Final = frozenset({"max_slots"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
+_FLAGS: Final = {"true": True, "false": False}
 _NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
 
 
@@ -116,6 +118,10 @@ def _value(name: str, setting: str, text: str) -> object:
             raise ConfigurationError(f"the option {name} must be a number, not {text!r}") from None
     if setting == "columns":
         return _columns(text)
+    if setting == "keep_slots":
+        if text.lower() not in _FLAGS:
+            raise ConfigurationError(f"the option {name} must be true or false, not {text!r}")
+        return _FLAGS[text.lower()]
     return text
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -144,6 +144,13 @@ def take_over(
             f"a staging table holds {moved} rows of {rows}: the database has crashed in between",
             transactional_id=staged.transactional_id,
         )
+
+
+def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
+    """Drop staging tables that were taken over. One that somebody still reads is left for :func:`drop_dead_staging`."""
+    with engine.connect() as connection:
+        for staged in tables:
+            _drop(connection, staged)
 
 
 def drop_dead_staging(engine: Engine, schema: str, incarnations: Mapping[str, int]) -> int:

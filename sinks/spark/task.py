@@ -22,7 +22,7 @@ from dualwrite.errors import (
 )
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import cast_batch
-from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.whole_input import whole_input
@@ -112,11 +112,8 @@ def write_partition(
             is recorded; the next attempt finds the partition written.
     """
     failpoints.hit("spark.task_started")
-    engine = connect_engine(task.options)
-    try:
-        report = _Writing(task, Attempt(task.options, task.batch_id, partition, attempt, engine)).run(batches)
-    finally:
-        engine.dispose()
+    with servers(task.options) as found:
+        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt)).run(batches)
     failpoints.hit("spark.task_done")
     return report
 

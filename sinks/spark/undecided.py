@@ -20,7 +20,7 @@ from dualwrite.block import Ending, dual_write
 from dualwrite.errors import TransactionAborted
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.sinks.spark.attempt import Attempt
-from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.prepared import bound_waiting, waited_in_vain
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
@@ -98,9 +98,8 @@ def prepare_partition(
         DualWriteError: This attempt has prepared nothing that could be decided.
     """
     failpoints.hit("spark.task_started")
-    engine = connect_engine(options)
-    try:
-        attempt = Attempt(options, batch_id, partition, number, engine)
+    with servers(options) as found:
+        attempt = Attempt(found, batch_id, partition, number)
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
             return None
@@ -109,8 +108,6 @@ def prepare_partition(
         if first is None:
             return None
         undecided = _prepare(attempt, layout, _joined(first, source), staging=staging)
-    finally:
-        engine.dispose()
     failpoints.hit("spark.task_done")
     return undecided
 

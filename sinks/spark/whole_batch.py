@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
+from dualwrite.completing import complete_handed_over
+from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DualWriteError,
@@ -19,7 +21,7 @@ from dualwrite.errors import (
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.prepared import choose_staging, require_prepared
 from dualwrite.sinks.spark.progress import shown
-from dualwrite.sinks.spark.staging import drop_dead_staging, empty, take_over
+from dualwrite.sinks.spark.staging import drop_dead_staging, drop_staging, empty, take_over
 from dualwrite.stores.ledger import WHOLE_BATCH
 
 if TYPE_CHECKING:
@@ -72,12 +74,13 @@ class WholeBatch(DriverSide):
             written = self._resolve(doubt)
         failpoints.hit("batch.decided")
         try:
+            completed = self._complete(ordered) if decided is not None else []
             slots = self._settle()
         except Unavailable as error:
             raise CompletionPending(f"{self.name}: decided, and Kafka has not all of it yet: {error.what}") from error
         self._note_completed(WHOLE_BATCH, None if decided is None else time.monotonic() - decided)
         logger.info("%s: completed", self.name)
-        self._drop_staging(layout, slots)
+        self._drop_staging(layout, slots, completed)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
         return written
@@ -155,6 +158,27 @@ class WholeBatch(DriverSide):
                 transactional_id=transactional_id,
             )
 
+    def _complete(self, prepared: Sequence[Undecided]) -> Sequence[Undecided]:
+        """Complete without a claim what can be, so that the tasks' workers can go on with their producers. Returns that."""
+        found = {one.transactional_id: one for one in prepared}
+        try:
+            rows = [
+                row
+                for row in self._store.read(list(found))
+                if row.prepared == found[row.transactional_id].prepared
+                and row.incarnation == found[row.transactional_id].incarnation
+            ]
+            completed = complete_handed_over(
+                rows, coordinator=self._coordinator, store=self._store, deadline=Deadline(self._options.timeout_s)
+            )
+            done = [found[row.transactional_id] for row in completed]
+            owners = {one.transactional_id: one.owner for one in done}
+            self._pool.release(owners, kept=self._options.keep_slots)
+        except DualWriteError as error:
+            logger.warning("%s: its slots are claimed to complete it: %s", self.name, error)
+            return []
+        return done
+
     def _resolve(self, doubt: TransactionInDoubt) -> bool:
         """Claiming all slots waits for the old backend's locks; whatever it was going to do is done then."""
         try:
@@ -180,5 +204,6 @@ class WholeBatch(DriverSide):
         self._drop_staging(layout, slots)
         self._raise_new_incidents()
 
-    def _drop_staging(self, layout: Layout, slots: Iterable[StateRow]) -> None:
+    def _drop_staging(self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[Undecided] = ()) -> None:
+        drop_staging(self._engine, [one.staged for one in completed if one.staged is not None])
         drop_dead_staging(self._engine, layout.table[0], {row.transactional_id: row.incarnation for row in slots})

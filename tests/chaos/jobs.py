@@ -95,7 +95,7 @@ def task(job: dict, engine: Engine, tell: Tell) -> int:
                 lane.record_completed()
             finally:
                 lane.discard()
-            pool.release(lease)
+            pool.release({lease.transactional_id: lease.owner})
     except Fenced:
         return FENCED
     except (Unavailable, TransactionAborted, TransactionInDoubt, CompletionPending, exc.DBAPIError):

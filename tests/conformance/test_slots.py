@@ -9,6 +9,7 @@ import pytest
 from harness.databases import Database, Thread
 
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
+from dualwrite.stores import slots
 from dualwrite.stores.slots import Lease, SlotPool
 
 
@@ -22,6 +23,10 @@ def names(leases: list[Lease] | object) -> list[str]:
     return [lease.transactional_id for lease in leases]
 
 
+def give_back(pool: SlotPool, lease: Lease, *, kept: bool = False) -> None:
+    pool.release({lease.transactional_id: lease.owner}, kept=kept)
+
+
 def test_slots_are_numbered_from_one_and_grow_as_needed(pool: SlotPool) -> None:
     leases = [pool.lease(f"worker {number}", 60) for number in range(3)]
     assert names(leases) == ["job#1", "job#2", "job#3"]
@@ -32,10 +37,48 @@ def test_slots_are_numbered_from_one_and_grow_as_needed(pool: SlotPool) -> None:
 
 def test_a_released_slot_is_the_next_one_leased(pool: SlotPool) -> None:
     leases = [pool.lease("worker", 60) for _ in range(3)]
-    assert pool.release(leases[1])
-    assert not pool.release(leases[1])
+    give_back(pool, leases[1])
+    give_back(pool, leases[1])
     assert pool.lease("another", 60).transactional_id == "job#2"
     assert pool.lease("another", 60).transactional_id == "job#4"
+
+
+def test_a_worker_is_given_the_slots_that_it_prefers_in_that_order(pool: SlotPool) -> None:
+    leases = [pool.lease("worker", 60) for _ in range(4)]
+    for lease in leases[1:]:
+        give_back(pool, lease)
+    preferred = ["job#1", "job#9", "job#4", "job#2"]
+    assert names([pool.lease("again", 60, preferred=preferred) for _ in range(4)]) == [
+        "job#4",
+        "job#2",
+        "job#3",
+        "job#5",
+    ]
+
+
+def test_a_slot_that_its_worker_keeps_is_left_to_it_while_the_pool_may_grow(pool: SlotPool) -> None:
+    give_back(pool, pool.lease("worker", 60), kept=True)
+    assert pool.held_by("worker") == pool.expired() == []
+    pool.max_slots = 2
+    another = pool.lease("another", 60)
+    assert another.transactional_id == "job#2"
+    mine = pool.lease("worker", 60, preferred=["job#1"])
+    assert mine.transactional_id == "job#1"
+    give_back(pool, mine, kept=True)
+    assert pool.lease("a third", 60).transactional_id == "job#1", "better than to fail"
+
+
+def test_a_slot_that_was_kept_for_long_is_anybodys(pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "KEPT_S", 0.0)
+    give_back(pool, pool.lease("worker", 60), kept=True)
+    assert pool.lease("another", 60).transactional_id == "job#1"
+
+
+def test_slots_are_given_back_together_by_who_holds_them(pool: SlotPool) -> None:
+    leases = [pool.lease(f"worker {number}", 60) for number in range(3)]
+    pool.release({"job#1": "worker 0", "job#2": "somebody else", "job#3": "worker 2"})
+    assert pool.held_by("worker") == [leases[1]]
+    pool.release({})
 
 
 def test_a_lease_that_is_over_is_free(pool: SlotPool) -> None:
@@ -47,7 +90,7 @@ def test_a_lease_that_is_over_is_free(pool: SlotPool) -> None:
     with pytest.raises(Fenced, match="dead") as caught:
         pool.renew(first, 60)
     assert caught.value.transactional_id == "job#1"
-    assert not pool.release(first)
+    give_back(pool, first)
     assert pool.held_by("alive") == [second]
 
 
@@ -57,7 +100,7 @@ def test_a_lease_is_renewed_also_late_if_nobody_took_the_slot(pool: SlotPool) ->
     assert renewed.until > lease.until + timedelta(seconds=50)
     assert pool.expired() == []
     assert pool.held_by("worker") == [renewed]
-    pool.release(renewed)
+    give_back(pool, renewed)
     with pytest.raises(Fenced):
         pool.renew(renewed, 60)
 
@@ -83,7 +126,7 @@ def test_a_pool_grows_to_its_limit_only(database: Database) -> None:
     leases = [pool.lease("worker", 60) for _ in range(2)]
     with pytest.raises(Unavailable, match="all 2 slots"):
         pool.lease("worker", 60)
-    pool.release(leases[0])
+    give_back(pool, leases[0])
     assert pool.lease("worker", 60).transactional_id == "job#1"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,14 +228,18 @@ def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(commi
         with store.engine.connect() as connection:
             begin(store, connection)
             connection.execute(text("CREATE TABLE made (id int)"))
-            store.prepare(connection, row)
+            store.prepare(connection, row, prepared(1))
             assert not connection.in_transaction()
             begin(store, connection)  # it is free for another transaction
             store.rollback(connection)
         server.restart("immediate")
         database.dispose()  # the connections of before
         [found] = store.participants([row, another])
-        assert (found.row, found.incarnation) == (row, 1)
+        assert (found.row, found.incarnation, found.decided) == (row, 1, False)
+        [found] = store.participants([replace(row, prepared=prepared(1))])
+        assert found.decided
+        [found] = store.participants([replace(row, prepared=prepared(1, 1))])
+        assert not found.decided
         assert store.participants([another]) == store.participants([]) == []
         for _ in range(2):
             store.end_participant(found, committed=committed)
@@ -252,7 +257,7 @@ def test_a_server_that_takes_no_prepared_transactions_rolls_back() -> None:
             begin(store, connection)
             connection.execute(text("CREATE TABLE made (id int)"))
             with pytest.raises(TransactionAborted, match="PREPARE TRANSACTION failed: .*disabled"):
-                store.prepare(connection, row)
+                store.prepare(connection, row, prepared(1))
         assert database.query("SELECT to_regclass('made') IS NULL") == [(True,)]
         database.dispose()
 

@@ -6,9 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
 
-import psutil
 from pyspark.sql import SparkSession
 
 from harness.patience import PATIENCE_S
@@ -32,28 +30,18 @@ class DriverProcess:
     def __init__(self, begin: Callable[..., None], *arguments: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=begin, initargs=arguments)
-        self._newest: Future | None = None
 
     def __enter__(self):
         self.pid = self._pool.submit(os.getpid).result(PATIENCE_S)
         return self
 
     def __exit__(self, *_):
-        below = psutil.Process(self.pid).children(recursive=True)
-        if self._newest is None or self._newest.done():
-            self.run(_stop)
-            self._pool.shutdown()
-        else:  # a test has given up waiting for it
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            below.append(psutil.Process(self.pid))
-        for process in below:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        self.run(_stop)
+        self._pool.shutdown()
 
     def start(self, function, *arguments, **named) -> Future:
         """Run a function in the process; it must be one that another process can import."""
-        self._newest = self._pool.submit(_called, function, *arguments, **named)
-        return self._newest
+        return self._pool.submit(_called, function, *arguments, **named)
 
     def run(self, function, *arguments, **named):
         """As :meth:`start`, and wait.

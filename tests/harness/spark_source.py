@@ -90,6 +90,7 @@ class _Armed:
 
     def write(self, iterator):
         task = TaskContext.get()
+        failpoints.arm("")  # a worker is used again
         if task.partitionId() == PARTITION and attempt_number(task, self.armed.counter) < self.armed.attempts:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)

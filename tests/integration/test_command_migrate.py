@@ -30,13 +30,13 @@ def url(tmp_path: Path) -> str:
 
 def test_it_makes_the_tables_and_says_so(url: str) -> None:
     first = run("migrate", "--url", url)
-    assert (first.exit_code, first.output) == (0, "The tables are now at 0002; they were at base.\n")
+    assert (first.exit_code, first.output) == (0, "The tables are now at 0003; they were at base.\n")
     engine = create_engine(url)
     check_schema(engine)
     second = run("migrate", DUALWRITE_DATABASE_URL=url)
-    assert (second.exit_code, second.output) == (0, "The tables are at 0002 already.\n")
+    assert (second.exit_code, second.output) == (0, "The tables are at 0003 already.\n")
     down = run("migrate", "--url", url, "--downgrade", "--revision", "base")
-    assert (down.exit_code, down.output) == (0, "The tables are now at base; they were at 0002.\n")
+    assert (down.exit_code, down.output) == (0, "The tables are now at base; they were at 0003.\n")
     assert inspect(engine).get_table_names() == ["dualwrite_version"]
     engine.dispose()
 
@@ -57,8 +57,8 @@ def test_it_prints_a_script_without_connecting() -> None:
     assert up.exit_code == 0
     assert up.output.startswith("BEGIN;")
     assert 'CREATE TABLE "Side".kafka_transaction_state' in up.output
-    assert run("migrate", "--url", url, "--sql", "--revision", "0002:head").output.count("CREATE") == 0
-    down = run("migrate", "--url", url, "--sql", "--downgrade", "--revision", "0002:base")
+    assert run("migrate", "--url", url, "--sql", "--revision", "0003:head").output.count("CREATE") == 0
+    down = run("migrate", "--url", url, "--sql", "--downgrade", "--revision", "0003:base")
     assert down.output.count("DROP TABLE") == 4
     assert "s3cret" not in up.output + down.output
 
@@ -68,7 +68,7 @@ def test_it_prints_a_script_without_connecting() -> None:
     [
         (["--downgrade"], 2, "needs a --revision"),
         (["--downgrade", "--sql", "--revision", "base"], 2, "FROM:TO"),
-        (["--revision", "0002:head"], 2, "for --sql"),
+        (["--revision", "0003:head"], 2, "for --sql"),
         (["--revision", "0815"], 1, "'0815'"),
         (["--url", "nonsense"], 1, "cannot be used"),
         (["--url", "postgresql+psycopg://me:s3cret@127.0.0.1:1/x"], 5, "refused"),

@@ -1,5 +1,6 @@
 """The Data Source over prepared transactions: tasks load the table and prepare, the driver's decision ends all of it."""
 
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 
@@ -92,7 +93,7 @@ def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
     with engine.connect() as connection:
         store.begin(connection)
         connection.execute(text("INSERT INTO numbers VALUES (-1, 'late')"))
-        store.prepare(connection, row)
+        store.prepare(connection, row, replace(row.prepared, producer_id=row.prepared.producer_id + 1))
         store.claim([row.transactional_id], owner="another", cluster_id=row.cluster_id)
         store.mark_settled({row.transactional_id: row.incarnation})
     engine.dispose()

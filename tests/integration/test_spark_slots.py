@@ -63,7 +63,7 @@ def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
 
 def test_a_lost_lease_ends_the_renewals_and_takes_nothing_from_the_new_holder(pool, caplog):
     with leased_slot(pool, "me", 0.6) as slot:
-        pool.release(slot.lease)
+        pool.release({slot.lease.transactional_id: slot.lease.owner})
         other = pool.lease("you", 60)
         assert other.transactional_id == slot.lease.transactional_id
         assert pool.renewals.acquire(timeout=120)

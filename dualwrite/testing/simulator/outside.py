@@ -148,18 +148,19 @@ class SimulatedCoordinator:
         return first.topic_id is None or topic_id(self._simulation.broker, first.topic) == first.topic_id
 
     def end(
-        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
         """See the port."""
-        return {
-            kafka_id: _END_ANSWERS[
-                cast(
-                    "ErrorResponse",
-                    self._one(EndTxn(kafka_id, state.producer_id, state.epoch, committed), deadline, _is_answer),
-                ).error_code
-            ]
-            for kafka_id, state in transactions.items()
-        }
+        answers = {}
+        for kafka_id, state in transactions.items():
+            request = EndTxn(kafka_id, state.producer_id, state.epoch, committed)
+            try:
+                answer = self._simulation.ask(request) if once else self._one(request, deadline, _is_answer)
+            except Unanswered:
+                continue
+            if _is_answer(answer):
+                answers[kafka_id] = _END_ANSWERS[cast("ErrorResponse", answer).error_code]
+        return answers
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None

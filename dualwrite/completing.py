@@ -1,0 +1,70 @@
+"""Completing what was handed over, without a claim: its owners can go on with the producers that they have.
+
+The steps are decided by :mod:`dualwrite.protocol.handed_over`. Whatever they leave is brought to an end by a claim and by
+:func:`dualwrite.settling.settle`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline, pause
+from dualwrite.observations import Outcome
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.protocol.handed_over import Completion, CompletionStep, next_completion_step
+from dualwrite.settling import end_participants
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+
+
+def complete_handed_over(
+    rows: Sequence[StateRow], *, coordinator: TransactionCoordinator, store: StateStore, deadline: Deadline
+) -> Sequence[StateRow]:
+    """Commit in Kafka what this caller has decided on for owners that wait, and tell them by the row.
+
+    To be called once for a decision, by whoever has made it, with nothing of it sent before. The rows that come back are
+    completed on both sides, durably. Of the others nothing is known: claim and settle them.
+
+    Args:
+        rows: The rows as they are now; ``prepared`` is what was decided.
+        coordinator: Kafka.
+        store: The database.
+        deadline: Bounds the whole.
+
+    Raises:
+        ConfigurationError, Unavailable: A server did not answer, or refuses. Claim and settle all of them.
+    """
+    end_participants(store, [found for found in store.participants(rows) if found.decided])
+    failpoints.hit("complete.before")
+    named = {row.kafka_id(row.incarnation): row.prepared for row in rows}
+    answers = coordinator.end(named, committed=True, deadline=deadline, once=True)
+    failpoints.hit("complete.ended")
+    known = {kafka_id: Completion(state, answers.get(kafka_id)) for kafka_id, state in named.items()}
+    wait_s = _FIRST_WAIT_S
+    while asked := _at(known, CompletionStep.LOOK):
+        for kafka_id, view in coordinator.describe(asked, deadline).items():
+            known[kafka_id] = replace(known[kafka_id], view=view)
+        if early := _at(known, CompletionStep.WAIT):
+            pause(min(wait_s, deadline.remaining_s()))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            if not deadline.expired:
+                known.update((kafka_id, replace(known[kafka_id], view=None)) for kafka_id in early)
+    ended = _at(known, CompletionStep.PROVE)
+    for kafka_id, proof in zip(ended, coordinator.prove([named[one] for one in ended], deadline), strict=True):
+        known[kafka_id] = replace(known[kafka_id], proof=proof)
+    done = set(_at(known, CompletionStep.RECORD))
+    completed = [row for row in rows if row.kafka_id(row.incarnation) in done]
+    store.record_outcomes([(row, Outcome.COMMITTED, "committed by its decider") for row in completed])
+    failpoints.hit("complete.recorded")
+    if len(completed) < len(rows):
+        logger.info("%d of %d transactions are left to a claim", len(rows) - len(completed), len(rows))
+    return completed
+
+
+def _at(known: dict[str, Completion], step: CompletionStep) -> list[str]:
+    return [kafka_id for kafka_id, one in known.items() if next_completion_step(one) is step]

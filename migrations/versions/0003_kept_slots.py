@@ -1,0 +1,19 @@
+"""Until when a slot that is free is left to the worker that could go on with it."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic.operations import Operations
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+
+def upgrade(op: Operations, schema: str | None) -> None:
+    op.add_column("dualwrite_slot", sa.Column("kept_until", sa.DateTime(timezone=True)), schema=schema)
+
+
+def downgrade(op: Operations, schema: str | None) -> None:
+    op.drop_column("dualwrite_slot", "kept_until", schema=schema)

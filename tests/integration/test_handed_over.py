@@ -1,0 +1,225 @@
+"""Transactions that were handed over, on real servers: when their owner may go on with its producer, and when it must not."""
+
+from contextlib import ExitStack
+
+import pytest
+from sqlalchemy import insert, select
+
+from dualwrite.block import Ending, dual_write
+from dualwrite.claiming import Ground, claim_rows, unique_owner
+from dualwrite.completing import complete_handed_over
+from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.lane import Lane
+from dualwrite.observations import Outcome, TransactionStatus
+from dualwrite.settling import settle
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+PATIENT = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}
+
+
+def soon():
+    return Deadline(60)
+
+
+@pytest.fixture
+def opened():
+    with ExitStack() as closed_later:
+        yield closed_later
+
+
+@pytest.fixture
+def ground_of(engine, opened):
+    def make(kafka):
+        coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+        opened.callback(coordinator.close)
+        return Ground(coordinator, SqlStateStore(engine), unique_owner())
+
+    return make
+
+
+@pytest.fixture
+def ground(ground_of, kafka):
+    """The decider's."""
+    return ground_of(kafka)
+
+
+@pytest.fixture
+def lane(ground_of, kafka, opened):
+    """The owner's."""
+    config = KafkaConfig.parse({**kafka, **PATIENT})
+    its_ground = ground_of(kafka)
+
+    def make_producer(row):
+        return TransactionalProducer(
+            config,
+            row.kafka_id(row.incarnation),
+            coordinator=its_ground.coordinator,
+            incarnation=row.incarnation,
+            bulk=True,
+        )
+
+    found = Lane("orders", its_ground, make_producer)
+    opened.callback(found.discard)
+    found.ready(soon())
+    return found
+
+
+@pytest.fixture
+def hand_over(lane, engine, dualwrite_topic):
+    """The owner writes a message to each of two partitions, and hands its transaction over."""
+
+    def write(number, ending=Ending.HAND_OVER, orders=None):
+        with (
+            engine.connect() as connection,
+            dual_write(lane, lane._ground, connection, margin_s=1, timeout_s=60, ending=ending) as transaction,
+        ):
+            for partition in (0, 1):
+                transaction.produce(dualwrite_topic, str(number), partition=partition)
+            if orders is not None:
+                transaction.connection.execute(insert(orders).values(id=number))
+        return transaction.prepared
+
+    return write
+
+
+@pytest.fixture
+def decide(ground, engine, lane):
+    """The decider decides; gives the row."""
+
+    def record(state):
+        store = ground.store
+        with engine.connect() as connection:
+            store.begin(connection)
+            ours, _ = store.decide(connection, "orders", lane.row.incarnation, state)
+            assert ours
+            store.commit(connection)
+        return store.read(["orders"])
+
+    return record
+
+
+@pytest.fixture
+def shown(kafka, dualwrite_topic):
+    return lambda: sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic))
+
+
+def complete(ground, rows, deadline=None):
+    return complete_handed_over(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline or soon())
+
+
+def test_an_owner_goes_on_with_its_producer_once_its_transaction_is_recorded_as_completed(
+    ground, lane, hand_over, decide, shown
+):
+    first = lane.producer
+    for number in range(3):
+        rows = decide(hand_over(number))
+        assert not lane.may_go_on(), "decided is not enough"
+        assert [row.transactional_id for row in complete(ground, rows)] == ["orders"]
+        assert ground.store.read(["orders"])[0].completed is Outcome.COMMITTED
+        assert lane.may_go_on()
+        lane.ready(soon())
+    assert lane.producer is first
+    assert lane.row.incarnation == 1
+    assert shown() == [0, 0, 1, 1, 2, 2]
+
+
+def test_what_is_prepared_in_the_database_is_completed_too(ground, hand_over, decide, lane, orders, engine, shown):
+    rows = decide(hand_over(1, Ending.PREPARE, orders))
+    assert len(ground.store.participants(rows)) == 1
+    assert complete(ground, rows)
+    assert ground.store.participants(rows) == []
+    with engine.connect() as connection:
+        assert connection.execute(select(orders.c.id)).scalars().all() == [1]
+    assert lane.may_go_on()
+    assert shown() == [1, 1]
+
+
+def test_what_an_owner_prepares_after_it_went_on_is_not_decided_by_what_was_decided_before(
+    ground, hand_over, decide, lane, orders, engine, shown
+):
+    """Both transactions are of one incarnation."""
+    assert complete(ground, decide(hand_over(1, Ending.PREPARE, orders)))
+    assert lane.may_go_on()
+    lane.ready(soon())
+    hand_over(2, Ending.PREPARE, orders)
+    rows = claim_rows(ground, ["orders"], soon())
+    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    with engine.connect() as connection:
+        assert connection.execute(select(orders.c.id)).scalars().all() == [1]
+    assert ground.store.participants(rows) == []
+    assert shown() == [1, 1]
+
+
+def test_an_owner_whose_transaction_nobody_has_decided_does_not_go_on(ground, lane, hand_over, shown):
+    hand_over(1)
+    assert not lane.may_go_on()
+    rows = claim_rows(ground, ["orders"], soon())
+    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    assert not lane.may_go_on()
+    assert shown() == []
+
+
+def test_an_owner_that_was_fenced_meanwhile_does_not_go_on(ground, lane, hand_over, decide, shown):
+    decide(hand_over(1))
+    rows = claim_rows(ground, ["orders"], soon())
+    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    assert ground.store.read(["orders"])[0].completed is Outcome.COMMITTED
+    assert not lane.may_go_on()
+    assert shown() == [1, 1]
+
+
+@pytest.mark.parametrize("fault", ["hold_request", "drop_answer"])
+def test_a_request_that_may_come_late_is_followed_by_a_claim(
+    dualwrite_kafka, ground_of, ground, lane, hand_over, decide, shown, fault
+):
+    """The decider's EndTxn is not answered: it is neither repeated nor forgotten. The owner's next transaction is not its own."""
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        through = ground_of(proxy.client_config())
+        through.coordinator.describe(["warm"], soon())
+        rule = getattr(proxy.on(Api.END_TXN, nth=1), fault)()
+        rows = decide(hand_over(1))
+        with pytest.raises(Unavailable):
+            complete(through, rows, Deadline(2))
+        assert len([one for one in proxy.requests if one.api_key == Api.END_TXN]) == 1, "sent once"
+        assert not lane.may_go_on()
+        # Whoever comes next claims: the owner's next transaction has another Kafka id.
+        lane._row = None
+        lane.discard()
+        lane.ready(soon())
+        assert lane.row.incarnation == 2
+        second = hand_over(2)
+        if fault == "hold_request":
+            rule.release()
+            rule.wait_answered()
+        kafka_id = lane.row.kafka_id(2)
+        assert ground.coordinator.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.ONGOING
+        assert complete(through, decide(second))
+    assert shown() == [1, 1, 2, 2]
+
+
+def test_without_that_rule_the_late_request_commits_what_nobody_has_decided(
+    dualwrite_kafka, ground, lane, hand_over, decide, shown
+):
+    """The negative control: another decider completes without a claim what the first one has begun to complete."""
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        through = KafkaCoordinator(KafkaConfig.parse(proxy.client_config()))
+        through.describe(["warm"], soon())
+        held = proxy.on(Api.END_TXN, nth=1).hold_request()
+        rows = decide(hand_over(1))
+        with pytest.raises(Unavailable):
+            complete(Ground(through, ground.store, "first"), rows, Deadline(2))
+        assert complete(ground, rows)
+        assert lane.may_go_on()
+        lane.ready(soon())
+        hand_over(2)
+        held.release()
+        held.wait_answered()
+        through.close()
+    assert shown() == [1, 1, 2, 2], "nobody has decided on 2"

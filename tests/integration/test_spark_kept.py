@@ -1,0 +1,107 @@
+"""Workers that Spark uses again keep their slots and producers: no claim and no new producer from the second batch on."""
+
+from functools import partial
+
+import pytest
+from harness.spark import ROWS
+from harness.spark import numbers as numbered
+from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+
+from dualwrite.sinks.spark import foreach_batch, register, write_batch
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+LEGS = ["staging", pytest.param("prepared", marks=pytest.mark.thorough)]
+KILLED = (PySparkException, Py4JJavaError)
+TASKS = 2  # as many as run at a time: each worker has one of them
+
+
+@pytest.fixture
+def write(spark, numbers):
+    register(spark)
+    spark.dataSource.register(ArmedSource)
+    return partial(write_with, numbers)
+
+
+def claims(case):
+    """How often each slot was claimed."""
+    found = case.execute("SELECT transactional_id, incarnation FROM kafka_transaction_state ORDER BY 1")
+    return dict(found)
+
+
+def assert_each_was_claimed_once(case, batches):
+    """Spark has as many workers as it likes, and takes any; each keeps a slot of its own."""
+    found = claims(case)
+    assert set(found.values()) == {1}
+    assert len(found) < batches * TASKS, "no slot was used twice"
+
+
+def shifted(spark, batch):
+    """The batch of that number: other rows, the same partitions."""
+    return numbered(spark, ROWS, TASKS).selectExpr(
+        f"id + {batch * ROWS} AS id", f"'row ' || (id + {batch * ROWS}) AS name"
+    )
+
+
+@pytest.mark.parametrize("leg", LEGS)
+def test_whole_batches_after_the_first_one_claim_nothing(spark, numbers, write, leg):
+    for batch in range(4):
+        write(shifted(spark, batch), batchId=str(batch), databaseLeg=leg)
+    numbers.verify(4 * ROWS)
+    nothing_is_left(numbers)
+    assert_each_was_claimed_once(numbers, batches=4)
+
+
+def test_partition_by_partition_nothing_is_claimed_after_the_first_batch_either(spark, numbers):
+    for batch in range(4):
+        write_batch(shifted(spark, batch), batch_id=str(batch), **numbers.settings)
+    numbers.verify(4 * ROWS)
+    nothing_is_left(numbers)
+    assert_each_was_claimed_once(numbers, batches=4)
+
+
+@pytest.mark.parametrize("how", ["whole", "by partition"])
+def test_micro_batches_after_the_first_one_claim_nothing(spark, numbers, write, tmp_path, how):
+    source = str(tmp_path / "source")
+    numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(source)
+    stream = (
+        spark.readStream.schema("id bigint, name string")
+        .option("maxFilesPerTrigger", "1")
+        .parquet(source)
+        .repartition(TASKS)
+        .writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+    )
+    if how == "whole":
+        stream = stream.format("dualwrite").options(**options(numbers))
+    else:
+        stream = stream.foreachBatch(foreach_batch(**numbers.settings))
+    stream.start().awaitTermination()
+    numbers.verify()
+    nothing_is_left(numbers)
+    assert_each_was_claimed_once(numbers, batches=5)
+
+
+def test_nothing_is_kept_where_that_was_said(spark, numbers, write):
+    for batch in range(2):
+        write(shifted(spark, batch), batchId=str(batch), keepSlots="false")
+    numbers.verify(2 * ROWS)
+    assert claims(numbers) == {f"{numbers.sink}.spark#{number}": 2 for number in (1, 2)}
+
+
+@pytest.mark.parametrize("point", ["batch.decided", "complete.ended", "complete.recorded"])
+@pytest.mark.parametrize("leg", LEGS)
+def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spark, numbers, write, point, leg):
+    write(shifted(spark, 0), batchId="0", databaseLeg=leg)
+    with pytest.raises(KILLED):
+        write(shifted(spark, 1), source="armed", batchId="1", databaseLeg=leg, inCommit=point, inAbort="claim.before")
+    # Another batch: what the first one has left stays its own, its slots are still leased.
+    write(shifted(spark, 2), batchId="2", databaseLeg=leg)
+    assert set(claims(numbers).values()) == {1}
+    write(shifted(spark, 1), batchId="1", databaseLeg=leg)
+    write(shifted(spark, 3), batchId="3", databaseLeg=leg)
+    numbers.verify(4 * ROWS)
+    nothing_is_left(numbers)
+    assert sum(number > 1 for number in claims(numbers).values()) >= TASKS
