@@ -1,5 +1,7 @@
 """Random schedules in numbers: ``make model N=1000000 SEED=0``. Exit code 0: clean; 1: something was found.
 
+From seed 1,000,000,000,000 on they are of workers that hand over and of drivers that decide.
+
 Prints progress and keeps what happened in a file. The first finding is shrunk, printed as a schedule, and ends the run. With
 ``--mistake NAME`` the product is broken on purpose: then finding it is success. SIGINT and SIGTERM end the run after the
 schedules at hand, with the figures of what was done, and the shell's exit code of that signal.

@@ -10,8 +10,11 @@ from dualwrite.testing.simulator.process import Server
 from model.world import PARTITIONS, World
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dualwrite.testing.simulator.process import Process
 
+HANDED_OVER_FROM = 1_000_000_000_000
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
 _WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -36,6 +39,7 @@ class Schedule:
         self._environment = random.choice((0.0, 0.0, 0.01, 0.04))
         self._most_alive = random.choice((1, 2, 2, 3, 4))
         self._lanes = random.choice((1, 1, 1, 2))
+        self._opens, self._arrives = 0.06, 0.06
         self._opened = 0
         self._recoverers = 0
         self._current: Process | None = None
@@ -51,19 +55,19 @@ class Schedule:
                     self.act()
             self.world.do_heal(deliver=self._random.random() < 0.6)
             if self._random.random() < 0.25:
-                self.world.do_last_owner()
+                self._end()
         return self.world
 
     def act(self) -> None:
         """One thing happens."""
         random, world = self._random, self.world
         alive = world.alive
-        if not alive or (len(alive) < self._most_alive and random.random() < 0.06):
+        if not alive or (len(alive) < self._most_alive and random.random() < self._opens):
             self._open()
             return
         if random.random() < self._environment and self._disturb():
             return
-        if world.simulation.held and random.random() < 0.06:
+        if world.simulation.held and random.random() < self._arrives:
             held = random.choice(world.simulation.held)
             if random.random() < 0.8:
                 world.do_arrive(held, answered=random.random() < 0.7)
@@ -95,13 +99,7 @@ class Schedule:
         random, world = self._random, self.world
         call = process.call
         if call.server is Server.COMMAND:
-            draw = random.random()
-            if draw < 0.04:
-                world.do_close(process)
-            elif draw < 0.07:
-                world.do_keep_house(process)
-            else:
-                self._write(process)
+            self._command(process)
         elif call.held or call.lost:
             if call.held and random.random() < 0.3:
                 held = next(held for held in world.simulation.held if held.call is call)
@@ -110,10 +108,26 @@ class Schedule:
                 world.do_wait_in_vain(process, random.choice(_WAITS_S))
         elif not world.simulation.can_step(process):
             self._unblock(process)
-        elif random.random() < self._faults:
+        elif random.random() < self._chance_of_a_fault(process):
             self._fault(process)
         else:
             world.do_step(process)
+
+    def _command(self, process: Process) -> None:
+        draw = self._random.random()
+        if draw < 0.04:
+            self.world.do_close(process)
+        elif draw < 0.07:
+            self.world.do_keep_house(process)
+        else:
+            self._write(process)
+
+    def _chance_of_a_fault(self, process: Process) -> float:
+        del process
+        return self._faults
+
+    def _end(self) -> None:
+        self.world.do_last_owner()
 
     def _write(self, process: Process) -> None:
         random = self._random
@@ -208,3 +222,86 @@ class Schedule:
         else:
             return False
         return True
+
+
+class HandedOverSchedule(Schedule):
+    """One random schedule of workers that hand over, and of drivers that decide."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._length = self._random.choice((40, 80, 80, 160))
+        self._slots = [f"slot#{number + 1}" for number in range(self._random.choice((1, 1, 2, 3)))]
+        self._most_alive = self._random.choice((2, 3, 4, 5))
+        self._opens = self._random.choice((0.01, 0.02, 0.05))
+        self._arrives = self._random.choice((0.01, 0.02, 0.06))
+        self._end_is_struck = self._random.choice((0.0, 0.2, 0.5))
+        self._waits_for_drivers = self._random.choice((0.0, 0.5, 0.9))
+        self._workers = 0
+        self._drivers = 0
+
+    def _open(self) -> None:
+        random, world = self._random, self.world
+        draw = random.random()
+        if not world.alive or self._workers < len(self._slots) or draw < 0.2:
+            slot = self._slots[self._workers % len(self._slots)]
+            self._workers += 1
+            self._current = world.do_work(f"W{self._workers}", slot, eager=random.random() < 0.3)
+        elif world.inbox and draw < 0.7:
+            self._decide()
+        elif draw < 0.9:
+            self._current = world.do_settle(self._next_driver(), self._some(self._slots))
+        else:
+            self._recoverers += 1
+            world.do_recover(f"R{self._recoverers}")
+
+    def _next_driver(self) -> str:
+        self._drivers += 1
+        return f"D{self._drivers}"
+
+    def _some(self, names: Sequence[str], *always: str) -> list[str]:
+        """One of them or more."""
+        chosen = [name for name in names if name in always or self._random.random() < 0.7]
+        return chosen or [self._random.choice(names)]
+
+    def _decide(self, *always: str) -> None:
+        self._current = self.world.do_decide(self._next_driver(), self._some(list(self.world.inbox), *always))
+
+    def _command(self, process: Process) -> None:
+        draw = self._random.random()
+        drivers = [other for other in self.world.alive if other.name.startswith("D")]
+        if drivers and self._random.random() < self._waits_for_drivers:
+            self._current = self._random.choice(drivers)
+            self._go_on(self._current)
+        elif draw < 0.02:
+            self.world.do_close(process)
+        elif process.name in self.world.inbox and draw < 0.8:
+            self._decide(process.name)
+        else:
+            self._write(process)
+
+    def _write(self, process: Process) -> None:
+        random = self._random
+        draw = random.random()
+        fails = "code" if draw < 0.03 else "statement" if draw < 0.06 else None
+        partitions = tuple(random.randrange(PARTITIONS) for _ in range(random.choice((1, 1, 2, 2, 3))))
+        self.world.do_write(
+            process, partitions, rows=random.random() > 0.05, fails=fails, hands_over=random.random() > 0.1
+        )
+
+    def _chance_of_a_fault(self, process: Process) -> float:
+        decided = process.name.startswith("D") and process.call.label == "EndTxn"
+        return max(self._faults, self._end_is_struck) if decided else self._faults
+
+    def _fault(self, process: Process) -> None:
+        if process.name.startswith("D") and process.call.label == "EndTxn" and self._random.random() < 0.5:
+            self.world.do_hold(process)
+        else:
+            super()._fault(process)
+
+    def _end(self) -> None:
+        self.world.do_last_batch()
+
+
+def schedule_of(seed: int) -> Schedule:
+    """The random schedule of a seed: from :data:`HANDED_OVER_FROM` on with workers and drivers, else with owners."""
+    return (Schedule if seed < HANDED_OVER_FROM else HandedOverSchedule)(seed)

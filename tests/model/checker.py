@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from dualwrite.testing.simulator.partition import committed_values, last_stable_offset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from dualwrite.ports import StateRow
     from dualwrite.testing.simulator.scheduler import Simulation
     from model.owners import Told, Write
 
@@ -32,7 +33,7 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
         if last_stable_offset(found) != found.log_end:
             raise Finding(f"{found.topic_partition} is held back at {last_stable_offset(found)} of {found.log_end}")
     seen = Counter(name for values in visible.values() for name in values)
-    committed = {write.number: rows for write, rows in simulation.database.committed}
+    committed = {write.number: rows for write, rows in _decided(simulation)}
     losses = told.losses | {state for _, state in simulation.database.incidents}
     rows = Counter(simulation.database.user_rows)
     writes = list(writes)
@@ -42,6 +43,13 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     if unknown:
         raise Finding(f"readers see {unknown}, which nobody has written")
     _check_order(simulation, writes, visible)
+
+
+def _decided(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateRow, ...]]]:
+    """All dual writes that the database has, in the order of the decisions, each with the state rows that name it."""
+    for tag, rows in simulation.database.committed:
+        for write in getattr(tag, "writes", (tag,)):
+            yield write, tuple(row for row in rows if row.transactional_id == write.lane)
 
 
 def _check_write(write, wrote, seen, rows, losses, excused) -> None:
@@ -70,12 +78,14 @@ def _check_write(write, wrote, seen, rows, losses, excused) -> None:
 
 
 def _check_told(what, told, *, decided: bool, lost: bool) -> None:
-    if told in {"committed", "decided", "lost"} and not decided:
+    if told in {"committed", "decided", "completed", "lost"} and not decided:
         raise Finding(f"{what}: the database does not have it")
     if told == "aborted" and decided:
         raise Finding(f"{what}: the database has it")
     if told == "lost" and not lost:
         raise Finding(f"{what}: its loss is recorded nowhere")
+    if told == "completed" and lost:
+        raise Finding(f"{what}: on record as lost")
 
 
 def _check_loss(what, write, names, shown, excused) -> None:
@@ -88,7 +98,7 @@ def _check_loss(what, write, names, shown, excused) -> None:
 def _check_order(simulation, writes, visible) -> None:
     lane_of = {name: write.lane for write in writes for name, _ in write.messages}
     expected = defaultdict(list)
-    for write, _ in simulation.database.committed:
+    for write, _ in _decided(simulation):
         for name, partition in write.messages:
             expected[write.lane, partition].append(name)
     for (topic, partition), names in visible.items():

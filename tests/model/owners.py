@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,9 @@ from dualwrite.testing.simulator.outside import SimulatedCoordinator
 from dualwrite.testing.simulator.store import SimulatedStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dualwrite.ports import StateRow
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Simulation
 
@@ -43,7 +47,7 @@ TOPIC = "events"
 KAFKA = KafkaConfig.parse({"bootstrap.servers": "simulated:9092"})
 TIMEOUT_S = 60.0
 
-_OF_THE_USERS_STATEMENT = (ConnectionLost, Conflict, LockTimeout, StatementFailed, TransactionFailed)
+OF_THE_USERS_STATEMENT = (ConnectionLost, Conflict, LockTimeout, StatementFailed, TransactionFailed)
 
 
 class CodeFailed(Exception):
@@ -60,8 +64,10 @@ class Write:
         messages: Message names with their partitions.
         rows: Whether it has rows.
         fails: ``code`` or ``statement`` where the user's code makes it abort.
-        told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``.
+        told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
+            handed over, also ``handed over`` and, by whoever has decided it, ``completed``.
         lane: The transactional id that it ran under.
+        is_handed_over: Whether its owner leaves the decision to somebody else.
     """
 
     number: int
@@ -71,15 +77,24 @@ class Write:
     fails: str | None = None
     told: str | None = None
     lane: str = ""
+    is_handed_over: bool = False
 
 
 @dataclass
 class Told:
-    """What processes were told, beside their writes. It survives them, as a log file would."""
+    """What processes were told, beside their writes. It survives them, as a log file would.
+
+    Attributes:
+        losses: The states that somebody was told are lost.
+        opened: How opening or recovering ended, by process.
+        alarms: What says that somebody has made a mistake.
+        counts: How often processes found that something could be done the short way.
+    """
 
     losses: set[str] = field(default_factory=set)
     opened: dict[str, str] = field(default_factory=dict)
     alarms: list[BaseException] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def note(self, error: DualWriteError) -> None:
         """Note what an error says beside what it says of one dual write."""
@@ -87,6 +102,24 @@ class Told:
             self.alarms.append(error)  # nobody has made a mistake in this world
         if isinstance(error, (DecidedTransactionLost, OutcomeUnverifiable)) and error.state:
             self.losses.add(error.state)
+
+
+def make_producer(
+    simulation: Simulation, ground: Ground, *, eager: bool
+) -> Callable[[StateRow], TransactionalProducer]:
+    """What to give to a lane of a process of the model."""
+
+    def make(row: StateRow) -> TransactionalProducer:
+        return TransactionalProducer(
+            KAFKA,
+            row.kafka_id(row.incarnation),
+            coordinator=ground.coordinator,
+            incarnation=row.incarnation,
+            call_timeout_s=TIMEOUT_S / 2,
+            make_handle=make_handle(simulation, eager=eager),
+        )
+
+    return make
 
 
 class Owner:
@@ -138,20 +171,15 @@ class Owner:
                 self._told.note(error)
 
     def _lane(self, ground: Ground, number: int) -> Lane:
-        def make_producer(row):
-            return TransactionalProducer(
-                KAFKA,
-                row.kafka_id(row.incarnation),
-                coordinator=ground.coordinator,
-                incarnation=row.incarnation,
-                call_timeout_s=TIMEOUT_S / 2,
-                make_handle=make_handle(self._simulation, eager=self._eager),
-            )
-
         def first_lane() -> tuple[str, int]:
             return NAME, self._lanes[0].row.incarnation
 
-        return Lane(lane_id(NAME, number), ground, make_producer, guard=first_lane if number else None)
+        return Lane(
+            lane_id(NAME, number),
+            ground,
+            make_producer(self._simulation, ground, eager=self._eager),
+            guard=first_lane if number else None,
+        )
 
     def _write(self, ground: Ground, connection: SimulatedConnection, write: Write) -> bool:
         """Do one dual write; False where the owner has to stop."""
@@ -174,7 +202,7 @@ class Owner:
                     connection.fail()
                 if write.fails == "code":
                     raise CodeFailed
-        except (CodeFailed, *_OF_THE_USERS_STATEMENT):
+        except (CodeFailed, *OF_THE_USERS_STATEMENT):
             write.told = "aborted"
         except DualWriteError as error:
             self._told.note(error)

@@ -44,6 +44,12 @@ comes to rest, two recoveries run, and both sides are compared:
 What is found is made shorter, and is then a text that can be run again: `tests/model/found` has what was found once.
 """
 
+HANDED_OVER = """\
+In the schedules from seed 1,000,000,000,000 on, workers hand over what they have prepared, on one to three slots, and drivers
+decide on several of them at once, as the Spark sink does with a whole batch; a worker goes on with its producer where the row
+says that it may. What nobody has decided must not be seen, not even a part of it.
+"""
+
 FOOT = """\
 ## What this does not show
 
@@ -75,6 +81,11 @@ _HAPPENED = {
     "time-outs": "the broker times an open transaction out",
     "operator aborts": "an operator aborts an open transaction",
     "expired ids": "the broker forgets an id",
+    "workers": "a worker starts, whose transactions others decide",
+    "workers go on": "it goes on with its producer after it has rested",
+    "drivers": "a driver decides on what workers have handed over",
+    "completed without a claim": "such a transaction is completed without a claim",
+    "settlers": "a driver claims and settles slots, whoever works there",
     "closes": "an owner closes",
     "housekeeping": "an owner settles what it has left behind",
     "quiet points": "all comes to rest, and both sides are compared",
@@ -82,6 +93,8 @@ _HAPPENED = {
 _PLACES = ("kills", "held", "late requests", "lost requests", "lost answers")
 _TOLD = {
     "committed": "committed",
+    "completed": "handed over, then decided and completed",
+    "handed over": "handed over",
     "decided": "decided, Kafka will follow",
     "aborted": "aborted",
     "lost": "decided and lost, by a time-out or an operator",
@@ -118,17 +131,18 @@ def render(figures: Mapping[str, Any]) -> str:
             *(_run(run) for run in figures["runs"]),
             "",
             METHOD,
+            *([HANDED_OVER] if happened.get("drivers") else []),
             "## What has happened",
             "",
             "| what | times |",
             "|---|--:|",
-            *(f"| {what} | {happened.get(kind, 0):,} |" for kind, what in _HAPPENED.items()),
+            *(f"| {what} | {happened[kind]:,} |" for kind, what in _HAPPENED.items() if kind in happened),
             "",
             f"{happened['writes']:,} dual writes were begun. Their owners were told:",
             "",
             "| what | times |",
             "|---|--:|",
-            *(f"| {what} | {told.get(kind, 0):,} |" for kind, what in _TOLD.items()),
+            *(f"| {what} | {told[kind]:,} |" for kind, what in _TOLD.items() if kind in told),
             f"| nothing: the process was killed first | {sum(told.values()) - sum(told.get(k, 0) for k in _TOLD):,} |",
             "",
             *_places(figures["places"]),

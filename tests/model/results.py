@@ -45,6 +45,7 @@ class Counts:
         """Take in one schedule that has come to its end."""
         self.schedules += 1
         self.happened.update(world.counts)
+        self.happened.update(world.told.counts)
         self.happened["calls served"] += world.simulation.steps
         self.happened["messages"] += world.messages
         self.happened["losses told"] += len(world.told.losses)

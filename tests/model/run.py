@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from model.chance import Schedule
+from model.chance import schedule_of
 from model.results import Counts
 from model.schedule import lines_of
 from model.shrink import shrink
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
+    from model.chance import Schedule
+
 CHUNK = 250
 
 
@@ -29,7 +31,7 @@ def run_chunk(first: int, count: int, mistake: str = "") -> Counts:
     counts = Counts()
     with _quickly(), _broken(mistake):
         for seed in range(first, first + count):
-            schedule = Schedule(seed)
+            schedule = schedule_of(seed)
             try:
                 schedule.run()
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding

@@ -92,6 +92,11 @@ class Performer:
             raise Impossible(f"there is no {name}")
         return process
 
+    def _require_none(self, name: str) -> None:
+        process = self._world.simulation.processes.get(name)
+        if process is not None and process.call is not None:
+            raise Impossible(f"{name} is there already")
+
     def _commanded(self, name: str) -> Process:
         process = self._process(name)
         if process.call.server is not Server.COMMAND:
@@ -127,18 +132,32 @@ class Performer:
     # Lines
 
     def opens(self, name: str, lanes: str | None, early: str | None) -> None:
-        if name in self._world.simulation.processes and self._world.simulation.processes[name].call is not None:
-            raise Impossible(f"{name} is open")
+        self._require_none(name)
         self._world.do_open(name, lanes=int(lanes or 1), eager=early is not None)
 
     def recovers(self, name: str) -> None:
         self._world.do_recover(name)
 
-    def writes(self, name: str, where: str, without: str | None, fails: str | None) -> None:
+    def works(self, name: str, slot: str, early: str | None) -> None:
+        self._require_none(name)
+        self._world.do_work(name, slot, eager=early is not None)
+
+    def decides(self, name: str, workers: str) -> None:
+        self._require_none(name)
+        names = workers.split(" and ")
+        if missing := sorted(set(names) - self._world.inbox.keys()):
+            raise Impossible(f"{missing} have handed nothing over")
+        self._world.do_decide(name, names)
+
+    def settles(self, name: str, slots: str) -> None:
+        self._require_none(name)
+        self._world.do_settle(name, slots.split(" and "))
+
+    def writes(self, name: str, where: str, without: str | None, fails: str | None, over: str | None) -> None:
         process = self._commanded(name)
         partitions = tuple(int(number) for number in re.findall(r"to partition (\d+)", where))
         kind = {None: None, ", and its code fails": "code", ", and a statement fails": "statement"}[fails]
-        self._world.do_write(process, partitions, rows=without is None, fails=kind)
+        self._world.do_write(process, partitions, rows=without is None, fails=kind, hands_over=over is not None)
 
     def closes(self, name: str) -> None:
         self._world.do_close(self._commanded(name))
@@ -251,6 +270,9 @@ class Performer:
     def last_owner(self) -> None:
         self._world.do_last_owner()
 
+    def last_worker(self) -> None:
+        self._world.do_last_batch()
+
 
 _NAME = r"(?P<name>[A-Z]\d*)"
 _LABEL = r"(?P<label>\w+(?: \w+)*)"
@@ -260,9 +282,12 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
     for pattern, method in [
         (rf"{_NAME} opens(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?\))?", Performer.opens),
         (rf"{_NAME} recovers", Performer.recovers),
+        (rf"{_NAME} works on (?P<slot>slot#\d+)(?P<early> \(sends early\))?", Performer.works),
+        (rf"{_NAME} decides on the work of (?P<workers>W\d+(?: and W\d+)*)", Performer.decides),
+        (rf"{_NAME} settles (?P<slots>slot#\d+(?: and slot#\d+)*)", Performer.settles),
         (
             rf"{_NAME} writes (?P<where>rows alone|m\d+ to partition \d+(?: and m\d+ to partition \d+)*)"
-            r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?",
+            r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?(?P<over>, to hand over)?",
             Performer.writes,
         ),
         (rf"{_NAME} closes", Performer.closes),
@@ -295,6 +320,7 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
         (rf"an operator aborts {_OF} on partition (?P<partition>\d+)", Performer.aborts_on),
         (r"(?P<lost>everything held is lost, and )?everything heals", Performer.heals),
         (r"a last owner opens and writes", Performer.last_owner),
+        (r"a last worker hands over and goes on", Performer.last_worker),
     ]
 ]
 

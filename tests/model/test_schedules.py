@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.chance import Schedule
+from model.chance import HANDED_OVER_FROM, schedule_of
 from model.schedule import Impossible, lines_of, run_lines, text_lines
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.txt"))
@@ -25,9 +25,9 @@ def test_what_was_found_once_is_mended(path):
     run_lines(text_lines(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(40), *range(HANDED_OVER_FROM, HANDED_OVER_FROM + 40)])
 def test_a_run_can_be_run_again_by_its_lines(seed):
-    first = Schedule(seed).run()
+    first = schedule_of(seed).run()
     again = run_lines(text_lines("\n".join(lines_of(first.trace))))
     assert again.simulation.broker == first.simulation.broker
     assert again.simulation.database.rows == first.simulation.database.rows

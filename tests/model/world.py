@@ -19,10 +19,11 @@ from dualwrite.testing.simulator.requests import ErrorCode, InitProducerId, Writ
 from dualwrite.testing.simulator.scheduler import Held, Simulation
 from dualwrite.testing.simulator.state import new_broker, transaction
 from model.checker import Finding, check
+from model.handing_over import Decision, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 PARTITIONS = 2
 NAMESPACE = "n"
@@ -36,6 +37,7 @@ class World:
         simulation: The servers and the processes.
         writes: All dual writes that were begun.
         told: What processes were told.
+        inbox: What was handed over and nobody has decided on, by worker: the newest of each.
         excused: Numbers of writes whose Kafka transaction the environment has ended.
         trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
         counts: How often each kind of thing happened.
@@ -48,6 +50,8 @@ class World:
         self.simulation = Simulation(new_broker({TOPIC: PARTITIONS}), Database(kind))
         self.writes: list[Write] = []
         self.told = Told()
+        self.inbox: dict[str, HandedOver] = {}
+        self.decisions = 0
         self.excused: set[int] = set()
         self.trace: list[str | tuple[str, str, list[str] | None]] = []
         self.counts: Counter[str] = Counter()
@@ -104,16 +108,26 @@ class World:
         return recoverer
 
     def do_write(
-        self, process: Process, partitions: tuple[int, ...], *, rows: bool = True, fails: str | None = None
+        self,
+        process: Process,
+        partitions: tuple[int, ...],
+        *,
+        rows: bool = True,
+        fails: str | None = None,
+        hands_over: bool = False,
     ) -> Write:
         messages = []
         for partition in partitions:
             self.messages += 1
             messages.append((f"m{self.messages}", partition))
-        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails)
+        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails, is_handed_over=hands_over)
         where = " and ".join(f"{name} to partition {partition}" for name, partition in messages) or "rows alone"
         ending = {"code": ", and its code fails", "statement": ", and a statement fails", None: ""}[fails]
-        self._happened("writes", f"{process.name} writes {where}{'' if rows else ', without rows'}{ending}")
+        self._happened(
+            "writes",
+            f"{process.name} writes {where}{'' if rows else ', without rows'}{ending}"
+            + (", to hand over" if hands_over else ""),
+        )
         self.writes.append(write)
         self.simulation.command(process, write)
         self._check_process(process)
@@ -123,6 +137,29 @@ class World:
         self._happened("closes", f"{process.name} closes")
         self.simulation.command(process, None)
         self._check_process(process)
+
+    def do_work(self, name: str, slot: str, *, eager: bool = False) -> Process:
+        self._happened("workers", f"{name} works on {slot}" + (" (sends early)" if eager else ""))
+        return self._spawn(name, Worker(self.simulation, self.told, self.inbox, slot, eager=eager))
+
+    def do_decide(self, name: str, workers: Iterable[str]) -> Process:
+        """A driver decides on the newest of what these workers have handed over."""
+        names = sorted(workers)
+        self._happened("drivers", f"{name} decides on the work of {' and '.join(names)}")
+        handed_over = [self.inbox.pop(worker) for worker in names]
+        self.decisions += 1
+        decision = Decision(self.decisions, [one.write for one in handed_over])
+        return self._spawn(name, Driver(self.simulation, self.told, decision, handed_over))
+
+    def do_settle(self, name: str, slots: Iterable[str]) -> Process:
+        names = sorted(slots)
+        self._happened("settlers", f"{name} settles {' and '.join(names)}")
+        return self._spawn(name, Settler(self.simulation, self.told, names))
+
+    def _spawn(self, name: str, body: Worker | Driver | Settler) -> Process:
+        process = self.simulation.spawn(name, body.run)
+        self._check_process(process)
+        return process
 
     def do_step(self, process: Process) -> bool:
         call = process.call
@@ -376,6 +413,36 @@ class World:
         self.simulation.command(owner, write)
         self._run_all()
         return write
+
+    def do_last_batch(self) -> None:
+        """After rest: a last worker hands over three times, and goes on with its producer; all is checked once more."""
+        self._happened("last workers", "a last worker hands over and goes on")
+        for process in self.idle():
+            self.simulation.kill(process)
+        worker = self.simulation.spawn(
+            "last", Worker(self.simulation, self.told, self.inbox, "slot#1", eager=False).run
+        )
+        before = self.told.counts["workers go on"]
+        for _ in range(3):
+            self._last_decision(worker)
+        if self.told.counts["workers go on"] != before + 2:
+            raise Finding("the last worker did not go on with its producer")
+        check(self.simulation, self.writes, self.told, self.excused)
+
+    def _last_decision(self, worker: Process) -> None:
+        self.messages += 1
+        write = Write(len(self.writes) + 1, worker.name, ((f"m{self.messages}", 0),), is_handed_over=True)
+        self.writes.append(write)
+        self.simulation.command(worker, write)
+        self._run_all()
+        if write.told != "handed over":
+            raise Finding(f"the last worker was told {write.told}")
+        self.decisions += 1
+        driver = Driver(self.simulation, self.told, Decision(self.decisions, [write]), [self.inbox.pop(worker.name)])
+        self.simulation.spawn("last driver", driver.run)
+        self._run_all()
+        if write.told != "completed":
+            raise Finding(f"the last driver was told {write.told}")
 
     # What can be chosen from
 

@@ -1,0 +1,280 @@
+"""More processes of the model: workers that hand their transactions over, and drivers that decide on several of them at once.
+
+As the Spark sink has them, in the same order: ``kept.py`` and ``undecided.py`` for the worker, ``whole_batch.py`` for the
+driver. What a worker's rows stand in until then is a row of another name, which the decision copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dualwrite.block import Ending, dual_write
+from dualwrite.claiming import Ground, claim_rows
+from dualwrite.completing import complete_handed_over
+from dualwrite.deadline import Deadline
+from dualwrite.errors import DecidedTransactionLost, DualWriteError, Fenced, OutcomeUnverifiable, TransactionInDoubt
+from dualwrite.lane import Lane
+from dualwrite.settling import settle
+from dualwrite.testing.simulator.connection import SimulatedConnection
+from dualwrite.testing.simulator.database import ConnectionLost
+from dualwrite.testing.simulator.outside import SimulatedCoordinator
+from dualwrite.testing.simulator.store import SimulatedStore
+from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from dualwrite.ports import StateRow
+    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.testing.simulator.process import Process
+    from dualwrite.testing.simulator.scheduler import Simulation
+    from model.owners import Told
+
+_LOOKS = 3
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What a worker has handed over for a driver to decide."""
+
+    write: Write
+    incarnation: int
+    namespace: str
+    prepared: PreparedTxnState
+
+    @property
+    def slot(self) -> str:
+        """The transactional id."""
+        return self.write.lane
+
+
+class Worker:
+    """A process that runs one task after the other on one slot, and keeps its lane where it may.
+
+    Args:
+        simulation: Where it runs.
+        told: What processes were told.
+        inbox: What can be decided on, by worker: the newest of each.
+        slot: The transactional id.
+        eager: Whether messages are sent when they are produced.
+    """
+
+    def __init__(
+        self, simulation: Simulation, told: Told, inbox: dict[str, HandedOver], slot: str, *, eager: bool
+    ) -> None:
+        self._simulation = simulation
+        self._told = told
+        self._inbox = inbox
+        self._slot = slot
+        self._eager = eager
+        self._resting: Lane | None = None
+
+    def run(self, process: Process) -> None:
+        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
+        connection = SimulatedConnection(self._simulation)
+        while (command := process.await_command()) is not None:
+            if isinstance(command, Write):
+                self._run_task(ground, connection, command)
+
+    def _run_task(self, ground: Ground, connection: SimulatedConnection, write: Write) -> None:
+        write.lane = self._slot
+        lane = self._take(ground)
+        try:
+            self._make_ready(lane)
+        except DualWriteError as error:
+            self._told.note(error)
+            write.told = "aborted"
+            lane.discard()
+            return
+        write.told = self._write(lane, ground, connection, write)
+        if write.told in {"handed over", "committed"}:
+            self._resting = lane
+        else:
+            lane.discard()
+
+    def _take(self, ground: Ground) -> Lane:
+        lane, self._resting = self._resting, None
+        if lane is not None:
+            try:
+                if lane.may_go_on():
+                    self._told.counts["workers go on"] += 1
+                    return lane
+            except DualWriteError as error:
+                self._told.note(error)
+            lane.discard()
+        return Lane(self._slot, ground, make_producer(self._simulation, ground, eager=self._eager))
+
+    def _make_ready(self, lane: Lane) -> None:
+        try:
+            lane.ready(Deadline(TIMEOUT_S))
+        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:  # of the slot's former user
+            self._told.note(loss)
+            lane.ready(Deadline(TIMEOUT_S))
+
+    def _write(self, lane: Lane, ground: Ground, connection: SimulatedConnection, write: Write) -> str:
+        ending = Ending.HAND_OVER if write.is_handed_over else Ending.COMMIT
+        row = lane.row
+        try:
+            with dual_write(lane, ground, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending) as transaction:
+                if not write.is_handed_over:
+                    connection.about(write)
+                for name, partition in write.messages:
+                    if write.rows:
+                        connection.insert(f"staged {name}" if write.is_handed_over else name)
+                    transaction.produce(TOPIC, name, partition=partition)
+                if write.fails == "statement":
+                    connection.fail()
+                if write.fails == "code":
+                    raise CodeFailed
+        except (CodeFailed, *OF_THE_USERS_STATEMENT):
+            return "aborted"
+        except DualWriteError as error:
+            self._told.note(error)
+            return {"none": "aborted"}.get(error.outcome, error.outcome)
+        if not write.is_handed_over:
+            return "committed"
+        assert transaction.prepared is not None
+        self._inbox[write.owner] = HandedOver(write, row.incarnation, row.namespace, transaction.prepared)
+        return "handed over"
+
+
+@dataclass
+class Decision:
+    """One transaction of a driver: all of these dual writes, or none."""
+
+    number: int
+    writes: Sequence[Write]
+
+    @property
+    def ledger_row(self) -> str:
+        """What tells that it was made."""
+        return f"decision {self.number}"
+
+
+class Driver:
+    """A process that decides on what was handed over, and brings Kafka in line.
+
+    Args:
+        simulation: Where it runs.
+        told: What processes were told.
+        decision: Its number, and what it is about.
+        handed_over: What it decides on.
+    """
+
+    def __init__(
+        self, simulation: Simulation, told: Told, decision: Decision, handed_over: Sequence[HandedOver]
+    ) -> None:
+        self._simulation = simulation
+        self._told = told
+        self._decision = decision
+        self._handed_over = sorted(handed_over, key=lambda one: one.slot)
+
+    def run(self, process: Process) -> None:
+        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
+        slots = {one.slot for one in self._handed_over}
+        try:
+            self._decide(ground.store)
+        except TransactionInDoubt:
+            settled = claim_and_settle(ground, slots, self._told)
+            self._tell(self._look() if settled else "unknown")
+            return
+        except (DualWriteError, *OF_THE_USERS_STATEMENT) as error:
+            if isinstance(error, DualWriteError):
+                self._told.note(error)
+            self._tell("aborted")
+            claim_and_settle(ground, slots, self._told)
+            return
+        self._tell("decided")
+        completed = self._complete(ground)
+        claim_and_settle(ground, slots - completed, self._told)
+
+    def _decide(self, store: SimulatedStore) -> None:
+        connection = SimulatedConnection(self._simulation)
+        store.begin(connection)
+        try:
+            store.read_incarnation(connection, self._handed_over[0].slot)
+            connection.about(self._decision)
+            connection.insert(self._decision.ledger_row)
+            for one in self._handed_over:
+                ours, _ = store.decide(connection, one.slot, one.incarnation, one.prepared, namespace=one.namespace)
+                if not ours:
+                    raise Fenced("the slot was claimed by somebody else", transactional_id=one.slot)
+            for one in self._handed_over:
+                for name, _ in one.write.messages if one.write.rows else ():
+                    connection.insert(name)
+        except BaseException:
+            store.rollback(connection)
+            raise
+        store.commit(connection)
+
+    def _complete(self, ground: Ground) -> set[str]:
+        found = {one.slot: one for one in self._handed_over}
+        try:
+            rows = [
+                row
+                for row in ground.store.read(list(found))
+                if row.prepared == found[row.transactional_id].prepared
+                and row.incarnation == found[row.transactional_id].incarnation
+            ]
+            completed = complete_handed_over(
+                rows, coordinator=ground.coordinator, store=ground.store, deadline=Deadline(TIMEOUT_S)
+            )
+        except DualWriteError as error:
+            self._told.note(error)
+            return set()
+        for row in completed:
+            found[row.transactional_id].write.told = "completed"
+        self._told.counts["completed without a claim"] += len(completed)
+        return {row.transactional_id for row in completed}
+
+    def _look(self) -> str:
+        """Whether the decision was made: by the claim the old session has ended."""
+        database = self._simulation.database
+        for _ in range(_LOOKS):
+            connection = SimulatedConnection(self._simulation)
+            session = connection.session
+            try:
+                seen = self._simulation.execute(
+                    session, "SELECT", lambda: self._decision.ledger_row in database.user_rows
+                )
+            except ConnectionLost:
+                continue
+            finally:
+                connection.close()
+            return "decided" if seen else "aborted"
+        return "unknown"
+
+    def _tell(self, told: str) -> None:
+        for one in self._handed_over:
+            one.write.told = told
+
+
+class Settler:
+    """A process that claims slots, whoever has them, and settles: a driver that begins a batch again, or gives one up."""
+
+    def __init__(self, simulation: Simulation, told: Told, slots: Collection[str]) -> None:
+        self._simulation = simulation
+        self._told = told
+        self._slots = slots
+
+    def run(self, process: Process) -> None:
+        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
+        claim_and_settle(ground, self._slots, self._told)
+
+
+def claim_and_settle(ground: Ground, slots: Collection[str], told: Told) -> bool:
+    """What a driver does with slots whose transactions it cannot complete otherwise; false where it could not.
+
+    As ``dualwrite.sinks.spark.owners.settle_leases``.
+    """
+    if not slots:
+        return True
+    try:
+        rows: Sequence[StateRow] = claim_rows(ground, sorted(slots), Deadline(TIMEOUT_S))
+        report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=Deadline(TIMEOUT_S))
+    except DualWriteError as error:
+        told.note(error)
+        return False
+    told.losses.update(str(loss.row.prepared) for loss in report.losses)
+    return True
