@@ -1,6 +1,7 @@
 """Transactions that were handed over, on real servers: when their owner may go on with its producer, and when it must not."""
 
 from contextlib import ExitStack
+from datetime import datetime, timezone
 
 import pytest
 from sqlalchemy import insert, select
@@ -16,6 +17,7 @@ from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.settling import settle
+from dualwrite.stores.slots import Lease, SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
@@ -202,6 +204,44 @@ def test_a_request_that_may_come_late_is_followed_by_a_claim(
         assert ground.coordinator.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.ONGOING
         assert complete(through, decide(second))
     assert shown() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("fault", ["reset_request", "reset_answer"])
+def test_a_request_whose_connection_breaks_is_not_sent_again(
+    dualwrite_kafka, ground_of, ground, lane, hand_over, decide, shown, fault
+):
+    """Kafka would answer the second one, and the first might still come: what it would end is then the next transaction."""
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        through = ground_of(proxy.client_config())
+        through.coordinator.describe(["warm"], soon())
+        getattr(proxy.on(Api.END_TXN, nth=1), fault)()
+        assert complete(through, decide(hand_over(1))) == []
+        assert len([one for one in proxy.requests if one.api_key == Api.END_TXN]) == 1, "sent once"
+    assert not lane.may_go_on()
+    settle(claim_rows(ground, ["orders"], soon()), coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    assert shown() == [1, 1]
+
+
+def test_who_comes_after_a_decider_claims_what_it_has_decided(
+    dualwrite_kafka, ground_of, ground, engine, lane, hand_over, decide, shown
+):
+    """As a driver does that finds a slot leased to a batch of another one: what that one has sent may be on its way."""
+    from dualwrite.sinks.spark.owners import settle_leases  # imports PySpark
+
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        through = ground_of(proxy.client_config())
+        through.coordinator.describe(["warm"], soon())
+        held = proxy.on(Api.END_TXN, nth=1).hold_request()
+        rows = decide(hand_over(1))
+        with pytest.raises(Unavailable):
+            complete(through, rows, Deadline(2))
+        lease = Lease("orders", "slots", "the first driver", datetime.now(timezone.utc))
+        settle_leases(ground, SlotPool(engine, "slots"), [lease], soon(), "the second driver")
+        assert not lane.may_go_on(), "the owner went on while a request may come"
+        held.release()
+        held.wait_answered()
+    assert ground.store.read(["orders"])[0].settled_incarnation == 1
+    assert shown() == [1, 1]
 
 
 def test_without_that_rule_the_late_request_commits_what_nobody_has_decided(

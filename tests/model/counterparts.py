@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from harness.mistakes.handing_over import claiming_nothing_decided
 
 from dualwrite.testing.simulator.database import Session
 from dualwrite.testing.simulator.handle import SimulatedHandle
 from dualwrite.testing.simulator.outside import SimulatedCoordinator
 from dualwrite.testing.simulator.requests import InitProducerId
 from dualwrite.testing.simulator.store import SimulatedStore, _of
+from model import handing_over as drivers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +116,20 @@ def kept_after_a_repeated_init(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedHandle, "init_unanswered", False)
 
 
+def end_of_the_decider_repeated(patch: pytest.MonkeyPatch) -> None:
+    real = SimulatedCoordinator.end
+
+    def end(self, transactions, *, committed, deadline, once=False):
+        del once
+        return real(self, transactions, committed=committed, deadline=deadline)
+
+    patch.setattr(SimulatedCoordinator, "end", end)
+
+
+def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drivers, "claim_rows", claiming_nothing_decided(drivers.claim_rows))
+
+
 COUNTERPARTS = {
     function.__name__: function
     for function in (
@@ -124,6 +140,8 @@ COUNTERPARTS = {
         settled_mark_may_sink,
         conditional_init_taken_for_a_compare_and_set,
         kept_after_a_repeated_init,
+        end_of_the_decider_repeated,
+        decided_by_another_completed_without_a_claim,
     )
 }
 

@@ -10,8 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from harness.mistakes import MISTAKES
+from harness.mistakes import MISTAKES, handing_over
 
+from model.chance import HANDED_OVER_FROM
 from model.run import chunks
 
 RESULTS = Path(__file__).with_name("mistakes.json")
@@ -33,13 +34,14 @@ def main() -> int:
 
 
 def find(name: str, schedules: int) -> dict[str, object]:
-    """Run schedules of a mistaken product until one finds something.
+    """Run schedules of a mistaken product until one finds something; of workers and drivers where it is theirs.
 
     Returns:
         How many were run, and what the last of them found, if anything.
     """
     done = 0
-    for counts in chunks(0, schedules, name, 1):
+    first = HANDED_OVER_FROM if MISTAKES[name].plant.__module__ == handing_over.__name__ else 0
+    for counts in chunks(first, schedules, name, 1):
         done += counts.schedules
         if counts.findings:
             return {"schedules": done, "what": counts.findings[0]["what"]}

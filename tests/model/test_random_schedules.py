@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from model.chance import HANDED_OVER_FROM
 from model.counterparts import planted
 from model.results import Counts
 from model.run import chunks, run_chunk
@@ -27,6 +28,31 @@ def test_both_sides_agree_after_every_random_schedule(first):
     assert counts.happened["kills"] > 100
     assert counts.happened["late requests"] > 20
     assert counts.told["committed"] > 100
+
+
+@pytest.mark.parametrize("first", range(HANDED_OVER_FROM, HANDED_OVER_FROM + 2 * CHUNK, CHUNK))
+def test_both_sides_agree_after_every_random_schedule_of_workers_and_drivers(first):
+    counts = run_chunk(first, CHUNK)
+    assert not counts.findings
+    assert counts.schedules == CHUNK
+    assert counts.happened["kills"] > 100
+    assert counts.places["held"]["EndTxn"] > 20
+    assert counts.happened["workers go on"] > 100
+    assert counts.happened["completed without a claim"] > 100
+    assert counts.told["decided"] > 20
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "gone_on_when_decided",
+        "end_of_the_decider_repeated",
+        "decided_by_another_completed_without_a_claim",
+        "handed_over_aborted_by_its_owner",
+    ],
+)
+def test_a_planted_mistake_about_what_was_handed_over_is_found_soon(mistake):
+    assert run_chunk(HANDED_OVER_FROM, 1000, mistake).findings
 
 
 @pytest.mark.parametrize(

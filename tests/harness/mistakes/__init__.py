@@ -8,7 +8,7 @@ environment variable ``DUALWRITE_MISTAKE``, in a whole process::
 ``python -m controls`` (in the directory of the tests) plants each of them and runs the checks that must fail.
 """
 
-from harness.mistakes import database, kafka, settling, spark, writing
+from harness.mistakes import database, handing_over, kafka, settling, spark, writing
 from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
 from harness.planting import ENVIRONMENT
 
@@ -18,6 +18,7 @@ __all__ = [
     "Check",
     "Mistake",
     "database",
+    "handing_over",
     "kafka",
     "planted",
     "settling",
