@@ -182,7 +182,7 @@ class _Asking:
                 self._find_open_of(item)
 
     def _find_open(self, items: list[Unsettled]) -> None:
-        suspects = [(_ids(item.known)[0], item.known.suspects) for item in items]
+        suspects = [(_suspected(item), item.known.suspects) for item in items]
         for item, offsets in zip(items, self._coordinator.still_open(suspects, self._deadline), strict=True):
             item.known = replace(item.known, still_open=tuple(sorted(offsets.items())))
 
@@ -394,6 +394,11 @@ def end_participants(store: StateStore, participants: Iterable[Participant]) -> 
 def _ids(known: Knowledge) -> tuple[int, int]:
     assert known.view is not None
     return known.view.producer_id, known.view.epoch
+
+
+def _suspected(item: Unsettled) -> int:
+    """The producer whose transaction may have been left open: of a decided one it is known, whatever the coordinator shows."""
+    return item.row.prepared.producer_id if item.known.is_pending else _ids(item.known)[0]
 
 
 def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:

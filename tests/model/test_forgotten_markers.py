@@ -6,6 +6,8 @@ import logging
 
 import pytest
 
+from dualwrite import completing
+from dualwrite.protocol.handed_over import CompletionStep, next_completion_step
 from dualwrite.settling import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore
 from model.checker import Finding
@@ -69,6 +71,13 @@ def test_a_settler_may_die_at_any_step(forgotten):
     assert died > 12
 
 
+@pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
+def test_nobody_takes_it_for_complete_where_the_coordinator_has_forgotten_the_id_as_well(forgotten):
+    """Nobody can end it there any more but by hand: docs/limits.md. Settling says so until somebody has."""
+    with pytest.raises(Finding, match="recovery failed: Unavailable"):
+        run(forgotten, "A is killed", "the broker forgets orders, incarnation 1", "everything heals")
+
+
 def test_an_undecided_one_is_ended_by_the_settler_that_aborted_it():
     run(UNDECIDED, "everything heals", "a last owner opens and writes")
 
@@ -117,3 +126,43 @@ def test_the_check_sees_a_marker_that_nobody_has_missed():
     """An abort that was forgotten while nobody was looking stays open: docs/limits.md."""
     with pytest.raises(Finding, match="held back"):
         run(UNDECIDED, "R1 is killed", "everything heals")
+
+
+HANDED_OVER = """
+    W1 works on slot#1
+    W1 writes m1 to partition 0 and m2 to partition 1, to hand over
+    W1 runs
+    D1 decides on the work of W1
+    D1 runs to complete.before
+    the broker delays its markers
+    D1 runs to complete.ended
+    the broker forgets the marker of slot#1, incarnation 1 on partition 0
+    {more}
+    the broker writes its markers
+    D1 runs
+    W1 writes m3 to partition 0, to hand over
+    W1 runs
+    everything heals
+    a last worker hands over and goes on
+"""
+HANDED_OVER_FORGOTTEN = {
+    "in one": HANDED_OVER.format(more=""),
+    "in all": HANDED_OVER.format(more="the broker forgets the marker of slot#1, incarnation 1 on partition 1"),
+}
+
+
+@pytest.mark.parametrize("schedule", HANDED_OVER_FORGOTTEN.values(), ids=HANDED_OVER_FORGOTTEN)
+def test_a_decider_claims_and_ends_what_was_forgotten_of_a_transaction_handed_over(schedule):
+    world = run(schedule)
+    assert world.writes[0].told == "decided", "not completed without a claim"
+
+
+@pytest.mark.parametrize("schedule", HANDED_OVER_FORGOTTEN.values(), ids=HANDED_OVER_FORGOTTEN)
+def test_a_decider_that_believed_the_coordinator_would_leave_it_open(monkeypatch, schedule):
+    def without_proof(known):
+        step = next_completion_step(known)
+        return CompletionStep.RECORD if step is CompletionStep.PROVE else step
+
+    monkeypatch.setattr(completing, "next_completion_step", without_proof)
+    with pytest.raises(Finding):
+        run(schedule)
