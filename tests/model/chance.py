@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from dualwrite.block import Ending
 from dualwrite.testing.simulator.database import Kind
 from dualwrite.testing.simulator.process import Server
 from model.world import PARTITIONS, World
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 HANDED_OVER_FROM = 1_000_000_000_000
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
+_WAYS_TO_HAND_OVER = ([Ending.HAND_OVER], [Ending.PREPARE], [Ending.HAND_OVER, Ending.PREPARE])
 _WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -236,6 +238,7 @@ class HandedOverSchedule(Schedule):
         self._arrives = self._random.choice((0.01, 0.02, 0.06))
         self._end_is_struck = self._random.choice((0.0, 0.2, 0.5))
         self._waits_for_drivers = self._random.choice((0.0, 0.5, 0.9))
+        self._endings = self._random.choice(_WAYS_TO_HAND_OVER[: 1 if self.world.kind is Kind.SQLITE else 3])
         self._workers = 0
         self._drivers = 0
 
@@ -284,9 +287,8 @@ class HandedOverSchedule(Schedule):
         draw = random.random()
         fails = "code" if draw < 0.03 else "statement" if draw < 0.06 else None
         partitions = tuple(random.randrange(PARTITIONS) for _ in range(random.choice((1, 1, 2, 2, 3))))
-        self.world.do_write(
-            process, partitions, rows=random.random() > 0.05, fails=fails, hands_over=random.random() > 0.1
-        )
+        ending = Ending.COMMIT if random.random() < 0.1 else random.choice(self._endings)
+        self.world.do_write(process, partitions, rows=random.random() > 0.05, fails=fails, ending=ending)
 
     def _chance_of_a_fault(self, process: Process) -> float:
         decided = process.name.startswith("D") and process.call.label == "EndTxn"

@@ -32,6 +32,8 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     for found in simulation.broker.partitions:
         if last_stable_offset(found) != found.log_end:
             raise Finding(f"{found.topic_partition} is held back at {last_stable_offset(found)} of {found.log_end}")
+    if simulation.database.prepared:
+        raise Finding(f"{list(simulation.database.prepared)} are prepared in the database, and nobody ends them")
     seen = Counter(name for values in visible.values() for name in values)
     committed = {write.number: rows for write, rows in _decided(simulation)}
     losses = told.losses | {state for _, state in simulation.database.incidents}

@@ -1,7 +1,7 @@
 """More processes of the model: workers that hand their transactions over, and drivers that decide on several of them at once.
 
 As the Spark sink has them, in the same order: ``kept.py`` and ``undecided.py`` for the worker, ``whole_batch.py`` for the
-driver. What a worker's rows stand in until then is a row of another name, which the decision copies.
+driver. What a worker's rows stand in until then is a row of another name, which the decision copies, or a prepared transaction.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from dualwrite.block import Ending, dual_write
 from dualwrite.claiming import Ground, claim_rows
 from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
-from dualwrite.errors import DecidedTransactionLost, DualWriteError, Fenced, OutcomeUnverifiable, TransactionInDoubt
+from dualwrite.errors import (
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+)
 from dualwrite.lane import Lane
 from dualwrite.settling import settle
+from dualwrite.stores.participants import name_of
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import ConnectionLost
 from dualwrite.testing.simulator.outside import SimulatedCoordinator
@@ -113,15 +121,15 @@ class Worker:
             lane.ready(Deadline(TIMEOUT_S))
 
     def _write(self, lane: Lane, ground: Ground, connection: SimulatedConnection, write: Write) -> str:
-        ending = Ending.HAND_OVER if write.is_handed_over else Ending.COMMIT
+        ending = write.ending
         row = lane.row
         try:
             with dual_write(lane, ground, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending) as transaction:
-                if not write.is_handed_over:
+                if ending is Ending.COMMIT:
                     connection.about(write)
                 for name, partition in write.messages:
                     if write.rows:
-                        connection.insert(f"staged {name}" if write.is_handed_over else name)
+                        connection.insert(f"staged {name}" if ending is Ending.HAND_OVER else name)
                     transaction.produce(TOPIC, name, partition=partition)
                 if write.fails == "statement":
                     connection.fail()
@@ -132,7 +140,7 @@ class Worker:
         except DualWriteError as error:
             self._told.note(error)
             return {"none": "aborted"}.get(error.outcome, error.outcome)
-        if not write.is_handed_over:
+        if ending is Ending.COMMIT:
             return "committed"
         assert transaction.prepared is not None
         self._inbox[write.owner] = HandedOver(write, row.incarnation, row.namespace, transaction.prepared)
@@ -200,13 +208,25 @@ class Driver:
                 ours, _ = store.decide(connection, one.slot, one.incarnation, one.prepared, namespace=one.namespace)
                 if not ours:
                     raise Fenced("the slot was claimed by somebody else", transactional_id=one.slot)
+            self._require_prepared(connection)
             for one in self._handed_over:
-                for name, _ in one.write.messages if one.write.rows else ():
-                    connection.insert(name)
+                if one.write.rows and one.write.ending is Ending.HAND_OVER:
+                    for name, _ in one.write.messages:
+                        connection.insert(name)
         except BaseException:
             store.rollback(connection)
             raise
         store.commit(connection)
+
+    def _require_prepared(self, connection: SimulatedConnection) -> None:
+        database = self._simulation.database
+        wanted = {
+            (name_of(one.namespace, one.prepared), one.slot)
+            for one in self._handed_over
+            if one.write.ending is Ending.PREPARE
+        }
+        if wanted and not connection.run("SELECT", lambda session: database.has_prepared(session, wanted)):
+            raise TransactionAborted("somebody has ended what was prepared in the database")
 
     def _complete(self, ground: Ground) -> set[str]:
         found = {one.slot: one for one in self._handed_over}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.block import dual_write
+from dualwrite.block import Ending, dual_write
 from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
@@ -67,7 +67,7 @@ class Write:
         told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
             handed over, also ``handed over`` and, by whoever has decided it, ``completed``.
         lane: The transactional id that it ran under.
-        is_handed_over: Whether its owner leaves the decision to somebody else.
+        ending: Whether its owner leaves the decision to somebody else, and how.
     """
 
     number: int
@@ -77,7 +77,7 @@ class Write:
     fails: str | None = None
     told: str | None = None
     lane: str = ""
-    is_handed_over: bool = False
+    ending: Ending = Ending.COMMIT
 
 
 @dataclass

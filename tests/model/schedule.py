@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dualwrite.failpoints import FAILPOINTS
 from dualwrite.testing.simulator.database import Kind
 from dualwrite.testing.simulator.process import Server
-from model.world import World, kafka_id
+from model.world import ENDINGS, World, kafka_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Held
 
+_ENDINGS = {said: ending for ending, said in ENDINGS.items()}
 _FAR = 500
 """So many steps are enough to come to any request."""
 
@@ -157,7 +158,7 @@ class Performer:
         process = self._commanded(name)
         partitions = tuple(int(number) for number in re.findall(r"to partition (\d+)", where))
         kind = {None: None, ", and its code fails": "code", ", and a statement fails": "statement"}[fails]
-        self._world.do_write(process, partitions, rows=without is None, fails=kind, hands_over=over is not None)
+        self._world.do_write(process, partitions, rows=without is None, fails=kind, ending=_ENDINGS[over or ""])
 
     def closes(self, name: str) -> None:
         self._world.do_close(self._commanded(name))
@@ -287,7 +288,7 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
         (rf"{_NAME} settles (?P<slots>slot#\d+(?: and slot#\d+)*)", Performer.settles),
         (
             rf"{_NAME} writes (?P<where>rows alone|m\d+ to partition \d+(?: and m\d+ to partition \d+)*)"
-            r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?(?P<over>, to hand over)?",
+            r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?(?P<over>, to hand over(?: prepared)?)?",
             Performer.writes,
         ),
         (rf"{_NAME} closes", Performer.closes),

@@ -48,6 +48,7 @@ def test_both_sides_agree_after_every_random_schedule_of_workers_and_drivers(fir
         "gone_on_when_decided",
         "end_of_the_decider_repeated",
         "decided_by_another_completed_without_a_claim",
+        "prepared_known_by_its_incarnation_alone",
         "handed_over_aborted_by_its_owner",
     ],
 )

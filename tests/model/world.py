@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dualwrite.block import Ending
 from dualwrite.testing.simulator import environment
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.database import Database, Kind
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PARTITIONS = 2
+ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}
 NAMESPACE = "n"
 _MOST_STEPS = 20_000
 
@@ -114,19 +116,18 @@ class World:
         *,
         rows: bool = True,
         fails: str | None = None,
-        hands_over: bool = False,
+        ending: Ending = Ending.COMMIT,
     ) -> Write:
         messages = []
         for partition in partitions:
             self.messages += 1
             messages.append((f"m{self.messages}", partition))
-        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails, is_handed_over=hands_over)
+        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails, ending=ending)
         where = " and ".join(f"{name} to partition {partition}" for name, partition in messages) or "rows alone"
-        ending = {"code": ", and its code fails", "statement": ", and a statement fails", None: ""}[fails]
+        failing = {"code": ", and its code fails", "statement": ", and a statement fails", None: ""}[fails]
         self._happened(
             "writes",
-            f"{process.name} writes {where}{'' if rows else ', without rows'}{ending}"
-            + (", to hand over" if hands_over else ""),
+            f"{process.name} writes {where}{'' if rows else ', without rows'}{failing}" + ENDINGS[ending],
         )
         self.writes.append(write)
         self.simulation.command(process, write)
@@ -384,6 +385,7 @@ class World:
             self.simulation.broker.partitions,
             self.simulation.broker.transactions,
             dict(self.simulation.database.rows),
+            dict(self.simulation.database.prepared),
         )
 
     def do_last_owner(self) -> None:
@@ -431,7 +433,7 @@ class World:
 
     def _last_decision(self, worker: Process) -> None:
         self.messages += 1
-        write = Write(len(self.writes) + 1, worker.name, ((f"m{self.messages}", 0),), is_handed_over=True)
+        write = Write(len(self.writes) + 1, worker.name, ((f"m{self.messages}", 0),), ending=Ending.HAND_OVER)
         self.writes.append(write)
         self.simulation.command(worker, write)
         self._run_all()

@@ -39,6 +39,11 @@ class SimulatedConnection:
         """Whether the connection of the transaction that was begun is gone, as far as the client knows."""
         return self._session is None or self._known_broken
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a statement of the open transaction has failed."""
+        return self._session is not None and self._session.failed
+
     def run(self, label: str, statement: Callable[[Session], Result]) -> Result:
         """Run a statement of the transaction that is open."""
         session = self._session

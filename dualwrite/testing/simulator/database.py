@@ -104,6 +104,8 @@ class Database:
         incidents: The committed incidents, by transactional id and text of the state.
         user_rows: The committed rows of the user, in the order in which they were committed.
         committed: The tags of the transactions that were committed, in order, each with the state rows that it wrote.
+        prepared: What is prepared (``PREPARE TRANSACTION``): the user's rows, by its name and the transactional id. In a real
+            database the name alone tells, as every row has another namespace.
         sessions: All that are inside a transaction, or whose end the server has not noticed.
     """
 
@@ -113,6 +115,7 @@ class Database:
         self.incidents: dict[tuple[str, str], Incident] = {}
         self.user_rows: list[object] = []
         self.committed: list[tuple[object, tuple[StateRow, ...]]] = []
+        self.prepared: dict[tuple[str, str], list[object]] = {}
         self.sessions: list[Session] = []
         self._locks: dict[str, dict[Session, bool]] = {}
         self._statuses: dict[str, DatabaseVerdict] = {}
@@ -221,6 +224,28 @@ class Database:
         session.open = session.failed = session.committing = False
         session.waits_for = None
         session._reset()  # noqa: SLF001 - a session is the server's own
+
+    def prepare(self, session: Session, transactional_id: str, name: str) -> None:
+        """PREPARE TRANSACTION, of one that has written rows of the user's and nothing else."""
+        self._statement(session)
+        assert not session.rows, "a state row is prepared"
+        self.prepared[name, transactional_id] = session.user_rows
+        self.rollback(session)
+
+    def end_prepared(self, key: tuple[str, str], *, committed: bool) -> None:
+        """COMMIT PREPARED or ROLLBACK PREPARED; nothing where there is none of that name."""
+        rows = self.prepared.pop(key, [])
+        if committed:
+            self.user_rows.extend(rows)
+
+    def has_prepared(self, session: Session, keys: Iterable[tuple[str, str]]) -> bool:
+        """SELECT inside a transaction: whether all of these are prepared."""
+        self._statement(session)
+        return self.prepared.keys() >= set(keys)
+
+    def list_prepared(self) -> list[tuple[str, str]]:
+        """SELECT of what is prepared."""
+        return list(self.prepared)
 
     def verdict(self, name: str | None) -> DatabaseVerdict:
         """What became of a transaction: known as long as the server was not started anew; never on SQLite."""

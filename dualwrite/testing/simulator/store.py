@@ -18,6 +18,7 @@ from dualwrite.errors import (
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
 from dualwrite.ports import Incident, Participant, StateRow
+from dualwrite.stores.participants import name_of, parse
 from dualwrite.stores.rows import check_not_gone_back
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import (
@@ -126,29 +127,38 @@ class SimulatedStore:
 
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 
-    def prepare(self, connection: Connection, row: StateRow) -> None:
-        """See :meth:`dualwrite.ports.StateStore.prepare`: this database takes no prepared transactions."""
-        raise NotImplementedError
+    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
+        """See :meth:`dualwrite.ports.StateStore.prepare`."""
+        name = name_of(row.namespace, state)
+        self._end(
+            _of(connection),
+            "PREPARE TRANSACTION",
+            lambda session: self._database.prepare(session, row.transactional_id, name),
+        )
 
     def commit(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.commit`."""
-        used = _of(connection)
+        self._end(_of(connection), "COMMIT", self._database.commit)
+
+    def _end(self, used: SimulatedConnection, label: str, statement: Callable[[Session], None]) -> None:
         if used.is_broken:
-            raise TransactionAborted("the database connection was lost before COMMIT was sent")
-        if used.session.failed:
-            self.rollback(connection)
+            raise TransactionAborted(f"the database connection was lost before {label} was sent")
+        if used.has_failed:
+            self._roll_back(used)
             raise TransactionAborted(
-                "a statement had failed, so that COMMIT would have been a ROLLBACK", retryable=False
+                f"a statement had failed, so that {label} would have been a ROLLBACK", retryable=False
             )
         try:
-            used.run("COMMIT", self._database.commit)
+            used.run(label, statement)
         except ConnectionLost as error:
             used.lose()
-            raise TransactionInDoubt("the answer to COMMIT is missing") from error
+            raise TransactionInDoubt(f"the answer to {label} is missing") from error
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.rollback`."""
-        used = _of(connection)
+        self._roll_back(_of(connection))
+
+    def _roll_back(self, used: SimulatedConnection) -> None:
         if used.in_transaction:
             try:
                 used.run("ROLLBACK", self._database.rollback)
@@ -328,13 +338,31 @@ class SimulatedStore:
             self._run(work)
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.StateStore.participants`."""
-        del rows
-        return []
+        """See :meth:`dualwrite.ports.StateStore.participants`. Where nothing is prepared, that is no step of its own."""
+        by_id = {row.transactional_id: row for row in rows}
+
+        def select() -> list[Participant]:
+            return [
+                Participant(row, incarnation, name, name == name_of(row.namespace, row.prepared), ALWAYS)
+                for name, transactional_id in self._database.list_prepared()
+                for _, incarnation in [parse(name)]
+                if (row := by_id.get(transactional_id)) is not None
+            ]
+
+        return self._read(select) if self._database.prepared and by_id else []
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         """See :meth:`dualwrite.ports.StateStore.end_participant`."""
-        raise NotImplementedError
+        key = participant.name, participant.row.transactional_id
+        used = SimulatedConnection(self._simulation)
+        session = used.session
+        label = "COMMIT PREPARED" if committed else "ROLLBACK PREPARED"
+        try:
+            self._simulation.execute(session, label, lambda: self._database.end_prepared(key, committed=committed))
+        except ConnectionLost as error:
+            raise Unavailable(_WHY[ConnectionLost]) from error
+        finally:
+            used.close()
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.ports.StateStore.incident`."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import lane
+from dualwrite import lane, settling
 from dualwrite.completing import complete_handed_over
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -72,6 +72,22 @@ def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> N
     from dualwrite.sinks.spark import owners
 
     patch.setattr(owners, "claim_rows", claiming_nothing_decided(owners.claim_rows))
+
+
+@mistake(
+    Check(
+        f"{_TESTS}::test_what_an_owner_prepares_after_it_went_on_is_not_decided_by_what_was_decided_before[postgresql]",
+        r"assert \[1, 2\] == \[1\]",
+    )
+)
+def prepared_known_by_its_incarnation_alone(patch: pytest.MonkeyPatch) -> None:
+    """What an owner has prepared in the database follows any decision of its incarnation, also one on what it wrote before."""
+    real = settling.end_participants
+
+    def end_participants(store, participants):
+        real(store, [replace(found, decided=belongs(found.row.prepared, found.incarnation)) for found in participants])
+
+    patch.setattr(settling, "end_participants", end_participants)
 
 
 @mistake(
