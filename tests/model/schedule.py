@@ -118,11 +118,12 @@ class Performer:
             self._world.do_step(process)
         raise Impossible(f"{name} does not come to {label}")
 
-    def _held(self, name: str, label: str) -> Held:
-        for held in self._world.simulation.held:
-            if held.owner == name and held.label == label:
-                return held
-        raise Impossible(f"no {label} of {name} is held")
+    def _held(self, name: str, spoken: str) -> Held:
+        label, _, number = spoken.partition(" ")
+        alike = [held for held in self._world.simulation.held if (held.owner, held.label) == (name, label)]
+        if len(alike) < int(number or 1):
+            raise Impossible(f"no {spoken} of {name} is held")
+        return alike[int(number or 1) - 1]
 
     def _known(self, name: str, incarnation: str, among: Sequence[str]) -> str:
         found = kafka_id(name, int(incarnation))

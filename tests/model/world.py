@@ -202,12 +202,18 @@ class World:
 
     def do_arrive(self, held: Held, *, answered: bool = True) -> None:
         ending = "" if answered else ", its answer is lost"
-        self._happened("late requests", f"the held {held.label} of {held.owner} arrives{ending}", held.label)
+        self._happened("late requests", f"the held {self._spoken_held(held)} arrives{ending}", held.label)
         self.simulation.arrive(held, answered=answered)
         self._check_process(held.call.process)
 
+    def _spoken_held(self, held: Held) -> str:
+        """A held request as lines say it: numbered from the second of its kind on."""
+        alike = [one for one in self.simulation.held if (one.owner, one.label) == (held.owner, held.label)]
+        number = alike.index(held) + 1
+        return f"{held.label}{'' if number == 1 else f' {number}'} of {held.owner}"
+
     def do_drop(self, held: Held) -> None:
-        self._happened("lost requests", f"the held {held.label} of {held.owner} is lost", held.label)
+        self._happened("lost requests", f"the held {self._spoken_held(held)} is lost", held.label)
         self.simulation.drop(held)
 
     # The database
