@@ -106,6 +106,8 @@ class WholeBatch(DriverSide):
                 for one in prepared:
                     if one.staged is not None:
                         take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
+                # Once more: moving many rows takes its time, and after the lease the broker aborts what is decided.
+                self._require_leases(connection, prepared)
                 failpoints.hit("batch.recorded")
             except BaseException:
                 self._store.rollback(connection)

@@ -175,6 +175,22 @@ def test_what_is_prepared_too_long_ago_is_not_decided(spark, numbers, write):
     nothing_is_left(numbers)
 
 
+def test_what_is_prepared_too_long_ago_when_its_rows_are_moved_is_not_decided(spark, numbers, write):
+    """Moving them may take long: the leases end meanwhile."""
+    numbers.execute(
+        "CREATE FUNCTION end_leases() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "UPDATE dualwrite_slot SET lease_until = clock_timestamp() WHERE lease_owner IS NOT NULL; RETURN NULL; END $$"
+    )
+    numbers.execute("CREATE TRIGGER end_leases AFTER INSERT ON numbers EXECUTE FUNCTION end_leases()")
+    with pytest.raises(KILLED, match="too long ago"):
+        write(numbered(spark), batchId="1")
+    numbers.execute("DROP TRIGGER end_leases ON numbers")
+    assert numbers.rows() == numbers.messages() == []
+    write(numbered(spark), batchId="1")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
