@@ -4,8 +4,8 @@ Each attempt at a partition fills a table of its own, unlogged: written once, re
 database, which empties it. Who takes the rows over compares their number with what the task has counted, so an emptied table
 fails the batch and harms nothing.
 
-A staging table says in its comment which incarnation of which slot has made it. Once somebody has claimed that slot anew,
-nobody can decide on its rows any more, and it is dropped.
+A staging table says in its comment which incarnation of which slot has made it, and who held the slot's lease. Once somebody
+has claimed that slot anew, or the lease is no longer his, nobody can decide on its rows any more, and it is dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -49,12 +49,14 @@ class StagingTable:
         name: Its name.
         transactional_id: The slot of the task that has made it.
         incarnation: The incarnation of that slot.
+        owner: Who held the slot's lease.
     """
 
     schema: str
     name: str
     transactional_id: str
     incarnation: int
+    owner: str
 
     @property
     def table(self) -> tuple[str, str]:
@@ -69,6 +71,7 @@ def create_staging(
     *,
     transactional_id: str,
     incarnation: int,
+    owner: str,
 ) -> StagingTable:
     """Make an empty staging table for some columns of the target, in the target's schema and the caller's transaction.
 
@@ -76,8 +79,8 @@ def create_staging(
         ConfigurationError: Tables may not be made in that schema.
         TransactionAborted, Unavailable: The transaction cannot go on.
     """
-    made = StagingTable(target[0], f"{_PREFIX}{secrets.token_hex(12)}", transactional_id, incarnation)
-    comment = _COMMENT + json.dumps({"slot": transactional_id, "incarnation": incarnation})
+    made = StagingTable(target[0], f"{_PREFIX}{secrets.token_hex(12)}", transactional_id, incarnation, owner)
+    comment = _COMMENT + json.dumps({"slot": transactional_id, "incarnation": incarnation, "owner": owner})
     try:
         # Types and nothing else: constraints and defaults are the target's affair when the rows are taken over.
         _execute(
@@ -153,13 +156,20 @@ def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
             _drop(connection, staged)
 
 
-def drop_dead_staging(engine: Engine, schema: str, incarnations: Mapping[str, int]) -> int:
-    """Drop the staging tables of incarnations that are over. One that somebody still reads is left for the next time.
+def drop_dead_staging(
+    engine: Engine, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
+) -> int:
+    """Drop the staging tables that nobody can decide on any more. One that somebody still reads is left for the next time.
+
+    An incarnation that is over can decide nothing. One that lives on has left tables, too, where its driver died before it
+    dropped what it had taken over: their makers no longer hold the slot.
 
     Args:
         engine: The database.
         schema: Where staging tables are made.
         incarnations: The present incarnation by slot.
+        holders: Asks for the present holder by slot. Called when the tables have been found: whoever made one held his slot
+            before, and does not get it back under the same name.
 
     Returns:
         How many were dropped.
@@ -168,10 +178,13 @@ def drop_dead_staging(engine: Engine, schema: str, incarnations: Mapping[str, in
     with engine.connect() as connection:
         found = [_parsed(*row) for row in connection.execute(_FIND, {"prefix": _PREFIX, "schema": schema})]
         connection.rollback()
+        held = holders() if found else {}
         for staged in found:
-            if staged is None or staged.incarnation >= incarnations.get(staged.transactional_id, 0):
+            if staged is None or staged.transactional_id not in incarnations:
                 continue
-            dropped += _drop(connection, staged)
+            is_over = staged.incarnation < incarnations[staged.transactional_id]
+            if is_over or held.get(staged.transactional_id) != staged.owner:
+                dropped += _drop(connection, staged)
     return dropped
 
 
@@ -190,7 +203,7 @@ def _parsed(schema: str, name: str, comment: str | None) -> StagingTable | None:
     if comment is None or not comment.startswith(_COMMENT):
         return None
     maker = json.loads(comment[len(_COMMENT) :])
-    return StagingTable(schema, name, str(maker["slot"]), int(maker["incarnation"]))
+    return StagingTable(schema, name, str(maker["slot"]), int(maker["incarnation"]), str(maker.get("owner")))
 
 
 def listed(names: Sequence[str]) -> sql.Composed:

@@ -30,7 +30,6 @@ from dualwrite.stores.ledger import WHOLE_BATCH
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.ports import StateRow
     from dualwrite.sinks.spark.attempt import Workplace
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
@@ -134,7 +133,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
                 ) as transaction,
             ):
-                staged = _staging_for(transaction.connection, layout, row) if staging else None
+                staged = _staging_for(transaction.connection, layout, place) if staging else None
                 if staged is None:
                     bound_waiting(transaction.connection)
                 table = layout.table if staged is None else staged.table
@@ -160,13 +159,15 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
     )
 
 
-def _staging_for(connection: Connection, layout: Layout, row: StateRow) -> StagingTable:
+def _staging_for(connection: Connection, layout: Layout, place: Workplace) -> StagingTable:
+    row = place.lane.row
     return create_staging(
         connection,
         layout.table,
         layout.table_column_names,
         transactional_id=row.transactional_id,
         incarnation=row.incarnation,
+        owner=place.slot.lease.owner,
     )
 
 

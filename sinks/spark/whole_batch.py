@@ -208,4 +208,9 @@ class WholeBatch(DriverSide):
 
     def _drop_staging(self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[Undecided] = ()) -> None:
         drop_staging(self._engine, [one.staged for one in completed if one.staged is not None])
-        drop_dead_staging(self._engine, layout.table[0], {row.transactional_id: row.incarnation for row in slots})
+        drop_dead_staging(
+            self._engine,
+            layout.table[0],
+            {row.transactional_id: row.incarnation for row in slots},
+            lambda: {lease.transactional_id: lease.owner for lease in self._pool.held_by("")},
+        )

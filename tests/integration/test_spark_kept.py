@@ -105,3 +105,14 @@ def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spar
     numbers.verify(4 * ROWS)
     nothing_is_left(numbers)
     assert sum(number > 1 for number in claims(numbers).values()) >= TASKS
+
+
+def test_what_a_driver_could_not_drop_is_dropped_though_its_worker_goes_on(spark, numbers, write):
+    """It dies when it has given the slots back: nobody claims them again."""
+    write(shifted(spark, 0), batchId="0")
+    with pytest.raises(KILLED):
+        write(shifted(spark, 1), source="armed", batchId="1", inCommit="slot.released")
+    write(shifted(spark, 2), batchId="2")
+    numbers.verify(3 * ROWS)
+    nothing_is_left(numbers)
+    assert 1 in claims(numbers).values()
