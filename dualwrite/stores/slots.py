@@ -15,6 +15,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
+    Executable,
     Float,
     and_,
     bindparam,
@@ -179,6 +180,25 @@ class SlotPool:
         slot = self._slot
         statement = self._take.where(slot.c.pool == self.pool, slot.c.lease_owner == literal(lease.owner))
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "ttl_": ttl_s}
+        return self._changed(lease, statement, bound)
+
+    def keep(self, lease: Lease, until: datetime) -> Lease:
+        """Let a lease end at a moment by the database's clock, however late this is called: then it may be over at once.
+
+        Raises:
+            Fenced, Unavailable, ConfigurationError: As :meth:`renew`.
+        """
+        slot = self._slot
+        statement = (
+            update(slot)
+            .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
+            .values(lease_until=bindparam("until_", type_=slot.c.lease_until.type))
+            .returning(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
+        )
+        bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
+        return self._changed(lease, statement, bound)
+
+    def _changed(self, lease: Lease, statement: Executable, bound: Mapping[str, object]) -> Lease:
         row = self._own.run(lambda connection: connection.execute(statement, bound).one_or_none())
         if row is None:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)

@@ -8,7 +8,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
-from dualwrite.errors import DualWriteError, Fenced
+from dualwrite.deadline import now_s
+from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.stores.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)
@@ -22,17 +23,22 @@ class Slot:
     Attributes:
         lease: The lease. Its id is the slot's transactional id.
         leased_at: When it was leased, by the database's clock.
-        kept_for_s: See :meth:`keep_for`.
+        kept_until: See :meth:`keep_for`.
     """
 
     def __init__(self, lease: Lease, leased_at: datetime) -> None:
         self.lease = lease
         self.leased_at = leased_at
-        self.kept_for_s: float | None = None
+        self.kept_until: datetime | None = None
+        self._leased_s = now_s()
 
     def keep_for(self, seconds: float) -> None:
-        """Leave the slot leased for so long when the block ends: somebody else will decide on what is prepared in it."""
-        self.kept_for_s = seconds
+        """Leave the slot leased when the block ends: somebody else will decide on what is prepared in it.
+
+        For so long from now on, however long it takes until the block has ended and the database is told: the broker does not
+        wait for a worker that is paused.
+        """
+        self.kept_until = self.leased_at + timedelta(seconds=now_s() - self._leased_s + seconds)
 
 
 @contextmanager
@@ -55,6 +61,7 @@ def leased_slot(
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
         Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
+        Unavailable: From leaving the block, where the slot was to be kept: the database does not answer.
     """
     lease = pool.lease(owner, lease_s, preferred=preferred)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
@@ -68,8 +75,12 @@ def leased_slot(
     finally:
         stop.set()
         renewer.join(lease_s)  # a database that hangs does not hold the task longer than its lease
-    if slot.kept_for_s is not None:
-        pool.renew(lease, slot.kept_for_s)
+    if slot.kept_until is not None:
+        if renewer.is_alive():
+            raise Unavailable(
+                "the lease could not be kept: a renewal of it may come later", transactional_id=lease.transactional_id
+            )
+        pool.keep(lease, slot.kept_until)
         return
     try:
         pool.release({lease.transactional_id: lease.owner}, kept=kept)

@@ -55,6 +55,16 @@ def test_a_slot_that_is_kept_stays_leased_for_as_long_as_was_said(pool):
     assert kept.until > slot.lease.until + timedelta(seconds=900)
 
 
+def test_a_task_that_is_paused_before_it_can_say_so_keeps_its_slot_for_no_longer(pool, numbers):
+    """The broker's timeout goes on meanwhile."""
+    with leased_slot(pool, "me", 60) as slot:
+        slot.keep_for(1000)
+        [(said_at,)] = numbers.execute("SELECT clock_timestamp()")
+        numbers.execute("SELECT pg_sleep(1)")
+    [kept] = pool.held_by("me")
+    assert kept.until < said_at + timedelta(seconds=1000)
+
+
 def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
     with pytest.raises(KeyError), leased_slot(pool, "me", 60):
         raise KeyError
