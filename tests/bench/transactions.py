@@ -1,7 +1,7 @@
 """Many transactions at once, as a Spark batch has them: opened, prepared, decided in one database transaction, completed.
 
 Opened by requests side by side, because a thousand producers would measure this machine and not the servers. Deciding and
-completing are the product's own: what the driver of a batch does.
+completing are the product's own: what the driver of a batch does, or, where the driver has died, the next one, by a claim.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing_extensions import Self
 from bench.servers import Ground
 from dualwrite.claiming import Ground as Claimant
 from dualwrite.claiming import claim_rows, unique_owner
+from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
@@ -66,7 +67,7 @@ class Leg:
             Network.exchange = exchange
 
 
-def measure(ground: Ground, count: int, topic: str, *, partitions: int) -> dict[str, Leg]:
+def measure(ground: Ground, count: int, topic: str, *, partitions: int, by_claim: bool = False) -> dict[str, Leg]:
     """Open, decide and complete so many transactions, each with a record in every partition of the topic."""
     engine = create_engine(ground.url)
     deadline = Deadline(PATIENCE_S)
@@ -81,13 +82,23 @@ def measure(ground: Ground, count: int, topic: str, *, partitions: int) -> dict[
             with Leg.measured() as legs["decide"]:
                 _decide(claimant, rows, states)
             with Leg.measured() as legs["complete"]:
-                claimed = claim_rows(claimant, names, deadline)
-                report = settle(claimed, coordinator=coordinator, store=claimant.store, deadline=deadline)
+                completed = (_claimed if by_claim else _completed)(claimant, names, deadline)
     finally:
         engine.dispose()
-    if sorted(report.rolled_forward) != sorted(names):
-        raise RuntimeError(f"{len(report.rolled_forward)} of {count} transactions were rolled forward")
+    if sorted(completed) != sorted(names):
+        raise RuntimeError(f"{len(completed)} of {count} transactions were completed")
     return legs
+
+
+def _completed(claimant: Claimant, names: Sequence[str], deadline: Deadline) -> list[str]:
+    store = claimant.store
+    found = complete_handed_over(store.read(names), coordinator=claimant.coordinator, store=store, deadline=deadline)
+    return [row.transactional_id for row in found]
+
+
+def _claimed(claimant: Claimant, names: Sequence[str], deadline: Deadline) -> list[str]:
+    rows = claim_rows(claimant, names, deadline)
+    return settle(rows, coordinator=claimant.coordinator, store=claimant.store, deadline=deadline).rolled_forward
 
 
 def _open(
