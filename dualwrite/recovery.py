@@ -24,11 +24,12 @@ from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import lane_id
+from dualwrite.looking import Unsettled, inspect
 from dualwrite.mismatch import other_cluster
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.settling import Loss, SettleReport, Unsettled, inspect, settle
+from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
 

@@ -7,32 +7,25 @@ each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import (
-    ConfigurationError,
     DecidedTransactionLost,
     DualWriteError,
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.observations import EndAnswer, Outcome, TransactionView
+from dualwrite.looking import Asking, Unsettled, unsettled
+from dualwrite.observations import EndAnswer, Outcome
 from dualwrite.ports import Participant, StateRow, StateStore, TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import (
-    QUESTIONS,
-    Knowledge,
     SettleStep,
-    belongs,
-    compared,
-    is_open,
     looked,
     next_step,
-    others_than,
-    proved,
     retired,
     to_end,
 )
@@ -86,34 +79,6 @@ class SettleReport:
             raise self.losses[0].as_error()
 
 
-@dataclass
-class Unsettled:
-    """One incarnation on its way: the row it belongs to, and what is known."""
-
-    row: StateRow
-    incarnation: int
-    known: Knowledge
-
-    @property
-    def kafka_id(self) -> str:
-        """The incarnation's Kafka transactional id."""
-        return self.row.kafka_id(self.incarnation)
-
-
-def unsettled(row: StateRow, upto: int) -> list[Unsettled]:
-    """The incarnations of a row from the first unsettled one up to and including ``upto``."""
-    return [
-        Unsettled(row, incarnation, _initial_knowledge(row, incarnation))
-        for incarnation in range(row.settled_incarnation + 1, upto + 1)
-    ]
-
-
-def _initial_knowledge(row: StateRow, incarnation: int) -> Knowledge:
-    if not belongs(row.prepared, incarnation):
-        return Knowledge()
-    return Knowledge(prepared=row.prepared, recorded=row.completed)
-
-
 def settle(
     rows: Iterable[StateRow],
     *,
@@ -141,68 +106,7 @@ def settle(
     return _Settling(coordinator, store, deadline, on_settled).run(rows)
 
 
-class _Asking:
-    """The questions of the recipe: they change nothing but what is known."""
-
-    def __init__(self, coordinator: TransactionCoordinator, deadline: Deadline) -> None:
-        self._coordinator = coordinator
-        self._deadline = deadline
-        self.questions: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
-            SettleStep.LOOK: self._look,
-            SettleStep.LOOK_AT_PARTITIONS: self._look_at_partitions,
-            SettleStep.LOOK_FOR_OPEN: self._look_for_open,
-            SettleStep.PROVE: self._prove,
-        }
-
-    def _look(self, items: list[Unsettled]) -> None:
-        for item, view in zip(items, self._views(items), strict=True):
-            item.known = looked(item.known, view)
-
-    def _views(self, items: list[Unsettled]) -> Sequence[TransactionView]:
-        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
-        return [views[item.kafka_id] for item in items]
-
-    def _look_at_partitions(self, items: list[Unsettled]) -> None:
-        states = [item.row.prepared for item in items]
-        observed = self._coordinator.open_offsets(states, self._deadline)
-        others = [
-            (state.producer_id, others_than(state, shown))
-            for item, state in zip(items, states, strict=True)
-            if (shown := item.known.view) is not None
-        ]
-        beside = self._coordinator.still_open(others, self._deadline)
-        for item, offsets, open_beside in zip(items, observed, beside, strict=True):
-            item.known = compared(item.known, is_open(item.row.prepared, offsets) and not open_beside)
-
-    def _look_for_open(self, items: list[Unsettled]) -> None:
-        try:
-            self._find_open(items)
-        except ConfigurationError:
-            for item in items:
-                self._find_open_of(item)
-
-    def _find_open(self, items: list[Unsettled]) -> None:
-        suspects = [(_suspected(item), item.known.suspects) for item in items]
-        for item, offsets in zip(items, self._coordinator.still_open(suspects, self._deadline), strict=True):
-            item.known = replace(item.known, still_open=tuple(sorted(offsets.items())))
-
-    def _find_open_of(self, item: Unsettled) -> None:
-        try:
-            self._find_open([item])
-        except ConfigurationError as error:
-            if item.known.is_pending:
-                raise
-            # It is undecided: whoever may not read its partitions can still retire it, and could so before.
-            logger.warning("%s: not looked at after its abort: %s", item.kafka_id, error)
-            item.known = replace(item.known, suspects=frozenset(), still_open=())
-
-    def _prove(self, items: list[Unsettled]) -> None:
-        proofs = self._coordinator.prove([item.row.prepared for item in items], self._deadline)
-        for item, proof in zip(items, proofs, strict=True):
-            item.known = proved(item.known, proof)
-
-
-class _Settling(_Asking):
+class _Settling(Asking):
     """One run of the recipe: groups by step, does each group, until nothing is left."""
 
     def __init__(
@@ -294,7 +198,7 @@ class _Settling(_Asking):
         self._wait(items)
 
     def _end(self, items: list[Unsettled], *, committed: bool) -> Mapping[str, EndAnswer]:
-        named = {item.kafka_id: PreparedTxnState(*_ids(item.known)) for item in items}
+        named = {item.kafka_id: PreparedTxnState(*item.ids) for item in items}
         return self._coordinator.end(named, committed=committed, deadline=self._deadline)
 
     def _record(self, items: list[Unsettled], outcome: Outcome) -> None:
@@ -349,7 +253,7 @@ class _Settling(_Asking):
                 "commit" if committed else "abort",
             )
         added = self._coordinator.add_partitions(
-            {item.kafka_id: (*_ids(item.known), ends[item.kafka_id][0]) for item in items}, self._deadline
+            {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
         )
         failpoints.hit("mend.added")
         # Not added: another settler has retired the id once more, and does the same.
@@ -391,16 +295,6 @@ def end_participants(store: StateStore, participants: Iterable[Participant]) -> 
         logger.info("%s: what was prepared in the database is %s now", found.row.kafka_id(found.incarnation), done)
 
 
-def _ids(known: Knowledge) -> tuple[int, int]:
-    assert known.view is not None
-    return known.view.producer_id, known.view.epoch
-
-
-def _suspected(item: Unsettled) -> int:
-    """The producer whose transaction may have been left open: of a decided one it is known, whatever the coordinator shows."""
-    return item.row.prepared.producer_id if item.known.is_pending else _ids(item.known)[0]
-
-
 def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
     """Where a decided transaction is still to be ended under the retired id, that gets as much time as its owner had."""
     return {
@@ -420,51 +314,3 @@ def _detail(item: Unsettled, outcome: Outcome) -> str:
         Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so its marker cannot be told",
     }[outcome]
     return f"transaction of incarnation {item.incarnation} that begins at {where}: {said}; {shown}"
-
-
-def inspect(
-    rows: Sequence[StateRow],
-    *,
-    coordinator: TransactionCoordinator,
-    deadline: Deadline,
-    participants: Iterable[Participant] = (),
-) -> list[tuple[Unsettled, SettleStep]]:
-    """What settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
-
-    Args:
-        rows: The rows.
-        coordinator: Kafka.
-        deadline: Bounds the whole.
-        participants: What is prepared in the database; those under incarnations that are settled come at the end.
-
-    Returns:
-        Each incarnation with its first step that is not a question.
-
-    Raises:
-        Unavailable: Kafka did not answer in time.
-    """
-    items = [item for row in rows for item in unsettled(row, row.incarnation)]
-    late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
-    items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
-    asking = _Asking(coordinator, deadline)
-    while groups := _by_question(items):
-        for question, group in groups.items():
-            asking.questions[question](group)
-            if question is SettleStep.LOOK:
-                _suspect_nothing(group)
-    return [(item, next_step(item.known)) for item in items]
-
-
-def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]]:
-    groups: dict[SettleStep, list[Unsettled]] = {}
-    for item in items:
-        step = next_step(item.known)
-        if step in QUESTIONS:
-            groups.setdefault(step, []).append(item)
-    return groups
-
-
-def _suspect_nothing(items: Iterable[Unsettled]) -> None:
-    """Who only looks can do without asking the partitions of what is undecided: it is going to be aborted anyhow."""
-    for item in items:
-        item.known = replace(item.known, suspects=frozenset())

@@ -1,0 +1,174 @@
+"""What is unsettled, and the questions about it: they change nothing but what is known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError
+from dualwrite.observations import TransactionView
+from dualwrite.ports import Participant, StateRow, TransactionCoordinator
+from dualwrite.protocol.settle import (
+    QUESTIONS,
+    Knowledge,
+    SettleStep,
+    belongs,
+    compared,
+    is_open,
+    looked,
+    next_step,
+    others_than,
+    proved,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Unsettled:
+    """One incarnation on its way: the row it belongs to, and what is known."""
+
+    row: StateRow
+    incarnation: int
+    known: Knowledge
+
+    @property
+    def kafka_id(self) -> str:
+        """The incarnation's Kafka transactional id."""
+        return self.row.kafka_id(self.incarnation)
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The producer id and epoch that the coordinator shows, once it was asked."""
+        assert self.known.view is not None
+        return self.known.view.producer_id, self.known.view.epoch
+
+
+def unsettled(row: StateRow, upto: int) -> list[Unsettled]:
+    """The incarnations of a row from the first unsettled one up to and including ``upto``."""
+    return [
+        Unsettled(row, incarnation, _initial_knowledge(row, incarnation))
+        for incarnation in range(row.settled_incarnation + 1, upto + 1)
+    ]
+
+
+def _initial_knowledge(row: StateRow, incarnation: int) -> Knowledge:
+    if not belongs(row.prepared, incarnation):
+        return Knowledge()
+    return Knowledge(prepared=row.prepared, recorded=row.completed)
+
+
+class Asking:
+    """The questions of the recipe: they change nothing but what is known."""
+
+    def __init__(self, coordinator: TransactionCoordinator, deadline: Deadline) -> None:
+        self._coordinator = coordinator
+        self._deadline = deadline
+        self.questions: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
+            SettleStep.LOOK: self._look,
+            SettleStep.LOOK_AT_PARTITIONS: self._look_at_partitions,
+            SettleStep.LOOK_FOR_OPEN: self._look_for_open,
+            SettleStep.PROVE: self._prove,
+        }
+
+    def _look(self, items: list[Unsettled]) -> None:
+        for item, view in zip(items, self._views(items), strict=True):
+            item.known = looked(item.known, view)
+
+    def _views(self, items: list[Unsettled]) -> Sequence[TransactionView]:
+        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
+        return [views[item.kafka_id] for item in items]
+
+    def _look_at_partitions(self, items: list[Unsettled]) -> None:
+        states = [item.row.prepared for item in items]
+        observed = self._coordinator.open_offsets(states, self._deadline)
+        others = [
+            (state.producer_id, others_than(state, shown))
+            for item, state in zip(items, states, strict=True)
+            if (shown := item.known.view) is not None
+        ]
+        beside = self._coordinator.still_open(others, self._deadline)
+        for item, offsets, open_beside in zip(items, observed, beside, strict=True):
+            item.known = compared(item.known, is_open(item.row.prepared, offsets) and not open_beside)
+
+    def _look_for_open(self, items: list[Unsettled]) -> None:
+        try:
+            self._find_open(items)
+        except ConfigurationError:
+            for item in items:
+                self._find_open_of(item)
+
+    def _find_open(self, items: list[Unsettled]) -> None:
+        suspects = [(_suspected(item), item.known.suspects) for item in items]
+        for item, offsets in zip(items, self._coordinator.still_open(suspects, self._deadline), strict=True):
+            item.known = replace(item.known, still_open=tuple(sorted(offsets.items())))
+
+    def _find_open_of(self, item: Unsettled) -> None:
+        try:
+            self._find_open([item])
+        except ConfigurationError as error:
+            if item.known.is_pending:
+                raise
+            # It is undecided: whoever may not read its partitions can still retire it, and could so before.
+            logger.warning("%s: not looked at after its abort: %s", item.kafka_id, error)
+            item.known = replace(item.known, suspects=frozenset(), still_open=())
+
+    def _prove(self, items: list[Unsettled]) -> None:
+        proofs = self._coordinator.prove([item.row.prepared for item in items], self._deadline)
+        for item, proof in zip(items, proofs, strict=True):
+            item.known = proved(item.known, proof)
+
+
+def _suspected(item: Unsettled) -> int:
+    """The producer whose transaction may have been left open: of a decided one it is known, whatever the coordinator shows."""
+    return item.row.prepared.producer_id if item.known.is_pending else item.ids[0]
+
+
+def inspect(
+    rows: Sequence[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    participants: Iterable[Participant] = (),
+) -> list[tuple[Unsettled, SettleStep]]:
+    """What settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
+
+    Args:
+        rows: The rows.
+        coordinator: Kafka.
+        deadline: Bounds the whole.
+        participants: What is prepared in the database; those under incarnations that are settled come at the end.
+
+    Returns:
+        Each incarnation with its first step that is not a question.
+
+    Raises:
+        Unavailable: Kafka did not answer in time.
+    """
+    items = [item for row in rows for item in unsettled(row, row.incarnation)]
+    late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
+    items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
+    asking = Asking(coordinator, deadline)
+    while groups := _by_question(items):
+        for question, group in groups.items():
+            asking.questions[question](group)
+            if question is SettleStep.LOOK:
+                _suspect_nothing(group)
+    return [(item, next_step(item.known)) for item in items]
+
+
+def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]]:
+    groups: dict[SettleStep, list[Unsettled]] = {}
+    for item in items:
+        step = next_step(item.known)
+        if step in QUESTIONS:
+            groups.setdefault(step, []).append(item)
+    return groups
+
+
+def _suspect_nothing(items: Iterable[Unsettled]) -> None:
+    """Who only looks can do without asking the partitions of what is undecided: it is going to be aborted anyhow."""
+    for item in items:
+        item.known = replace(item.known, suspects=frozenset())
