@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "dualwrite:"
 _UNDEFINED_OBJECT: Final = "42704"
 _DIGEST_LENGTH: Final = 32
+_PARTS: Final = 3
 
 
 def name_of(namespace: str, state: PreparedTxnState) -> str:
@@ -30,10 +31,12 @@ def name_of(namespace: str, state: PreparedTxnState) -> str:
     return f"{PREFIX}{namespace}:{state.incarnation}:{digest(state)[:_DIGEST_LENGTH]}"
 
 
-def parse(name: str) -> tuple[str, int]:
-    """Namespace and incarnation of a name that :func:`name_of` has made."""
-    namespace, incarnation, _ = name[len(PREFIX) :].rsplit(":", 2)
-    return namespace, int(incarnation)
+def parse(name: str) -> tuple[str, int] | None:
+    """Namespace and incarnation of a name that :func:`name_of` has made; None of any other name."""
+    parts = name[len(PREFIX) :].rsplit(":", 2)
+    if len(parts) < _PARTS or not parts[1].isdecimal():
+        return None
+    return parts[0], int(parts[1])
 
 
 def end(engine: Engine, name: str, *, committed: bool) -> None:

@@ -228,7 +228,7 @@ class SlotPool:
         bound = [{"id_": name, "owner_": owners[name]} for name in sorted(owners)]
         if bound:
             self._own.run(lambda connection: connection.execute(statement, bound))
-        failpoints.hit("slot.released")
+            failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[Lease]:
         """The leases that are over and were not released: of workers that died, or were paused."""

@@ -292,7 +292,8 @@ class SqlStateStore:
                 prepared_at=prepared_at,
             )
             for name, prepared_at in found
-            for namespace, incarnation in [participants.parse(name)]
+            if (parsed := participants.parse(name)) is not None
+            for namespace, incarnation in [parsed]
             if (row := by_namespace.get(namespace)) is not None
         ]
 

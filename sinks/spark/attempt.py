@@ -104,11 +104,9 @@ class Attempt:
             Unavailable, ConfigurationError, Fenced: It could not be had.
         """
         servers, lease_s = self._servers, self.options.lease_s
-        leased = leased_slot(
-            self._pool(), self._owner, lease_s, preferred=servers.resting, kept=servers.outlives_its_task
-        )
-        with leased as slot:
+        with leased_slot(self._pool(), self._owner, lease_s, preferred=servers.resting()) as slot:
             lane = servers.take(slot.lease.transactional_id)
+            slot.rests = servers.has_room
             try:
                 self._make_ready(lane)
                 yield Workplace(lane, servers.ground, slot)

@@ -65,8 +65,24 @@ class Servers:
         return self.options.keep_slots and TaskContext.get() is not None
 
     @property
+    def has_room(self) -> bool:
+        """Whether one more lane can rest here."""
+        return self.outlives_its_task and len(self._resting) < _MOST_LANES
+
     def resting(self) -> tuple[str, ...]:
-        """The transactional ids of the lanes that rest here, the last one used first."""
+        """The transactional ids of the lanes that rest here, the last one used first.
+
+        Those whose row somebody else has claimed are thrown away: they would only stand in the way of who uses it now.
+
+        Raises:
+            ConfigurationError, Unavailable: The rows could not be read.
+        """
+        if self._resting:
+            found = {row.transactional_id: row for row in self.ground.store.read(list(self._resting))}
+            for name, lane in list(self._resting.items()):
+                row = found.get(name)
+                if row is None or (row.namespace, row.incarnation) != (lane.row.namespace, lane.row.incarnation):
+                    self._resting.pop(name).discard()
         return tuple(reversed(self._resting))
 
     def take(self, transactional_id: str) -> Lane:
@@ -83,10 +99,11 @@ class Servers:
         return self._new_lane(transactional_id)
 
     def keep(self, lane: Lane) -> None:
-        """Let a lane rest here; the one that has rested longest makes room."""
-        self._resting[lane.transactional_id] = lane
-        if len(self._resting) > _MOST_LANES:
-            self._resting.pop(next(iter(self._resting))).discard()
+        """Let a lane rest here, if there is room; else throw it away."""
+        if self.has_room:
+            self._resting[lane.transactional_id] = lane
+        else:
+            lane.discard()
 
     def close(self) -> None:
         """Close everything. What was handed over stays as it is."""

@@ -24,12 +24,14 @@ class Slot:
         lease: The lease. Its id is the slot's transactional id.
         leased_at: When it was leased, by the database's clock.
         kept_until: See :meth:`keep_for`.
+        rests: Whether the worker is going to keep the lane that stands on it.
     """
 
     def __init__(self, lease: Lease, leased_at: datetime) -> None:
         self.lease = lease
         self.leased_at = leased_at
         self.kept_until: datetime | None = None
+        self.rests = False
         self._leased_s = now_s()
 
     def keep_for(self, seconds: float) -> None:
@@ -43,7 +45,7 @@ class Slot:
 
 @contextmanager
 def leased_slot(
-    pool: SlotPool, owner: str, lease_s: float, *, preferred: Sequence[str] = (), kept: bool = False
+    pool: SlotPool, owner: str, lease_s: float, *, preferred: Sequence[str] = ()
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
@@ -56,7 +58,6 @@ def leased_slot(
         owner: Who we are; see :meth:`SlotPool.lease`.
         lease_s: How long a lease lasts, in seconds.
         preferred: Slots that the worker could go on with.
-        kept: Whether the worker could go on with this one later.
 
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
@@ -83,7 +84,7 @@ def leased_slot(
         pool.keep(lease, slot.kept_until)
         return
     try:
-        pool.release({lease.transactional_id: lease.owner}, kept=kept)
+        pool.release({lease.transactional_id: lease.owner}, kept=slot.rests)
     except DualWriteError as error:
         logger.warning(
             "%s: the slot was not given back; its lease will end by itself: %s", lease.transactional_id, error

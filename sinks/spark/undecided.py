@@ -52,6 +52,7 @@ class Undecided:
         namespace: Of the slot's row.
         prepared: The Kafka transaction.
         staged: The staging table that has the rows; None where they are prepared in the target.
+        rests: Whether the worker keeps the slot's lane, and could go on with it.
     """
 
     partition: int
@@ -64,6 +65,7 @@ class Undecided:
     namespace: str
     prepared: PreparedTxnState
     staged: StagingTable | None
+    rests: bool
 
 
 def prepare_partition(
@@ -156,6 +158,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
         namespace=row.namespace,
         prepared=transaction.prepared,
         staged=staged,
+        rests=place.slot.rests,
     )
 
 

@@ -174,8 +174,9 @@ class WholeBatch(DriverSide):
                 rows, coordinator=self._coordinator, store=self._store, deadline=Deadline(self._options.timeout_s)
             )
             done = [found[row.transactional_id] for row in completed]
-            owners = {one.transactional_id: one.owner for one in done}
-            self._pool.release(owners, kept=self._options.keep_slots)
+            for rests in (True, False):
+                owners = {one.transactional_id: one.owner for one in done if one.rests is rests}
+                self._pool.release(owners, kept=rests)
         except DualWriteError as error:
             logger.warning("%s: its slots are claimed to complete it: %s", self.name, error)
             return []

@@ -234,6 +234,10 @@ def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(commi
             store.rollback(connection)
         server.restart("immediate")
         database.dispose()  # the connections of before
+        with store.engine.connect() as connection:  # somebody else's, of a name that only begins like ours
+            connection.execute(text("SELECT 1"))
+            connection.exec_driver_sql("PREPARE TRANSACTION 'dualwrite:theirs'")
+            connection.rollback()
         [found] = store.participants([row, another])
         assert (found.row, found.incarnation, found.decided) == (row, 1, False)
         [found] = store.participants([replace(row, prepared=prepared(1))])

@@ -106,7 +106,10 @@ def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
 
 def test_what_somebody_has_ended_cannot_be_decided(dualwrite_postgres):
     """An operator's ROLLBACK PREPARED: the rows are gone, so the messages must not come."""
-    gone = Undecided(0, 1, 1, datetime.now(timezone.utc), "nobody", "any.spark#1", 1, "any", PreparedTxnState(), None)
+    gone = Undecided(
+        partition=0, rows=1, bytes=1, started_at=datetime.now(timezone.utc), owner="nobody", transactional_id="any.spark#1",
+        incarnation=1, namespace="any", prepared=PreparedTxnState(), staged=None, rests=False,
+    )  # fmt: skip
     engine = create_engine(dualwrite_postgres.url)
     with engine.connect() as connection, pytest.raises(TransactionAborted, match="of 1 prepared .* 0 are there"):
         require_prepared(connection, [gone], "sink 'any' batch '1'")

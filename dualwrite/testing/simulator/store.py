@@ -345,7 +345,7 @@ class SimulatedStore:
             return [
                 Participant(row, incarnation, name, name == name_of(row.namespace, row.prepared), ALWAYS)
                 for name, transactional_id in self._database.list_prepared()
-                for _, incarnation in [parse(name)]
+                for _, incarnation in filter(None, [parse(name)])
                 if (row := by_id.get(transactional_id)) is not None
             ]
 
