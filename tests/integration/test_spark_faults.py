@@ -36,7 +36,7 @@ def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numb
 # The database ends the session of a paused owner that holds locks; the tests do not wait a minute for it.
 POINTS = [
     "slot.leased",
-    "spark.rows_copied",
+    pytest.param("spark.rows_copied", marks=pytest.mark.thorough),
     "write.decided",
     *(
         pytest.param(point, marks=pytest.mark.thorough)

@@ -91,7 +91,9 @@ def test_nothing_is_kept_where_that_was_said(spark, numbers, write):
     assert claims(numbers) == {f"{numbers.sink}.spark#{number}": 2 for number in (1, 2)}
 
 
-@pytest.mark.parametrize("point", ["batch.decided", "complete.ended", "complete.recorded"])
+@pytest.mark.parametrize(
+    "point", ["batch.decided", "complete.ended", pytest.param("complete.recorded", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("leg", LEGS)
 def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spark, numbers, write, point, leg):
     write(shifted(spark, 0), batchId="0", databaseLeg=leg)

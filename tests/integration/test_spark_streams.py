@@ -90,7 +90,7 @@ def test_a_query_that_is_stopped_while_a_task_writes_goes_on_from_its_checkpoint
     [
         ("inCommit", "batch.decided", True),
         thorough("inCommit", "batch.recorded", False),
-        ("inAbort", "claim.before", False),
+        thorough("inAbort", "claim.before", False),
         thorough("inAbort", "settle.retired", False),
     ],
 )
