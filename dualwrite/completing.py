@@ -14,7 +14,7 @@ from dualwrite import failpoints
 from dualwrite.deadline import Deadline, pause
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
-from dualwrite.protocol.handed_over import Completion, CompletionStep, next_completion_step
+from dualwrite.protocol.handed_over import CompletionStep, HandedOver, next_completion_step
 from dualwrite.settling import end_participants
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def complete_handed_over(
     named = {row.kafka_id(row.incarnation): row.prepared for row in rows}
     answers = coordinator.end(named, committed=True, deadline=deadline, once=True)
     failpoints.hit("complete.ended")
-    known = {kafka_id: Completion(state, answers.get(kafka_id)) for kafka_id, state in named.items()}
+    known = {kafka_id: HandedOver(state, answers.get(kafka_id)) for kafka_id, state in named.items()}
     wait_s = _FIRST_WAIT_S
     while asked := _at(known, CompletionStep.LOOK):
         for kafka_id, view in coordinator.describe(asked, deadline).items():
@@ -66,5 +66,5 @@ def complete_handed_over(
     return completed
 
 
-def _at(known: dict[str, Completion], step: CompletionStep) -> list[str]:
+def _at(known: dict[str, HandedOver], step: CompletionStep) -> list[str]:
     return [kafka_id for kafka_id, one in known.items() if next_completion_step(one) is step]

@@ -45,7 +45,7 @@ class CompletionStep(Enum):
 
 
 @dataclass(frozen=True)
-class Completion:
+class HandedOver:
     """What the decider knows of one transaction that it completes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Completion:
     proof: LogProof | None = None
 
 
-def next_completion_step(known: Completion) -> CompletionStep:
+def next_completion_step(known: HandedOver) -> CompletionStep:
     """The next step of the decider. Pure; see the table above."""
     if known.answer is not EndAnswer.ENDED:
         return CompletionStep.LEAVE

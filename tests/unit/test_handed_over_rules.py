@@ -9,7 +9,7 @@ import pytest
 from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.handed_over import Completion, CompletionStep, may_go_on, next_completion_step
+from dualwrite.protocol.handed_over import CompletionStep, HandedOver, may_go_on, next_completion_step
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("events", 0, 17), FirstOffset("events", 1, 33)), 1000)
 Status = TransactionStatus
@@ -23,7 +23,7 @@ def own(status):
 
 
 def step(answer, view=None, proof=None):
-    return next_completion_step(Completion(S, answer, view, proof))
+    return next_completion_step(HandedOver(S, answer, view, proof))
 
 
 @pytest.mark.parametrize("answer", [None, *(answer for answer in EndAnswer if answer is not EndAnswer.ENDED)])
