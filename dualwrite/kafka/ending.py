@@ -76,8 +76,7 @@ def end(
             answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
         )
 
-    ask = coordinators.ask_once if once else coordinators.ask
-    return ask(transactions, requests, read, deadline, "end the transactions")
+    return coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
 
 
 def retire(

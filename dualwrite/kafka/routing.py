@@ -18,6 +18,10 @@ from dualwrite.kafka.network import Message, NotYet
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]
+Requests = Callable[[list[str]], Iterator[tuple[Message, list[str]]]]
+"""Makes the requests for the ids of one coordinator, each with the ids that it covers."""
+Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
+"""Reads the response to a request that covered these ids."""
 _NO_TOPIC_ID: Final = bytes(16)
 _MOST_COORDINATORS: Final = 100_000
 
@@ -62,10 +66,12 @@ class Coordinators:
     def ask(
         self,
         kafka_ids: Collection[str],
-        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
-        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
+        requests: Requests,
+        read: Read[Answer],
         deadline: Deadline,
         what: str,
+        *,
+        once: bool = False,
     ) -> dict[str, Answer]:
         """Ask the coordinators for something about each id, until all have answered.
 
@@ -75,31 +81,19 @@ class Coordinators:
             read: Reads the response to a request that covered these ids.
             deadline: Bounds the whole.
             what: What is being done, for people.
+            once: Whether no request may be sent a second time. Who was not answered is missing then.
 
         Raises:
-            Unavailable: Not all coordinators answered in time.
+            Unavailable: Not all coordinators answered in time. With ``once``: they could not be found, or none answered.
             ConfigurationError: A right is missing.
         """
-
-        def sent_once(pending: list[str]) -> dict[str, Answer | NotYet]:
-            return self._sent(self._find(pending, deadline), requests, read, deadline)
-
-        return until_answered(kafka_ids, sent_once, deadline, what)
-
-    def ask_once(
-        self,
-        kafka_ids: Collection[str],
-        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
-        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
-        deadline: Deadline,
-        what: str,
-    ) -> dict[str, Answer]:
-        """As `ask`, and send no request a second time. Who was not answered is missing.
-
-        Raises:
-            Unavailable: The coordinators could not be found; or none of the requests was answered in time.
-            ConfigurationError: A right is missing.
-        """
+        if not once:
+            return until_answered(
+                kafka_ids,
+                lambda pending: self._sent(self._find(pending, deadline), requests, read, deadline),
+                deadline,
+                what,
+            )
         nodes = until_answered(kafka_ids, lambda pending: self._find(pending, deadline), deadline, what)
         try:
             answers = self._sent(nodes, requests, read, deadline)
@@ -110,8 +104,8 @@ class Coordinators:
     def _sent(
         self,
         nodes: Mapping[str, int | NotYet],
-        requests: Callable[[list[str]], Iterator[tuple[Message, list[str]]]],
-        read: Callable[[list[str], Message], Iterator[tuple[str, Answer | NotYet]]],
+        requests: Requests,
+        read: Read[Answer],
         deadline: Deadline,
     ) -> dict[str, Answer | NotYet]:
         answers: dict[str, Answer | NotYet] = {}
