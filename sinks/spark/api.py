@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.batches import without_unused
 from dualwrite.sinks.spark.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.progress import described
-from dualwrite.sinks.spark.projection import project
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.task import PartitionReport
 
@@ -51,7 +51,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     options = SinkOptions(**settings)
     with BatchJob(options, batch_id) as job, described(df.sparkSession.sparkContext, f"dualwrite: {job.name}"):
         task = job.plan(df.schema)
-        reports = project(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
+        reports = without_unused(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
         # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's
         # shuffles run now, and the very same plan then runs to its end.
         partition_count = reports.getNumPartitions()

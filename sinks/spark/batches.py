@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
-import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import functions
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import Form
+from dualwrite.sinks.spark.json_texts import json_rows, json_texts
 from dualwrite.sinks.spark.layout import WHOLE_ROW
-from dualwrite.sinks.spark.rows import ROWS_AT_ONCE, converter, json_converter
+from dualwrite.sinks.spark.rows import converter
 
 if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
     from pyspark.sql import types as spark
 
     from dualwrite.sinks.spark.layout import Layout, Projected
 
 Make: TypeAlias = Callable[[pa.RecordBatch], pa.Array]
 
-_READY: Final = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
-"""Types whose values orjson writes as they are."""
+_ROWS_AT_ONCE: Final = 10_000
+_BYTES_AT_ONCE: Final = 16 * 2**20
 
 
 def projected_batches(
     batches: Iterable[pa.RecordBatch], schema: spark.StructType, layout: Layout
 ) -> Iterator[pa.RecordBatch]:
-    """The DataFrame's batches as projected ones, a few thousand rows at a time.
+    """The DataFrame's batches as projected ones, each a part of Spark's: its rows exist three times while they are sent.
 
     Raises:
         ConfigurationError: A value does not fit its column.
     """
     makers = [_maker(schema, layout, column) for column in layout.projected]
     for batch in batches:
-        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            rows = batch.slice(start, ROWS_AT_ONCE)
+        rows_at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * batch.num_rows // max(1, batch.nbytes)))
+        for start in range(0, batch.num_rows, rows_at_once):
+            rows = batch.slice(start, rows_at_once)
             arrays = [
                 fitting(make(rows), column, schema) for make, column in zip(makers, layout.projected, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
-
-
-def cast_batch(batch: pa.RecordBatch, schema: spark.StructType, layout: Layout) -> pa.RecordBatch:
-    """A batch that the JVM has projected, in the types that are sent.
-
-    Raises:
-        ConfigurationError: A value does not fit its column.
-    """
-    arrays = [fitting(array, column, schema) for array, column in zip(batch.columns, layout.projected, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
 
 
 def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.Array:
@@ -68,17 +62,38 @@ def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.
         raise ConfigurationError(f"a value of column {name!r} does not fit {column.arrow}: {error}") from error
 
 
+def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
+    """The DataFrame with its columns where they are, those that are used: Arrow may not know the others' types."""
+    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
+    # By position: names may differ by case alone, or hold dots and backticks.
+    numbered = df.toDF(*(f"s{number}" for number in range(len(df.columns))))
+    return numbered.select(
+        *(name if number in used else functions.lit(None).alias(name) for number, name in enumerate(numbered.columns))
+    )
+
+
 def _maker(schema: spark.StructType, layout: Layout, column: Projected) -> Make:
     """What makes one projected column from a batch."""
     number, form = column.source, column.form
     if number == WHOLE_ROW:
-        return _json_maker(schema, layout)
+        parts = [(number, name, schema.fields[number].dataType) for number, name in layout.json_columns]
+        return lambda batch: json_rows(
+            [(name, batch.column(number), kind) for number, name, kind in parts], batch.num_rows
+        )
+    data_type = schema.fields[number].dataType
     if form in {Form.PLAIN, Form.TEXT}:
         return lambda batch: batch.column(number)
     if form is Form.MILLIS:
         return lambda batch: _millis(batch.column(number))
-    convert = converter(schema.fields[number].dataType, form)
+    if form is Form.JSON:
+        name = schema.fields[number].name
+        return lambda batch: _unless_null(batch.column(number), json_texts(name, batch.column(number), data_type))
+    convert = converter(data_type, form)
     return lambda batch: pa.array(map(convert, batch.column(number).to_pylist()), column.arrow)
+
+
+def _unless_null(array: pa.Array, texts: pa.Array) -> pa.Array:
+    return pc.if_else(array.is_valid(), texts, None) if array.null_count else texts
 
 
 def _millis(array: pa.Array) -> pa.Array:
@@ -87,25 +102,3 @@ def _millis(array: pa.Array) -> pa.Array:
     return pa.array(
         np.floor_divide(micros.fill_null(0).to_numpy(), 1000), mask=micros.is_null().to_numpy(zero_copy_only=False)
     )
-
-
-def _json_maker(schema: spark.StructType, layout: Layout) -> Make:
-    names = [name for _, name in layout.json_columns]
-    columns = [(number, json_converter(schema.fields[number].dataType)) for number, _ in layout.json_columns]
-
-    def make(batch: pa.RecordBatch) -> pa.Array:
-        values = [_json_values(batch.column(number), convert) for number, convert in columns]
-        return pa.array(
-            [orjson.dumps(dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)], pa.string()
-        )
-
-    return make
-
-
-def _json_values(array: pa.Array, convert: Callable[[object], object]) -> Iterable[object]:
-    if any(is_ready(array.type) for is_ready in _READY):
-        if array.null_count and not pa.types.is_string(array.type):
-            return cast("list[object]", array.to_pylist())
-        # Through numpy: several times as fast as to_pylist, which makes a scalar object of each value first.
-        return cast("list[object]", array.to_numpy(zero_copy_only=False).tolist())
-    return map(convert, array.to_pylist())

@@ -1,4 +1,4 @@
-"""The projection in Python, for ``foreachPartition``: Spark's rows become the same Arrow batches as the JVM would make."""
+"""The projection in Python, for ``foreachPartition``: Spark's rows become the same Arrow batches as its columns would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dualwrite.sinks.spark.layout import WHOLE_ROW, Layout
 Value: TypeAlias = object
 Convert: TypeAlias = Callable[[Value], Value]
 
-ROWS_AT_ONCE: Final = 2000
+_ROWS_AT_ONCE: Final = 2000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MS: Final = timedelta(milliseconds=1)
 
@@ -36,7 +36,7 @@ def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -
     """
     makers = [_maker(schema, layout, column.source, column.form) for column in layout.projected]
     source = iter(rows)
-    while chunk := list(islice(source, ROWS_AT_ONCE)):
+    while chunk := list(islice(source, _ROWS_AT_ONCE)):
         arrays = []
         for make, column in zip(makers, layout.projected, strict=True):
             try:

@@ -21,7 +21,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.attempt import Attempt
-from dualwrite.sinks.spark.batches import cast_batch
+from dualwrite.sinks.spark.batches import projected_batches
 from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
@@ -79,8 +79,8 @@ class PartitionTask:
     batch_id: str
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """For ``mapInArrow``, on the projected columns: writes the partition and yields what became of it."""
-        report = self._run(cast_batch(batch, self.schema, self.layout) for batch in whole_input(batches))
+        """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields what became of it."""
+        report = self._run(projected_batches(whole_input(batches), self.schema, self.layout))
         yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
 
     def run_rows(self, rows: Iterator[Row]) -> None:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.spark import session
+from harness.spark import connector_jars, session
 from pyspark.sql import SparkSession
 
 from bench import page, spark_micro, spark_page, transactions
 from bench.servers import Ground, machine, p50, servers
-from bench.spark_ways import ALL_WAYS, OUR_WAYS, SPARKS, WARM_UP_ROWS, compare, flights, run, small_rows
+from bench.spark_ways import ALL_WAYS, OUR_WAYS, SPARKS, SPARKS_LZ4, WARM_UP_ROWS, compare, flights, run, small_rows
 from dualwrite.errors import Unavailable
 from dualwrite.sinks.spark import register
-from dualwrite.testing.jars import fetched_jars
 
 ROOT = Path(__file__).parents[2]
-POM = Path(__file__).with_name("spark-pom.xml")
 PARTS = ("flights", "small", "micro", "rows", "partitions", "deciding")
 
 
@@ -48,13 +45,10 @@ class Size:
 SMALL = Size(1, 1, 20_000, 12, 1, (1_000, 10_000), (1, 4), 10_000, (8, 16))
 
 
-def sparks_jars() -> Path | None:
-    """The jars of Spark's own Kafka sink and of PostgreSQL's driver; None, and a word, where they cannot be had."""
-    given = os.environ.get("BENCH_SPARK_JARS")
-    if given:
-        return Path(given)
+def sparks_jars() -> str | None:
+    """The jars of Spark's own sinks; None, and a word, where they cannot be had."""
     try:
-        return fetched_jars(POM, "bench-spark", "Spark's Kafka sink")
+        return connector_jars()
     except Unavailable as error:
         print(f"Spark's own sinks are left out: {error}", flush=True)
         return None
@@ -109,7 +103,7 @@ def main() -> None:
     figures = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
     figures["machine"] = machine()
     jars = sparks_jars()
-    ways = {name: way for name, way in ALL_WAYS.items() if name != SPARKS or jars is not None}
+    ways = {name: way for name, way in ALL_WAYS.items() if name not in (SPARKS, SPARKS_LZ4) or jars is not None}
     with servers() as ground, tempfile.TemporaryDirectory() as temporary:
         spark = session("local[2]", **_settings(jars))
         register(spark)
@@ -138,11 +132,9 @@ def main() -> None:
     print(f"written: {directory.name}/benchmarks.md", flush=True)
 
 
-def _settings(jars: Path | None) -> dict[str, str]:
+def _settings(jars: str | None) -> dict[str, str]:
     found = {"spark__sql__streaming__numRecentProgressUpdates": "10000"}
-    if jars is not None:
-        found["spark__jars"] = ",".join(str(path) for path in sorted(jars.glob("*.jar")))
-    return found
+    return found if jars is None else {**found, "spark__jars": jars}
 
 
 if __name__ == "__main__":

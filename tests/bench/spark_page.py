@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.spark_micro import EMPTY
-from bench.spark_ways import DATABASE_LEG, KAFKA_LEG, NAIVE, PREPARED, SPARKS, STAGING, WRITE_BATCH, ratio
+from bench.spark_ways import DATABASE_LEG, KAFKA_LEG, NAIVE, PREPARED, SPARKS, SPARKS_LZ4, STAGING, WRITE_BATCH, ratio
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from line_chart import line_chart, logarithmic
@@ -19,6 +19,8 @@ _AIMS = (
     ("Spark's two sinks against `write_batch`", SPARKS, WRITE_BATCH, "at least 2"),
     ("Spark's two sinks against the Data Source with prepared transactions", SPARKS, PREPARED, "at least 1.8"),
     ("Spark's two sinks against the Data Source with staging", SPARKS, STAGING, "at least 1.2"),
+    ("Spark's two sinks with lz4 against `write_batch`", SPARKS_LZ4, WRITE_BATCH, "none"),
+    ("Spark's two sinks with lz4 against the Data Source with prepared transactions", SPARKS_LZ4, PREPARED, "none"),
     ("the naive way against `write_batch`", NAIVE, WRITE_BATCH, "at least 8"),
     ("`write_batch` against the slower of its legs alone", WRITE_BATCH, (DATABASE_LEG, KAFKA_LEG), "at most 1.3"),
 )

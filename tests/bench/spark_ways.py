@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,12 +22,12 @@ from sqlalchemy import create_engine, make_url, text
 from bench.servers import Ground, p50
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
-from dualwrite.sinks.spark.batches import cast_batch
+from dualwrite.sinks.spark.batches import projected_batches, without_unused
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.copying import copying
 from dualwrite.sinks.spark.driver import read_layout
 from dualwrite.sinks.spark.messages import produce_batch
-from dualwrite.sinks.spark.projection import JSON_OPTIONS, project
+from dualwrite.sinks.spark.serializing import serializing
 from dualwrite.sinks.spark.settings import SinkOptions
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -36,11 +36,18 @@ from flights import KEY, TABLE, read_flights, write_parquet  # the examples' own
 TOPIC_PARTITIONS = 4
 WARM_UP_ROWS = 10_000
 _INSERT_ROWS = 1000
+# So that Spark's JSON is the same as ours.
+_JSON_OPTIONS = {
+    "ignoreNullFields": "false",
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timeZone": "UTC",
+}
 
 WRITE_BATCH = "write_batch: each partition at once"
 STAGING = 'format("dualwrite"), staging: the whole batch at once'
 PREPARED = 'format("dualwrite"), prepared transactions: the whole batch at once'
 SPARKS = "Spark's Kafka sink, then its JDBC sink: neither knows of the other"
+SPARKS_LZ4 = "the same, with lz4 as we have it"
 NAIVE = "naive foreachPartition: executemany and produce, neither knows of the other"
 DATABASE_LEG = "our database leg alone"
 KAFKA_LEG = "our Kafka leg alone"
@@ -107,13 +114,13 @@ def by_data_source(job: Job, *, leg: str) -> None:
     job.df.write.format("dualwrite").mode("append").options(**options, **kafka, **own).save()
 
 
-def by_sparks_sinks(job: Job) -> None:
+def by_sparks_sinks(job: Job, **tuned: str) -> None:
     """Kafka first, then the table, by Spark's own sinks; the JDBC sink as it is tuned for PostgreSQL."""
     message = job.df.select(
         functions.col(job.key).cast("string").alias("key"),
-        functions.to_json(functions.struct("*"), JSON_OPTIONS).alias("value"),
+        functions.to_json(functions.struct("*"), _JSON_OPTIONS).alias("value"),
     )
-    kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
+    kafka = {f"kafka.{key}": value for key, value in {**job.ground.kafka, **tuned}.items()}
     message.write.format("kafka").options(**kafka).option("topic", job.topic).save()
     database = make_url(job.ground.url).database
     (
@@ -161,19 +168,25 @@ def _naive(job: Job) -> Callable[[Iterator[Row]], None]:
 def by_database_leg(job: Job) -> None:
     """Only what the product does with the table: binary COPY in one transaction a partition; no protocol."""
     options, schema = job.options, job.df.schema
-    layout = read_layout(options, schema)
+    planned = read_layout(options, schema)
+    used = [number for _, number, _ in planned.table_columns]
+    layout = replace(
+        planned,
+        projected=tuple(planned.projected[number] for number in used),
+        table_columns=tuple((name, place, kind) for place, (name, _, kind) in enumerate(planned.table_columns)),
+    )
 
     def copy_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         engine = connect_engine(options)
         try:
             with engine.begin() as connection, copying(connection, layout, layout.table) as copy:
-                for batch in batches:
-                    copy.write(cast_batch(batch, schema, layout))
+                for batch in projected_batches(batches, schema, layout):
+                    copy.write(batch)
         finally:
             engine.dispose()
         yield from ()
 
-    project(job.df, layout).mapInArrow(copy_partition, "done boolean").collect()
+    without_unused(job.df, layout).mapInArrow(copy_partition, "done boolean").collect()
 
 
 def by_kafka_leg(job: Job) -> None:
@@ -183,15 +196,18 @@ def by_kafka_leg(job: Job) -> None:
 
     def produce_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         name = f"leg-{secrets.token_hex(8)}"
-        with TransactionalProducer(options.kafka_config(), name, bulk=True) as producer:
+        with (
+            TransactionalProducer(options.kafka_config(), name, bulk=True) as producer,
+            serializing(options, layout) as serializers,
+        ):
             producer.init_transactions()
             producer.begin_transaction()
-            for batch in batches:
-                produce_batch(producer, cast_batch(batch, schema, layout), layout, options.topic)
+            for batch in projected_batches(batches, schema, layout):
+                produce_batch(producer, batch, layout, options.topic, serializers)
             producer.commit_transaction()
         yield from ()
 
-    project(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
+    without_unused(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
 
 
 OUR_WAYS: Mapping[str, Way] = {
@@ -202,6 +218,7 @@ OUR_WAYS: Mapping[str, Way] = {
 ALL_WAYS: Mapping[str, Way] = {
     **OUR_WAYS,
     SPARKS: by_sparks_sinks,
+    SPARKS_LZ4: partial(by_sparks_sinks, **{"compression.type": "lz4"}),
     NAIVE: by_hand,
     DATABASE_LEG: by_database_leg,
     KAFKA_LEG: by_kafka_leg,
@@ -218,8 +235,9 @@ def flights(spark: SparkSession, directory: Path, times: int) -> Data:
 
 
 def small_rows(spark: SparkSession, rows: int, partitions: int = 4) -> Data:
-    """Rows of 100 bytes: a number of eight, and a text."""
-    body = functions.concat(functions.lpad(functions.col("id").cast("string"), 12, "0"), functions.lit("x" * 80))
+    """Rows of about 100 bytes: a number of eight, and a text of digits that look random, lest compressing were for nothing."""
+    hashes = (functions.xxhash64("id", functions.lit(number)).cast("string") for number in range(4))
+    body = functions.concat(functions.lpad(functions.col("id").cast("string"), 12, "0"), *hashes)
     df = spark.range(0, rows, 1, partitions).select("id", body.alias("body"))
     return Data(df, rows, "id", "CREATE TABLE {table} (id bigint, body text)")
 

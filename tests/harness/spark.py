@@ -17,6 +17,7 @@ from sqlalchemy import create_engine, text
 from dualwrite import failpoints
 from dualwrite.sinks.spark.task import PartitionTask
 from dualwrite.stores.batches import Batch, read_batches
+from dualwrite.testing.jars import fetched_jars
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment
 
@@ -50,6 +51,12 @@ def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     return session
+
+
+def connector_jars() -> str:
+    """Spark's own Kafka source and sink, and PostgreSQL's JDBC driver, for ``spark.jars``; fetched once."""
+    found = fetched_jars(Path(__file__).with_name("spark-pom.xml"), "spark-connectors", "Spark's Kafka connector")
+    return ",".join(str(path) for path in sorted(found.glob("*.jar")))
 
 
 def numbers(spark: SparkSession, rows: int = ROWS, partitions: int = PARTITIONS):

@@ -47,17 +47,42 @@ def source_stream(spark, document):
     query.awaitTermination()
 
 
+def kafka_stream(spark, document):
+    """Write what a topic has by now, some records in a micro-batch, by the Data Source, which the options arm."""
+    spark.dataSource.register(ArmedSource)
+    query = (
+        spark.readStream.format("kafka")
+        .options(**document["source"])
+        .load()
+        .selectExpr("from_json(cast(value as string), 'id bigint, name string') AS found")
+        .select("found.*")
+        .writeStream.format("armed")
+        .options(**document["options"])
+        .option("checkpointLocation", document["checkpoint"])
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+
+
 def source(spark, document):
     """Write the numbers by the Data Source, which nobody has registered."""
     numbers(spark).write.format("dualwrite").mode("append").options(**document["options"]).save()
 
 
+_DOES = {
+    "batch": batch,
+    "stream": stream,
+    "source": source,
+    "source_stream": source_stream,
+    "kafka_stream": kafka_stream,
+}
+
+
 def main():
     document = json.loads(Path(sys.argv[1]).read_text())
-    spark = session(document.get("master", "local[2]"))
-    {"batch": batch, "stream": stream, "source": source, "source_stream": source_stream}[document["do"]](
-        spark, document
-    )
+    spark = session(document.get("master", "local[2]"), **document.get("session", {}))
+    _DOES[document["do"]](spark, document)
     spark.stop()
 
 

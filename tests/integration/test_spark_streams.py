@@ -1,12 +1,14 @@
 """Streams: what names a micro-batch, two queries at once, a query that is stopped, a driver that dies while it decides."""
 
+import json
 import os
 
 import psutil
 import pytest
+from confluent_kafka import Producer
 from harness.drivers import Drivers, kill_group, paused_below
 from harness.patience import PATIENCE_S
-from harness.spark import ROWS
+from harness.spark import ROWS, connector_jars
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options
 
@@ -85,6 +87,27 @@ def test_a_query_that_is_stopped_while_a_task_writes_goes_on_from_its_checkpoint
     nothing_is_left(numbers)
 
 
+@pytest.fixture
+def die(tmp_path):
+    """Start a driver that stands still at a point where it decides; then kill all its processes."""
+
+    def die(**document):
+        drivers = Drivers(tmp_path)
+        driver = drivers.start(master="local[2,4]", checkpoint=str(tmp_path / "checkpoint"), **document)
+
+        def check():
+            assert driver.poll() is None, drivers.log.read_text()[-3000:]
+
+        try:
+            [deciding] = paused_below(driver.pid, check=check)
+        finally:
+            kill_group(driver)
+        # Spark's daemon is in a group of its own, and ends what it has started when the driver is gone.
+        assert not psutil.wait_procs([deciding], timeout=PATIENCE_S)[1]
+
+    return die
+
+
 @pytest.mark.parametrize(
     ("where", "point", "written"),
     [
@@ -95,31 +118,42 @@ def test_a_query_that_is_stopped_while_a_task_writes_goes_on_from_its_checkpoint
     ],
 )
 def test_a_driver_that_dies_with_all_its_processes_is_followed_by_one_that_goes_on(
-    numbers, start, source, tmp_path, where, point, written
+    numbers, start, source, die, where, point, written
 ):
     """The process that decides stands still at that point; then everything of that driver is killed."""
     armed = {where: f"{point}:1:stop"}
     if where == "inAbort":
         armed |= {"inTask": "batch.handed_over", "attempts": "99"}
-    drivers = Drivers(tmp_path)
-    driver = drivers.start(
-        do="source_stream",
-        master="local[2,4]",
-        source=source,
-        checkpoint=str(tmp_path / "checkpoint"),
-        options=options(numbers, **armed),
-    )
-
-    def check():
-        assert driver.poll() is None, drivers.log.read_text()[-3000:]
-
-    try:
-        [deciding] = paused_below(driver.pid, check=check)
-    finally:
-        kill_group(driver)
-    # Spark's daemon is in a group of its own, and ends what it has started when the driver is gone.
-    assert not psutil.wait_procs([deciding], timeout=PATIENCE_S)[1]
+    die(do="source_stream", source=source, options=options(numbers, **armed))
     assert bool(numbers.rows()) == written
     start("staging").awaitTermination()
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its_driver(
+    numbers, kafka, dualwrite_kafka, die, tmp_path
+):
+    """Exactly once from a topic into a topic and a table: what the checkpoint has not noted is read and decided again."""
+    given = f"given-{numbers.topic}"
+    dualwrite_kafka.create_topic(given, partitions=2)
+    producer = Producer(kafka)
+    for number in range(ROWS):
+        producer.produce(given, json.dumps({"id": number, "name": f"row {number}"}), str(number))
+    producer.flush()
+    document = {
+        "do": "kafka_stream",
+        "session": {"spark.jars": connector_jars()},
+        "source": {
+            "kafka.bootstrap.servers": kafka["bootstrap.servers"],
+            "subscribe": given,
+            "startingOffsets": "earliest",
+            "maxOffsetsPerTrigger": str(ROWS // FILES),
+        },
+    }
+    die(**document, options=options(numbers, inCommit="batch.decided:1:stop"))
+    decided = numbers.rows()
+    assert 0 < len(decided) < ROWS
+    Drivers(tmp_path).run(**document, checkpoint=str(tmp_path / "checkpoint"), options=options(numbers))
     numbers.verify()
     nothing_is_left(numbers)
