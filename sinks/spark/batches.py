@@ -64,9 +64,11 @@ def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.
 
 def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
     """The DataFrame with its columns where they are, those that are used: Arrow may not know the others' types."""
-    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
     # By position: names may differ by case alone, or hold dots and backticks.
     numbered = df.toDF(*(f"s{number}" for number in range(len(df.columns))))
+    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
+    if used.issuperset(range(len(numbered.columns))):
+        return numbered
     return numbered.select(
         *(name if number in used else functions.lit(None).alias(name) for number, name in enumerate(numbered.columns))
     )

@@ -56,11 +56,13 @@ class BatchReport:
 
 
 class BatchJob(DriverSide):
-    """One run of one batch whose partitions are written each on its own. Settles when it is entered and left.
+    """One run of one batch whose partitions are written each on its own. Settles when it is entered, finished, or else left.
 
     Raises:
         ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: From entering, as :meth:`settle_left`.
     """
+
+    _finished = False
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -75,7 +77,8 @@ class BatchJob(DriverSide):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._settle()
+            if not self._finished:
+                self._settle()
         except DualWriteError as unsettled:
             if error is None:
                 raise
@@ -136,6 +139,7 @@ class BatchJob(DriverSide):
                 next_step="the ledger was changed by somebody else while the batch ran: find out what else was changed",
             )
         self._note_completed(STARTED, None)
+        self._finished = True
         report = BatchReport(
             sink=self._options.sink,
             batch_id=self._batch_id,
