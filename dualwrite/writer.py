@@ -56,7 +56,8 @@ class DualWriter:
         max_lanes: The most transactions at a time.
         timeout_s: Bounds opening, and each ending of a transaction, in seconds.
         lane_timeout_s: How long a transaction waits for a free lane, in seconds.
-        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds. On PostgreSQL also how
+            long after that look at the clock COMMIT may come.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
         paused_owner_timeout_s: An owner that is paused inside a transaction loses its database session after this time, so
             that it does not hold its row for ever (PostgreSQL's ``idle_in_transaction_session_timeout``, set for the
@@ -132,7 +133,12 @@ class DualWriter:
             raise IllegalStateError("the writer was opened before", transactional_id=self.transactional_id)
         check_schema(self._engine, self._schema)
         coordinator = KafkaCoordinator(self._config)
-        store = SqlStateStore(self._engine, schema=self._schema, paused_owner_timeout_s=self._paused_owner_timeout_s)
+        store = SqlStateStore(
+            self._engine,
+            schema=self._schema,
+            paused_owner_timeout_s=self._paused_owner_timeout_s,
+            decision_timeout_s=self._margin_s or None,
+        )
         self._ground = Ground(coordinator, store, self._owner)
         try:
             self._claim_all(self._ground, Deadline(self._timeout_s))

@@ -88,19 +88,24 @@ def _limit(name: str, timeout_ms: int) -> str:
     )
 
 
+def _limit_idle(timeout_s: float | None) -> str:
+    return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
+
+
 class PostgreSQL:
     """The adapter for PostgreSQL.
 
     Args:
         paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that an
             owner that was stopped does not hold its locks for ever. None leaves the server's own setting.
+        decision_timeout_s: The same from the record of the decision on, until COMMIT.
     """
 
     name = "postgresql"
 
-    def __init__(self, paused_owner_timeout_s: float | None) -> None:
-        idle_ms = None if paused_owner_timeout_s is None else max(1, int(paused_owner_timeout_s * 1000))
-        self._limit_idle = "NULL" if idle_ms is None else _limit("idle_in_transaction_session_timeout", idle_ms)
+    def __init__(self, paused_owner_timeout_s: float | None, decision_timeout_s: float | None = None) -> None:
+        self._limit_idle = _limit_idle(paused_owner_timeout_s)
+        self._limit_decision = _limit_idle(decision_timeout_s)
         self._warned = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
@@ -169,16 +174,17 @@ class PostgreSQL:
         connection.info[_STARTED] = started
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """When the transaction began, its name; makes its COMMIT durable."""
+        """When the transaction began, its name; makes its COMMIT durable, and limits how long it may be waited for."""
         return [
             literal_column("now()"),
             literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
             literal_column(_DURABLE),
+            literal_column(self._limit_decision),
         ]
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
-        started, name, _ = values
+        started, name, *_ = values
         if connection.info[_STARTED] is None:
             connection.info[_STARTED] = started
         elif started != connection.info[_STARTED]:

@@ -28,7 +28,11 @@ LOCK_TIMEOUT_S: Final = 75.0
 """Longer than a paused owner's session lives, so that whoever waits for its lock gets it."""
 
 
-def dialect_of(engine: Engine, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> Dialect:
+def dialect_of(
+    engine: Engine,
+    paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
+    decision_timeout_s: float | None = None,
+) -> Dialect:
     """The adapter for the engine's database and driver.
 
     Raises:
@@ -36,7 +40,7 @@ def dialect_of(engine: Engine, paused_owner_timeout_s: float | None = PAUSED_OWN
     """
     found = (engine.dialect.name, engine.dialect.driver)
     if found == ("postgresql", "psycopg"):
-        return PostgreSQL(paused_owner_timeout_s)
+        return PostgreSQL(paused_owner_timeout_s, decision_timeout_s)
     if found == ("sqlite", "pysqlite"):
         return SQLite()
     raise ConfigurationError(

@@ -53,6 +53,8 @@ class SqlStateStore:
         paused_owner_timeout_s: On PostgreSQL, how long a dual write may go without a statement before the server ends its
             session, in seconds: an owner that was paused (SIGSTOP, a frozen virtual machine) cannot hold its locks for
             ever. A lower limit that is in force stays. None sets no limit.
+        decision_timeout_s: The same from :meth:`decide` on: if COMMIT does not follow for so long, nothing is decided. Whoever
+            looks at the clock in between, and sees more than that left of Kafka's timeout, does not decide too late.
         lock_timeout_s: How long a claim waits for the lock of a row that a dying session still holds, in seconds; on
             SQLite the ``timeout`` of the driver says it.
 
@@ -66,12 +68,13 @@ class SqlStateStore:
         *,
         schema: str | None = None,
         paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
+        decision_timeout_s: float | None = None,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self._owns_engine = isinstance(engine, str)
         self._engine = create_engine(engine) if isinstance(engine, str) else engine
         self._schema = schema
-        self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
+        self._dialect = dialect_of(self._engine, paused_owner_timeout_s, decision_timeout_s)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
         self._records = Records(self._tables, self._dialect)

@@ -326,6 +326,34 @@ def test_the_limit_for_a_paused_owner_is_only_lowered_and_only_for_the_transacti
         )
 
 
+@pytest.mark.parametrize(("decision_timeout_s", "expected"), [(10, "10s"), (90, "1min"), (None, "1min")])
+def test_from_the_record_of_the_decision_on_the_limit_is_lower(
+    postgres: Database, decision_timeout_s: float | None, expected: str
+) -> None:
+    store = postgres.store(decision_timeout_s=decision_timeout_s)
+    postgres.claim(store, "orders")
+    show = text("SHOW idle_in_transaction_session_timeout")
+    with store.engine.connect() as connection:
+        begin(store, connection)
+        assert connection.scalar(show) == "1min"
+        store.decide(connection, "orders", 1, prepared(1))
+        assert connection.scalar(show) == expected
+        store.commit(connection)
+        assert connection.scalar(show) == "0"
+
+
+def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_nothing(postgres: Database) -> None:
+    store = postgres.store(decision_timeout_s=0.05)
+    postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        begin(store, connection)
+        store.decide(connection, "orders", 1, prepared(1))
+        assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
+        with pytest.raises(TransactionAborted) as caught:
+            store.commit(connection)
+    assert caught.value.retryable
+
+
 @pytest.mark.parametrize(("present", "expected"), [("off", "on"), ("local", "local"), ("on", "on")])
 def test_the_commit_of_a_decision_is_durable(
     postgres: Database, store: SqlStateStore, connection: Connection, present: str, expected: str
