@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test model simulator lint types bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -35,6 +35,17 @@ types: venv wheel ## mypy, strict, on the library as it is installed
 
 simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
 	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)
+
+# The newest of each minor version that is supported.
+SPARK_VERSIONS ?= 4.0.5 4.1.4 4.2.1 4.3.0
+spark-versions: venv jars ## the tests of the sinks with every supported PySpark, each in a virtual environment of its own (an hour)
+	@for version in $(SPARK_VERSIONS); do \
+		echo "PySpark $$version"; made=$(CURDIR)/.cache/spark-$$version; \
+		$(PYTHON) -m venv --clear $$made && \
+		sed "s/^pyspark==.*/pyspark==$$version/" constraints.txt >$$made/constraints.txt && \
+		$$made/bin/python -m pip install --quiet --disable-pip-version-check -c $$made/constraints.txt -e '.[dev]' && \
+		$$made/bin/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ONLY),$(ONLY),tests/integration/test_spark_*.py) || exit 1; \
+	done
 
 bench: venv jars ## the figures of docs/benchmarks.md
 	cd tests && $(CURDIR)/$(PY) -m bench

@@ -6,29 +6,28 @@ tasks runs all the time, a driver that dies is a process of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from harness.drivers import Drivers, kill_group, paused_below
 from harness.spark import ROWS, ArmedTask, SparkCase, numbers, session
 from sqlalchemy import create_engine
 
 from chaos.results import Results
 from chaos.servers import Servers
-from dualwrite.failpoints import ENVIRONMENT, FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
 from dualwrite.sinks.spark import job, write_batch
 
-TESTS = Path(__file__).parents[1]
 DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.inserted"]
 NOT_IN_A_TASK = {"write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}
 TASK = [
@@ -55,6 +54,7 @@ class SparkPart:
     def __init__(self, servers: Servers, directory: Path, results: Results) -> None:
         self._servers = servers
         self._directory = directory
+        self._drivers = Drivers(directory)
         self._results = results
         self._number = 0
         for who in ("task", "driver"):
@@ -143,42 +143,23 @@ class SparkPart:
         """One driver in a process group of its own; killed as a whole once a worker of it is paused, or when it is over."""
         self._number += 1
         pid_file = self._directory / f"spark-{self._number}.pid"
-        path = self._directory / f"spark-{self._number}.json"
-        document = {"do": "batch", "settings": case.settings}
-        if worker_point:
-            document |= {"point": worker_point, "pid_file": str(pid_file)}
-        path.write_text(json.dumps(document), encoding="utf-8")
-        with path.with_suffix(".log").open("w") as log:
-            driver = subprocess.Popen(
-                [sys.executable, "-m", "harness.spark_job", str(path)],
-                cwd=TESTS,
-                env={**os.environ, ENVIRONMENT: failpoint},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        document = {"point": worker_point, "pid_file": str(pid_file)} if worker_point else {}
+        driver = self._drivers.start(failpoint=failpoint, do="batch", settings=case.settings, **document)
+
+        def runs() -> None:
+            assert driver.poll() is None, "the driver has ended, and no worker was paused"
+
         try:
             if worker_point:
-                self._await_paused(driver, pid_file)
+                paused_below(driver.pid, check=runs)
             else:
                 driver.wait(BOUND_S)
         finally:
-            _kill_group(driver.pid)
-            driver.wait(60)
-            if pid_file.exists():
-                _kill_group(int(pid_file.read_text()))
+            kill_group(driver)
+            if pid_file.exists():  # the worker that was to be paused is in a group of its own
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid_file.read_text()), signal.SIGKILL)
         return driver.returncode
-
-    @staticmethod
-    def _await_paused(driver: subprocess.Popen, pid_file: Path) -> None:
-        end = time.monotonic() + BOUND_S
-        while time.monotonic() < end and driver.poll() is None:
-            if pid_file.exists() and (pid := pid_file.read_text()):
-                state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-                if state == "T":
-                    return
-            time.sleep(0.05)
-        raise AssertionError("no worker was paused")
 
     def _written(self, spark, case: SparkCase) -> None:
         """The batch is run to its end, and once more; both sides have every row once."""
@@ -187,11 +168,3 @@ class SparkPart:
         assert (report.rows, report.written_rows) == (ROWS, 0)
         case.verify()
         self._results.spark.setdefault("batches", Counter())["verified"] += 1
-
-
-def _kill_group(pid: int) -> None:
-    """SIGKILL a process with its group; a JVM outlives its driver until it notices."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

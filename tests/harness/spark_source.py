@@ -6,10 +6,13 @@ import json
 from dataclasses import dataclass
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource
+from dualwrite.sinks.spark.source import (  # not every PySpark has them
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+)
 from dualwrite.sinks.spark.source_options import OPTION_NAMES
 from harness.spark import attempt_number, leave_group
 

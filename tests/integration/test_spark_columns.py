@@ -120,6 +120,12 @@ def test_every_type_arrives_on_both_sides(spark, target, write):
     assert null_json == {**dict.fromkeys(names), "n": 1}
 
 
+def test_a_column_that_is_not_used_may_be_of_a_type_that_arrow_does_not_know(spark, target):
+    df = numbered(spark, 10).selectExpr("id", "make_interval(1, 2) AS unknown", "name")
+    write_batch(df, batch_id="1", **target.settings, columns=["id", "name"])
+    target.verify(10)
+
+
 def test_times_and_intervals(spark, target, write):
     target.execute("CREATE TABLE spans (t time, i interval)")
     spark.conf.set("spark.sql.timeType.enabled", "true")

@@ -4,6 +4,7 @@ import json
 import os
 
 import psutil
+import pyspark
 import pytest
 from confluent_kafka import Producer
 from harness.drivers import Drivers, kill_group, paused_below
@@ -11,6 +12,7 @@ from harness.patience import PATIENCE_S
 from harness.spark import ROWS, connector_jars
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options
+from pyspark.errors import StreamingQueryException
 
 from dualwrite.sinks.spark import foreach_batch, register
 
@@ -131,6 +133,39 @@ def test_a_driver_that_dies_with_all_its_processes_is_followed_by_one_that_goes_
     nothing_is_left(numbers)
 
 
+IN_TASK = [
+    "spark.task_started", "slot.leased", "claim.before", "claim.initialized", "write.checked", "write.produced",
+    "spark.rows_copied", "write.prepared", "batch.handed_over", "spark.task_done",
+]  # fmt: skip
+IN_COMMIT = [
+    "batch.prepared", "ledger.inserted", "batch.recorded", "batch.decided", "complete.before", "complete.ended",
+    "complete.recorded", "batch.completed",
+]  # fmt: skip
+IN_ABORT = ["claim.before", "settle.looked", "settle.before_retire", "settle.retired"]
+IN_CI = [("inTask", "batch.handed_over"), ("inCommit", "complete.ended"), ("inAbort", "settle.looked")]
+DEATHS = [
+    *(("inTask", point) for point in IN_TASK),
+    *(("inCommit", point) for point in IN_COMMIT),
+    *(("inAbort", point) for point in IN_ABORT),
+]
+
+
+@pytest.mark.parametrize("way", ["staging", thorough("prepared")])
+@pytest.mark.parametrize(("where", "point"), [death if death in IN_CI else thorough(*death) for death in DEATHS])
+def test_a_query_one_of_whose_processes_dies_goes_on_from_its_checkpoint(numbers, start, way, where, point):
+    """At every point: a task as often as Spark tries it, or the process that decides, or the one that gives up."""
+    armed = {where: point}
+    if where == "inAbort":
+        armed |= {"inTask": "batch.handed_over"}
+    query = start(way, name="armed", **armed, attempts="99")
+    with pytest.raises(StreamingQueryException):
+        query.awaitTermination()
+    start(way).awaitTermination()
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.skipif(not pyspark.__version__.startswith("4.2."), reason="the connector is that of Spark 4.2")
 def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its_driver(
     numbers, kafka, dualwrite_kafka, die, tmp_path
 ):
