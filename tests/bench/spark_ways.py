@@ -19,6 +19,7 @@ from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import DataFrame, Row, SparkSession, functions
 from sqlalchemy import create_engine, make_url, text
 
+from bench.processors import KINDS, processor_s, used
 from bench.servers import Ground, p50
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
@@ -245,12 +246,15 @@ def small_rows(spark: SparkSession, rows: int, partitions: int = 4) -> Data:
 def compare(ground: Ground, data: Data, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
     """Interleaved runs, each into a fresh topic and table, after a small one to warm up; seconds and medians."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    processors: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
             df = data.df if number else data.df.limit(WARM_UP_ROWS)
+            before = processor_s()
             took = run(ground, data, name, way, df=df, rows=data.rows if number else min(data.rows, WARM_UP_ROWS))
             if number:
                 seconds[name].append(took)
+                processors[name].append(used(before, processor_s()))
                 print(f"{name}: {took:.2f} s, {data.rows / took / 1000:,.0f}k rows/s", flush=True)
     medians = {name: p50(samples) for name, samples in seconds.items()}
     return {
@@ -258,6 +262,9 @@ def compare(ground: Ground, data: Data, ways: Mapping[str, Way], rounds: int) ->
         "columns": len(data.df.columns),
         "seconds": seconds,
         "median_s": medians,
+        "processor_s": {
+            name: {kind: p50([one[kind] for one in found]) for kind in KINDS} for name, found in processors.items()
+        },
         "rows_per_s": {name: data.rows / took for name, took in medians.items()},
     }
 

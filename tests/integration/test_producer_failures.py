@@ -1,5 +1,6 @@
 """TransactionalProducer when something goes wrong: failed messages, missing answers, late answers, other owners, missing rights."""
 
+import os
 import secrets
 import threading
 import time
@@ -70,6 +71,10 @@ def works_again(producer, topic, values):
     return values() == [b"again"]
 
 
+# Random: it does not become small enough by compressing.
+TOO_LARGE = os.urandom(5000)
+
+
 @pytest.mark.parametrize("bulk", [False, True])
 def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_flush_says_that_nothing_is_left(
     ready, dualwrite_topic, narrow_topic, values, bulk
@@ -77,7 +82,7 @@ def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_flush_say
     producer = ready(bulk=bulk)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"fits")
-    producer.produce(narrow_topic, b"x" * 5000)
+    producer.produce(narrow_topic, TOO_LARGE)
     assert producer._instance._raw.flush(120) == 0
     with pytest.raises(TransactionAborted, match=r"max\.message\.bytes") as failed:
         producer.prepare_transaction()
@@ -97,7 +102,7 @@ def test_one_bad_message_among_many_is_found(ready, dualwrite_topic, narrow_topi
         for number in range(20_000):
             producer.produce(dualwrite_topic, b"fits")
             if number == 700:
-                producer.produce(narrow_topic, b"x" * 5000, partition=1)
+                producer.produce(narrow_topic, TOO_LARGE, partition=1)
         producer.prepare_transaction()
     assert producer.state is ProducerState.FAILED
     with suppress(Unavailable):  # librdkafka still had messages on their way, which depends on the broker's pace
@@ -162,7 +167,7 @@ def test_a_message_too_large_for_librdkafka_comes_out_of_produce_and_spoils_the_
 def test_after_a_failure_produce_says_what_failed(ready, dualwrite_topic, narrow_topic):
     producer = ready()
     producer.begin_transaction()
-    producer.produce(narrow_topic, b"x" * 5000)
+    producer.produce(narrow_topic, TOO_LARGE)
     assert producer._instance._raw.flush(120) == 0
     with pytest.raises(TransactionAborted, match=r"MSG_SIZE_TOO_LARGE"):
         producer.produce(dualwrite_topic, b"next")
@@ -374,7 +379,7 @@ def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
     producer = ready()
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"x")
-    producer.produce(narrow_topic, b"x" * 5000)
+    producer.produce(narrow_topic, TOO_LARGE)
     with pytest.raises(TransactionAborted):
         producer.prepare_transaction()
     producer.abort_transaction()

@@ -1,8 +1,10 @@
-"""The page about sizing is what its command makes of the figures in the repository."""
+"""The pages of figures are what their commands make of the figures in the repository."""
 
 import json
 
-from bench import sizing, spark_page
+from bench import page, sizing, spark_page
+from bench.__main__ import FIGURES, PAGE
+from bench.processors import KINDS
 from bench.spark_ways import (
     ALL_WAYS,
     DATABASE_LEG,
@@ -20,6 +22,11 @@ def test_the_page_and_its_picture_are_those_of_the_figures():
     figures = json.loads(sizing.FIGURES.read_text(encoding="utf-8"))
     assert sizing.PAGE.read_text(encoding="utf-8") == sizing.render(figures)
     assert sizing.PICTURE.read_text(encoding="utf-8") == sizing.picture(figures)
+
+
+def test_the_page_of_figures_is_that_of_the_figures():
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page.render(figures)
 
 
 def test_the_arithmetic_is_proportional():
@@ -55,6 +62,7 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
         "columns": 19,
         "seconds": {name: [took - 1, took, took + 5] for name, took in seconds.items()},
         "median_s": seconds,
+        "processor_s": {name: dict.fromkeys(KINDS, took / 4) for name, took in seconds.items()},
         "rows_per_s": {name: 100 / took for name, took in seconds.items()},
     }
     costs = {WRITE_BATCH: [[1000, 4, 0.5], [10000, 4, 5.0]], STAGING: [[1000, 4, 0.7], [10000, 4, 7.0]]}

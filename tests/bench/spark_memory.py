@@ -1,13 +1,7 @@
-"""``write_batch`` against a naive ``foreachPartition``, and the memory of a task for 1 and for 10 million rows.
-
-Run as ``python -m bench.spark_batch`` in ``tests``.
-"""
+"""The memory of a Spark task for 1 and for 10 million rows in its partition."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import threading
 from pathlib import Path
 
@@ -17,24 +11,11 @@ from pyspark.sql import functions
 from sqlalchemy import create_engine, text
 from typing_extensions import Self
 
-from bench.servers import Ground, machine, servers
-from bench.spark_ways import by_hand, by_write_batch, compare, flights, ratio
+from bench.servers import Ground
 from dualwrite.sinks.spark import write_batch
 
 
-def speed(ground: Ground, rounds: int, times: int) -> dict[str, object]:
-    """``write_batch`` and the naive way in turn, on flights."""
-    with tempfile.TemporaryDirectory() as directory:
-        spark = session("local[2]")
-        try:
-            ways = {"write_batch": by_write_batch, "naive": by_hand}
-            figures = compare(ground, flights(spark, Path(directory), times), ways, rounds)
-        finally:
-            spark.stop()
-    return {**figures, "times_as_fast": ratio(figures, "naive", "write_batch")}
-
-
-def memory(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:
+def measure(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:
     """The greatest resident size that any Python worker had while it wrote one partition of so many rows."""
     peaks: dict[int, float] = {}
     engine = create_engine(ground.url)
@@ -97,26 +78,3 @@ def _high_water_mib(pid: int) -> float:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each version")
-    parser.add_argument("--times", type=int, default=10, help="how many times over the 336,776 flights are written")
-    parser.add_argument("--millions", type=int, nargs="*", default=[1, 10], help="rows of the memory measurement")
-    parser.add_argument("--json", type=Path, help="write the figures into this file, too")
-    arguments = parser.parse_args()
-    figures: dict[str, object] = {"machine": machine()}
-    with servers() as ground:
-        if arguments.rounds:
-            figures |= speed(ground, arguments.rounds, arguments.times)
-            print(f"write_batch is {figures['times_as_fast']:.1f} times as fast")
-        if arguments.millions:
-            figures |= memory(ground, tuple(arguments.millions))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
