@@ -1,0 +1,23 @@
+"""The benchmarks of Spark run to their end on little data: a change of what they call shows here, and not hours into a measurement."""
+
+import subprocess
+import sys
+
+import pytest
+from harness.patience import PATIENCE_S
+from harness.spark import TESTS
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.thorough]
+
+
+def test_every_part_is_measured_once_on_little_data():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.spark", "--small"],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "written: bench-spark/benchmarks.md" in done.stdout
