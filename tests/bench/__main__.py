@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from bench import latency, page, settling, spark_memory
 from bench.servers import Ground, machine, servers
 
 PARTS = ("latency", "settling", "memory")
-FIGURES = Path(__file__).with_name("figures.json")
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def main() -> None:
@@ -21,7 +17,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append")
     arguments = parser.parse_args()
     wanted = set(arguments.only or PARTS)
-    figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+    figures = page.known()
     figures["machine"] = machine()
     measures: dict[str, Callable[[Ground], object]] = {
         "latency": latency.run,
@@ -34,9 +30,8 @@ def main() -> None:
                 print(f"{name} ...", flush=True)
                 figures[name] = measure(ground)
                 # After each: what took minutes to measure is not lost to what comes after it.
-                FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-                PAGE.write_text(page.render(figures), encoding="utf-8")
-    print(f"written: {PAGE.name}", flush=True)
+                page.keep(figures)
+    print(f"written: {page.PAGE.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bench import spark_page
+
+FIGURES = Path(__file__).with_name("figures.json")
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 OURS = "dual write"
 SEQUENTIAL = "one after the other, no protocol"
 UNSAFE = "unsafe: commit, then produce and flush"
 OUTBOX = "outbox, 10 ms poll"
+
+
+def known(store: Path = FIGURES) -> dict[str, Any]:
+    """The figures that were kept."""
+    return json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+
+
+def keep(figures: Mapping[str, Any], store: Path = FIGURES, page: Path = PAGE) -> None:
+    """Keep the figures, and write the page from them."""
+    store.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    page.write_text(render(figures), encoding="utf-8")
 
 
 def render(figures: Mapping[str, Any]) -> str:

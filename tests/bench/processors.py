@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 
@@ -35,7 +36,7 @@ def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, f
 def _kind(process: psutil.Process, below: set[int]) -> str | None:
     if process.name().startswith("postgres"):  # a daemon: not below us
         return POSTGRESQL
-    if process.pid not in below and process.pid != psutil.Process().pid:
+    if process.pid not in below and process.pid != os.getpid():
         return None
     command = " ".join(process.cmdline())
     return next((kind for sign, kind in _SIGNS.items() if sign in command), DRIVER)

@@ -7,7 +7,6 @@ it shows that the harness works, and no figure of it means anything.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,8 +98,8 @@ def main() -> None:
     rounds = arguments.rounds or size.rounds
     directory = ROOT / ".cache" / "bench-spark" if arguments.small else ROOT / "docs"
     directory.mkdir(parents=True, exist_ok=True)
-    store = directory / "figures.json" if arguments.small else Path(__file__).with_name("figures.json")
-    figures = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+    store = directory / page.FIGURES.name if arguments.small else page.FIGURES
+    figures = page.known(store)
     figures["machine"] = machine()
     jars = sparks_jars()
     ways = {name: way for name, way in ALL_WAYS.items() if name not in (SPARKS, SPARKS_LZ4) or jars is not None}
@@ -124,9 +123,8 @@ def main() -> None:
                     print(f"{name} ...", flush=True)
                     figures.setdefault("bench_spark", {})[name] = measures[name]()
                     # After each: what took an hour to measure is not lost to what comes after it.
-                    store.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+                    page.keep(figures, store, directory / page.PAGE.name)
                     spark_page.draw(figures["bench_spark"], directory)
-                    (directory / "benchmarks.md").write_text(page.render(figures), encoding="utf-8")
         finally:
             spark.stop()
     print(f"written: {directory.name}/benchmarks.md", flush=True)

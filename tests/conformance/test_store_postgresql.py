@@ -285,8 +285,11 @@ def test_sessions_of_the_pool_that_died_are_replaced(postgres: Database, store: 
     assert postgres.claim(store, "orders").incarnation == 1
 
 
-def test_a_paused_owner_loses_its_session(postgres: Database) -> None:
-    store = postgres.store(paused_owner_timeout_s=0.05)
+@pytest.mark.parametrize("limit", ["paused_owner_timeout_s", "decision_timeout_s"])
+def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_nothing(
+    postgres: Database, limit: str
+) -> None:
+    store = postgres.store(**{limit: 0.05})
     postgres.claim(store, "orders")
     with store.engine.connect() as connection:
         begin(store, connection)
@@ -340,18 +343,6 @@ def test_from_the_record_of_the_decision_on_the_limit_is_lower(
         assert connection.scalar(show) == expected
         store.commit(connection)
         assert connection.scalar(show) == "0"
-
-
-def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_nothing(postgres: Database) -> None:
-    store = postgres.store(decision_timeout_s=0.05)
-    postgres.claim(store, "orders")
-    with store.engine.connect() as connection:
-        begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1))
-        assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
-        with pytest.raises(TransactionAborted) as caught:
-            store.commit(connection)
-    assert caught.value.retryable
 
 
 @pytest.mark.parametrize(("present", "expected"), [("off", "on"), ("local", "local"), ("on", "on")])

@@ -32,31 +32,21 @@ def stream(spark, document):
 
 def source_stream(spark, document):
     """Write each file of numbers as a micro-batch by the Data Source, which the options arm."""
-    spark.dataSource.register(ArmedSource)
-    query = (
-        spark.readStream.schema("id bigint, name string")
-        .option("maxFilesPerTrigger", "1")
-        .parquet(document["source"])
-        .repartition(2)
-        .writeStream.format("armed")
-        .options(**document["options"])
-        .option("checkpointLocation", document["checkpoint"])
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
+    rows = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1")
+    _write_armed(spark, document, rows.parquet(document["source"]).repartition(2))
 
 
 def kafka_stream(spark, document):
     """Write what a topic has by now, some records in a micro-batch, by the Data Source, which the options arm."""
+    records = spark.readStream.format("kafka").options(**document["source"]).load()
+    parsed = records.selectExpr("from_json(cast(value as string), 'id bigint, name string') AS found")
+    _write_armed(spark, document, parsed.select("found.*"))
+
+
+def _write_armed(spark, document, rows):
     spark.dataSource.register(ArmedSource)
     query = (
-        spark.readStream.format("kafka")
-        .options(**document["source"])
-        .load()
-        .selectExpr("from_json(cast(value as string), 'id bigint, name string') AS found")
-        .select("found.*")
-        .writeStream.format("armed")
+        rows.writeStream.format("armed")
         .options(**document["options"])
         .option("checkpointLocation", document["checkpoint"])
         .trigger(availableNow=True)

@@ -3,7 +3,6 @@
 import json
 
 from bench import page, sizing, spark_page
-from bench.__main__ import FIGURES, PAGE
 from bench.processors import KINDS
 from bench.spark_ways import (
     ALL_WAYS,
@@ -25,8 +24,7 @@ def test_the_page_and_its_picture_are_those_of_the_figures():
 
 
 def test_the_page_of_figures_is_that_of_the_figures():
-    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
-    assert PAGE.read_text(encoding="utf-8") == page.render(figures)
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(page.known())
 
 
 def test_the_arithmetic_is_proportional():
