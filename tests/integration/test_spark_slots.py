@@ -4,12 +4,14 @@ import threading
 from datetime import timedelta
 from functools import partial
 
+import psycopg
 import pytest
+from harness.patience import PATIENCE_S
 from harness.spark import PARTITIONS, ROWS, ArmedTask
 from harness.spark import numbers as numbered
 from sqlalchemy import create_engine
 
-from dualwrite import DecidedTransactionLost
+from dualwrite import DecidedTransactionLost, Unavailable
 from dualwrite.deadline import Deadline
 from dualwrite.sinks.spark import foreach_partition, job, write_batch
 from dualwrite.sinks.spark.slot import leased_slot
@@ -18,13 +20,15 @@ from dualwrite.stores.state import SqlStateStore
 
 
 class WatchedPool(SlotPool):
-    """Tells when a renewal is over."""
+    """Tells when a renewal is asked for, and when it is over."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
+        self.asked = threading.Semaphore(0)
         self.renewals = threading.Semaphore(0)
 
     def renew(self, lease, ttl_s):
+        self.asked.release()
         try:
             return super().renew(lease, ttl_s)
         finally:
@@ -40,8 +44,8 @@ def pool(numbers):
 
 def test_a_lease_is_renewed_while_the_task_runs_and_given_back_at_its_end(pool):
     with leased_slot(pool, "me", 0.3) as slot:
-        assert pool.renewals.acquire(timeout=120)
-        assert pool.renewals.acquire(timeout=120)
+        assert pool.renewals.acquire(timeout=PATIENCE_S)
+        assert pool.renewals.acquire(timeout=PATIENCE_S)
         [renewed] = pool.held_by("me")
         assert renewed.until > slot.lease.until
     assert not pool.held_by("me")
@@ -65,6 +69,19 @@ def test_a_task_that_is_paused_before_it_can_say_so_keeps_its_slot_for_no_longer
     assert kept.until < said_at + timedelta(seconds=1000)
 
 
+def test_a_slot_whose_renewal_may_come_later_cannot_be_kept(pool, numbers):
+    """It would end what was said about how long the slot stays leased, while the driver counts on it."""
+    with psycopg.connect(numbers.url.replace("+psycopg", "")) as other:
+        with pytest.raises(Unavailable, match="a renewal of it may come later"), leased_slot(pool, "me", 0.6) as slot:
+            other.execute(
+                "SELECT FROM dualwrite_slot WHERE transactional_id = %s FOR UPDATE", [slot.lease.transactional_id]
+            )
+            assert pool.asked.acquire(timeout=PATIENCE_S)
+            slot.keep_for(1000)
+        other.rollback()
+        assert pool.renewals.acquire(timeout=PATIENCE_S)
+
+
 def test_a_task_that_fails_keeps_its_lease_for_the_driver(pool):
     with pytest.raises(KeyError), leased_slot(pool, "me", 60):
         raise KeyError
@@ -76,7 +93,7 @@ def test_a_lost_lease_ends_the_renewals_and_takes_nothing_from_the_new_holder(po
         pool.release({slot.lease.transactional_id: slot.lease.owner})
         other = pool.lease("you", 60)
         assert other.transactional_id == slot.lease.transactional_id
-        assert pool.renewals.acquire(timeout=120)
+        assert pool.renewals.acquire(timeout=PATIENCE_S)
     assert "the lease is lost" in caplog.text
     assert pool.held_by("you") == [other]
 

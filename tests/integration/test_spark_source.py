@@ -35,7 +35,7 @@ TASK_POINTS = [
     ),
 ]
 UNDECIDED = ["batch.prepared", "batch.recorded", *thorough("ledger.inserted")]
-DECIDED = ["batch.decided", "batch.completed", *thorough("settle.before_commit", "settle.committed", "settle.retired")]
+DECIDED = ["batch.decided", "batch.completed", *thorough("complete.before", "complete.ended", "complete.recorded")]
 
 
 KILLED = (PySparkException, Py4JJavaError)
