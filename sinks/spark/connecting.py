@@ -22,6 +22,7 @@ def connect_engine(options: SinkOptions) -> Engine:
         options.database_url(),
         # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
         connect_args={"client_encoding": "utf8", "prepare_threshold": None},
+        isolation_level="READ COMMITTED",  # the ledger and the catalog as they are, not as they were when it began
         hide_parameters=True,
         pool_pre_ping=True,  # a worker that is used again may find its connection gone
     )

@@ -14,13 +14,14 @@ from pgpq.schema import Jsonb
 from psycopg import sql
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.sinks.spark.table import require_types
 from dualwrite.stores.failures import driver_words
 
 if TYPE_CHECKING:
     from psycopg import Copy, Cursor
     from sqlalchemy import Connection
 
-    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.layout import Copied, Layout
 
 _UUID: Final = pa.binary(16)
 _DATA_CLASSES: Final = frozenset({"22", "23", "42"})
@@ -41,15 +42,15 @@ class TableCopy:
     def __init__(self, copy: Copy, layout: Layout) -> None:
         self._copy = copy
         self._columns = layout.table_columns
-        schema = pa.schema([(f"c{number}", _wire_type(layout, number)) for number in range(len(layout.table_columns))])
+        schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
         self._schema = schema
         self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
             schema,
             {
                 field.name: StringEncoderBuilder.new_with_output(field, Jsonb())
-                if encoding == "jsonb"
+                if column.encoding == "jsonb"
                 else ArrowToPostgresBinaryEncoder.infer_encoder(field)
-                for field, (_, _, encoding) in zip(schema, layout.table_columns, strict=True)
+                for field, column in zip(schema, self._columns, strict=True)
             },
         )
         copy.write(self._encoder.write_header())
@@ -62,8 +63,8 @@ class TableCopy:
             psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
         """
         arrays = [
-            _uuids(name, batch.column(number)) if encoding == "uuid" else batch.column(number)
-            for name, number, encoding in self._columns
+            _uuids(one.name, batch.column(one.source)) if one.encoding == "uuid" else batch.column(one.source)
+            for one in self._columns
         ]
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
 
@@ -77,12 +78,13 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
     """COPY the layout's table columns into the table of that schema and name; leaving the block by an exception cancels it.
 
     Raises:
-        TransactionAborted: The database refused a row, or is gone: leave the dual write, both sides abort.
+        TransactionAborted: The database refused a row, or is gone, or the table's types are no longer those of the plan: leave
+            the dual write, both sides abort.
     """
     driver = cast("_Driver", connection.connection.dbapi_connection)
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
         sql.Identifier(*table),
-        sql.SQL(", ").join(sql.Identifier(name) for name, _, _ in layout.table_columns),
+        sql.SQL(", ").join(map(sql.Identifier, layout.table_column_names)),
     )
     try:
         with driver.cursor() as cursor, cursor.copy(statement) as copy:
@@ -91,6 +93,7 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
             table_copy.finish()
     except psycopg.Error as error:
         raise refused(f"COPY into {table[1]!r} failed", error) from error
+    require_types(connection, table, layout.table_types)
 
 
 def refused(what: str, error: psycopg.Error) -> TransactionAborted:
@@ -103,9 +106,8 @@ def refused(what: str, error: psycopg.Error) -> TransactionAborted:
     )
 
 
-def _wire_type(layout: Layout, number: int) -> pa.DataType:
-    _, projected, encoding = layout.table_columns[number]
-    return _UUID if encoding == "uuid" else layout.projected[projected].arrow
+def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
+    return _UUID if column.encoding == "uuid" else layout.projected[column.source].arrow
 
 
 def _uuids(name: str, texts: pa.Array) -> pa.Array:

@@ -69,6 +69,23 @@ class MessageColumns:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """One of the table's columns that are written.
+
+    Attributes:
+        name: Its name.
+        source: Where its value stands among the projected columns.
+        encoding: How the value is sent.
+        shown_type: The column's type when the batch was planned, as people write it.
+    """
+
+    name: str
+    source: int
+    encoding: str
+    shown_type: str
+
+
+@dataclass(frozen=True)
 class Layout:
     """The plan. Small, and pickles.
 
@@ -77,15 +94,14 @@ class Layout:
         json_columns: Number and name of the DataFrame's columns in the JSON value.
         message: Where the parts of a message stand.
         table: Schema and name of the table.
-        table_columns: For each of the table's columns that are written: its name, where its value stands among the projected
-            columns, and its encoding.
+        table_columns: The table's columns that are written.
     """
 
     projected: tuple[Projected, ...]
     json_columns: tuple[tuple[int, str], ...]
     message: MessageColumns
     table: tuple[str, str]
-    table_columns: tuple[tuple[str, int, str], ...]
+    table_columns: tuple[Copied, ...]
 
     @property
     def arrow_schema(self) -> pa.Schema:
@@ -95,7 +111,12 @@ class Layout:
     @property
     def table_column_names(self) -> tuple[str, ...]:
         """The table's columns that are written."""
-        return tuple(name for name, _, _ in self.table_columns)
+        return tuple(column.name for column in self.table_columns)
+
+    @property
+    def table_types(self) -> dict[str, str]:
+        """The types of those columns when the batch was planned."""
+        return {column.name: column.shown_type for column in self.table_columns}
 
 
 def plan_layout(
@@ -168,7 +189,7 @@ class _Planning:
         only_kafka = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
         return {field.name: field.name for field in self._fields if field.name not in only_kafka}
 
-    def _table_column(self, name: str, target_name: str) -> tuple[str, int, str]:
+    def _table_column(self, name: str, target_name: str) -> Copied:
         number = self._number("columns", name)
         target = self._table.columns.get(target_name)
         if target is None:
@@ -182,7 +203,7 @@ class _Planning:
                 next_step="leave it out of `columns`",
             )
         wire = wire_for(name, self._fields[number].dataType, target)
-        return target_name, self._project(number, wire.form, wire.arrow), wire.encoding
+        return Copied(target_name, self._project(number, wire.form, wire.arrow), wire.encoding, target.shown_type)
 
     def _check_all_given(self, given: set[str]) -> None:
         if not given:

@@ -8,7 +8,7 @@ from typing import Final
 
 from sqlalchemy import Connection, exc, text
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.stores.failures import driver_words, map_database_error, sqlstate_of
 
 _BAD_NAME: Final = frozenset({"42601", "42602", "22023", "0A000", "42939"})
@@ -38,6 +38,12 @@ _COLUMNS: Final = text(
          LEFT JOIN pg_type e ON e.oid = base.typelem
     WHERE base.typtype <> 'd' ORDER BY a.attnum
     """
+)
+
+_TYPES: Final = text(
+    "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = :schema AND c.relname = :table AND a.attnum > 0 AND NOT a.attisdropped"
 )
 
 _KINDS: Final = {
@@ -132,6 +138,35 @@ def read_table(connection: Connection, name: str) -> Table:
         for column, type_name, is_enum, shown, typmod, element, must_be_given, generated in rows
     ]
     return Table(schema, table, {column.name: column for column in columns})
+
+
+def require_types(connection: Connection, table: tuple[str, str], planned: Mapping[str, str]) -> None:
+    """Make sure that the table's columns are of the types that its rows were made for.
+
+    To be called in the transaction that has written them, at READ COMMITTED: until it ends, its lock lets nobody alter the
+    table. Before it began, anybody could: binary COPY then takes a number for another one of the same width, and INSERT rounds.
+
+    Args:
+        connection: Inside that transaction.
+        table: Schema and name of the table.
+        planned: The types by column, as `TableColumn.shown_type`.
+
+    Raises:
+        TransactionAborted: A column has another type now.
+        ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+    """
+    try:
+        rows = connection.execute(_TYPES, {"schema": table[0], "table": table[1]}).all()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+    present = {str(name): str(shown) for name, shown in rows}
+    for name, shown in planned.items():
+        if present.get(name) != shown:
+            raise TransactionAborted(
+                f"column {name!r} of table {table[1]!r} was {shown} when the batch was planned, and is "
+                f"{present.get(name, 'gone')} now",
+                next_step="run the batch again: it is planned anew",
+            )
 
 
 def _scale(type_name: str, typmod: int) -> int | None:

@@ -22,6 +22,7 @@ from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.prepared import choose_staging, require_prepared
 from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.staging import drop_dead_staging, drop_staging, empty, take_over
+from dualwrite.sinks.spark.table import require_types
 from dualwrite.stores.ledger import WHOLE_BATCH
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ class WholeBatch(DriverSide):
                 for one in prepared:
                     if one.staged is not None:
                         take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
+                if any(
+                    one.staged is not None for one in prepared
+                ):  # the others' tasks have looked, and hold their locks
+                    require_types(connection, layout.table, layout.table_types)
                 # Once more: moving many rows takes its time, and after the lease the broker aborts what is decided.
                 self._require_leases(connection, prepared)
                 failpoints.hit("batch.recorded")

@@ -170,11 +170,11 @@ def by_database_leg(job: Job) -> None:
     """Only what the product does with the table: binary COPY in one transaction a partition; no protocol."""
     options, schema = job.options, job.df.schema
     planned = read_layout(options, schema)
-    used = [number for _, number, _ in planned.table_columns]
+    used = [column.source for column in planned.table_columns]
     layout = replace(
         planned,
         projected=tuple(planned.projected[number] for number in used),
-        table_columns=tuple((name, place, kind) for place, (name, _, kind) in enumerate(planned.table_columns)),
+        table_columns=tuple(replace(column, source=place) for place, column in enumerate(planned.table_columns)),
     )
 
     def copy_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,0 +1,78 @@
+"""The table is altered while a batch is written: its rows are planned by types that are no longer those of the table."""
+
+import psycopg
+import pytest
+from harness.spark import ROWS
+from harness.spark import numbers as numbered
+from harness.spark_source import nothing_is_left, write_with
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+
+from dualwrite.sinks.spark import SinkOptions, foreach_partition, register, write_batch
+from dualwrite.sinks.spark.connecting import connect_engine
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+LEGS = ["staging", "prepared"]
+
+
+def write(numbers, df, way):
+    if way == "write_batch":
+        write_batch(df, batch_id="1", **numbers.settings)
+    elif way == "foreach_partition":
+        df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
+    else:
+        register(df.sparkSession)
+        write_with(numbers, df, batchId="1", databaseLeg=way)
+
+
+@pytest.mark.parametrize("way", ["write_batch", "foreach_partition", *LEGS])
+def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, numbers, way):
+    """Binary COPY says nothing of types: eight bytes are a bigint or a double, as the table has it."""
+    url = numbers.url.replace("+psycopg", "")
+
+    def alter(batches):
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("ALTER TABLE numbers ALTER id TYPE double precision")
+        yield from batches
+
+    df = numbered(spark, ROWS, 1).mapInArrow(alter, "id bigint, name string")
+    if way not in LEGS:
+        # They open their COPY before they take a row. Of a shuffle, all rows are computed before that, and after the plan.
+        df = df.repartition(2)
+    with pytest.raises(PySparkException, match="'id' .* was bigint .* double precision"):
+        write(numbers, df, way)
+    assert numbers.rows() == numbers.messages() == []
+    numbers.execute("ALTER TABLE numbers ALTER id TYPE bigint")
+    # The same number of partitions.
+    write(numbers, numbered(spark, ROWS, 2), way)
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_a_type_that_loses_digits_refuses_what_was_staged(spark, numbers):
+    numbers.execute(
+        "CREATE FUNCTION alter_it() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "ALTER TABLE numbers ALTER id TYPE numeric(10, -1); RETURN NEW; END $$"
+    )
+    numbers.execute(
+        "CREATE TRIGGER alter_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION alter_it()"
+    )
+    with pytest.raises((PySparkException, Py4JJavaError), match=r"'id' .* was bigint .* numeric\(10,-1\)"):
+        write(numbers, numbered(spark), "staging")
+    numbers.execute("DROP TRIGGER alter_it ON dualwrite_ledger")
+    assert numbers.rows() == numbers.messages() == []
+    write(numbers, numbered(spark), "staging")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_the_sinks_own_transactions_see_what_was_committed_before_each_statement(numbers):
+    numbers.execute(
+        f"ALTER DATABASE {numbers.url.rpartition('/')[2]} SET default_transaction_isolation = 'repeatable read'"
+    )
+    engine = connect_engine(SinkOptions(**numbers.settings))
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SHOW transaction_isolation").scalar() == "read committed"
+    engine.dispose()
