@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-
-from sqlalchemy import Engine, create_engine
+from typing import TYPE_CHECKING
 
 from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
@@ -30,8 +29,12 @@ from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.settling import Loss, SettleReport, settle
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -305,15 +308,13 @@ def _known_incarnations(
 
 @contextmanager
 def _connected(engine: Engine | str, schema: str | None) -> Generator[SqlStateStore, None, None]:
-    own = create_engine(engine) if isinstance(engine, str) else None
-    used = own if own is not None else engine
-    assert isinstance(used, Engine)
+    used = engine_of(engine)
     try:
         check_schema(used, schema)
         yield SqlStateStore(used, schema=schema)
     finally:
-        if own is not None:
-            own.dispose()
+        if used is not engine:
+            used.dispose()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, Engine, create_engine, exc
+from sqlalchemy import Connection, Engine, exc
 from sqlalchemy.orm import Session
 
 from dualwrite.block import dual_write, session_of_block
@@ -23,6 +23,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, claim_lanes, lane_id
 from dualwrite.lanes import Lanes
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
@@ -93,7 +94,7 @@ class DualWriter:
         self.transactional_id = transactional_id
         self._config = KafkaConfig.parse(kafka)
         self._owns_engine = isinstance(engine, str)
-        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._engine = engine_of(engine)
         self._schema = schema
         self._max_lanes = max_lanes
         self._timeout_s = timeout_s

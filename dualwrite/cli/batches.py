@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import click
-from sqlalchemy import create_engine
 
 from dualwrite.cli.connection import database_options
 from dualwrite.cli.exit_codes import exit_code_for_errors
 from dualwrite.cli.report import batch_json, batch_table, report_console
 from dualwrite.stores.batches import read_batches
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
 
 
@@ -28,7 +28,7 @@ def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, ur
 
     Exit code: 0 shown, 1 an error, 5 the database does not answer.
     """
-    engine = create_engine(url)
+    engine = engine_of(url)
     try:
         check_schema(engine, schema)
         found = read_batches(engine, sink=sink, limit=None if everything else limit, schema=schema)

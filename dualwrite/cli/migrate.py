@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import click
-from sqlalchemy import create_engine, exc
+from sqlalchemy import exc
 
 from dualwrite.cli.connection import database_options
 from dualwrite.cli.exit_codes import exit_code_for_errors
-from dualwrite.errors import ConfigurationError
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 
 
@@ -50,13 +50,7 @@ def migrate(*, url: str, schema: str | None, revision: str, as_sql: bool, downgr
 
 
 def _migrate(url: str, schema: str | None, revision: str, *, downgrade: bool) -> tuple[str | None, str | None]:
-    try:
-        engine = create_engine(url)
-    except (exc.ArgumentError, ModuleNotFoundError) as error:
-        raise ConfigurationError(
-            f"the database URL cannot be used: {type(error).__name__}",
-            next_step="give --url as postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]') or sqlite:///file",
-        ) from error
+    engine = engine_of(url)
     try:
         with engine.connect() as connection, connection.begin():
             before = current_revision(connection, schema=schema)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 
 import click
-from sqlalchemy import create_engine
 
 from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, exit_code_for_errors
 from dualwrite.cli.report import report_console, status_json, status_table
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.state import SqlStateStore
 
 
@@ -37,7 +37,7 @@ def status(
 
     Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 1 an error.
     """
-    engine = create_engine(url)
+    engine = engine_of(url)
     try:
         items = recovery.status(
             transactional_id, kafka=kafka, engine=engine, schema=schema, prefix=prefix, timeout_s=timeout_s

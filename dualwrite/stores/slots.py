@@ -20,7 +20,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
-    create_engine,
     exc,
     func,
     literal,
@@ -33,6 +32,7 @@ from sqlalchemy import (
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores.clock import database_now, database_now_plus
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.rows import begins_with, check_name, in_chunks
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
@@ -84,7 +84,7 @@ class SlotPool:
         self.pool = pool
         self.max_slots = max_slots
         self._owns_engine = isinstance(engine, str)
-        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._engine = engine_of(engine)
         self._dialect = dialect_of(self._engine)
         tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, tables)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from sqlalchemy import String, bindparam, create_engine, exc, literal, null, or_, select, update
+from sqlalchemy import String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.ports import Participant
@@ -15,6 +15,7 @@ from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores import committing, participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
+from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import begins_with, check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
@@ -72,7 +73,7 @@ class SqlStateStore:
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self._owns_engine = isinstance(engine, str)
-        self._engine = create_engine(engine) if isinstance(engine, str) else engine
+        self._engine = engine_of(engine)
         self._schema = schema
         self._dialect = dialect_of(self._engine, paused_owner_timeout_s, decision_timeout_s)
         self._tables = declare_tables(schema)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +15,6 @@ from dualwrite.sinks.spark.task import PartitionReport
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
-
-logger = logging.getLogger(__name__)
 
 _REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean"
 _QUERY_ID: Final = "sql.streaming.queryId"

@@ -257,15 +257,27 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn) -> Wire:
             f"{target.shown_type}",
             next_step=row.advice,
         )
-    if isinstance(data_type, spark.DecimalType) and target.scale is not None and data_type.scale > target.scale:
+    digits = _digits_after_point(data_type)
+    if target.scale is not None and digits is not None and digits > target.scale:
         raise ConfigurationError(
             f"column {name!r} of type {data_type.simpleString()} would be rounded by column {target.name!r} of type "
             f"{target.shown_type}",
-            next_step=f"cast it to a decimal with {target.scale} digits after the point",
+            next_step=f"cast it to a decimal with {target.scale} digits after the point"
+            if target.scale >= 0
+            else "write it into a column that keeps its last digits",
         )
     if wire.form is Form.JSON:
         check_json(name, data_type)
     return Wire(wire.form, _exact(data_type, wire.arrow), wire.encoding)
+
+
+def _digits_after_point(data_type: spark.DataType) -> int | None:
+    """Of a number that is exact, or of an array's elements."""
+    if isinstance(data_type, spark.ArrayType):
+        return _digits_after_point(data_type.elementType)
+    if isinstance(data_type, spark.DecimalType):
+        return data_type.scale
+    return 0 if isinstance(data_type, spark.IntegralType) else None
 
 
 def _exact(data_type: spark.DataType, arrow: pa.DataType) -> pa.DataType:

@@ -1,4 +1,4 @@
-"""The projection in Python, for ``foreachPartition``: Spark's rows become the same Arrow batches as its columns would."""
+"""The projection in Python, where Spark gives rows: they become the same Arrow batches as its columns would."""
 
 from __future__ import annotations
 

@@ -245,8 +245,11 @@ class SinkOptions:
         return url.set(
             username=_resolved(url.username),
             password=_resolved(url.password),
-            host=_resolved(url.host),
             database=_resolved(url.database),
+            query={
+                name: _resolve(value, "url") if isinstance(value, str) else [_resolve(one, "url") for one in value]
+                for name, value in url.query.items()
+            },
         )
 
     def __repr__(self) -> str:
@@ -329,7 +332,7 @@ def _parse_url(text: str) -> URL:
     try:
         url = make_url(text)
         dialect = url.get_dialect()
-    except exc.SQLAlchemyError:
+    except (exc.SQLAlchemyError, ValueError):  # the port is no number
         _refuse_url()
     if (dialect.name, dialect.driver) != _DRIVER:
         _refuse_url()

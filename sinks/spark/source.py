@@ -7,12 +7,18 @@ beside the driver; for a stream it makes the writer anew there. So nothing is ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSource, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    WriterCommitMessage,
+)
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.sinks.spark.batches import projected_batches
@@ -34,10 +40,11 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout
 
 try:
-    from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter
-except ImportError:  # an older PySpark
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter
+except ImportError:  # PySpark 4.0
     from pyspark.sql.datasource import DataSourceStreamWriter as DataSourceStreamArrowWriter  # type: ignore[assignment]
-    from pyspark.sql.datasource import DataSourceWriter as DataSourceArrowWriter  # type: ignore[assignment]
+
+_stream_batches = projected_batches if DataSourceStreamArrowWriter is not DataSourceStreamWriter else row_batches
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +114,7 @@ class DualWriteDataSource(DataSource):
         if overwrite:
             raise ConfigurationError(
                 "a stream cannot empty the table with each micro-batch",
-                next_step='use outputMode("append"), or outputMode("update") with upsertKeys',
+                next_step='use outputMode("append"); with upsertKeys it replaces rows of the same key',
             )
         layout, staging = read_plan(options.sink, schema, moves=bool(options.upsert_keys))
         return _StreamWriter(options, schema, layout, staging=staging)
@@ -152,7 +159,8 @@ class _BatchWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
-        return _write(self._options, self._layout, self._schema, self._batch_id, iterator, staging=self._staging)
+        batches = projected_batches(whole_input(iterator), self._schema, self._layout)
+        return _write(self._options, self._layout, self._batch_id, batches, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when all tasks have ended well: decide."""
@@ -185,7 +193,8 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 "Spark does not tell the task which query and micro-batch it belongs to",
                 next_step="use a version of PySpark that this library is tested with",
             )
-        return _write(self._options, self._layout, self._schema, f"{query}/{number}", iterator, staging=self._staging)
+        batches = _stream_batches(whole_input(iterator), self._schema, self._layout)
+        return _write(self._options, self._layout, f"{query}/{number}", batches, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when all tasks of the micro-batch have ended well: decide."""
@@ -207,17 +216,9 @@ class _StreamWriter(DataSourceStreamArrowWriter):
 
 
 def _write(
-    options: SourceOptions,
-    layout: Layout,
-    schema: spark.StructType,
-    batch_id: str,
-    found: Iterator[pa.RecordBatch],
-    *,
-    staging: bool,
+    options: SourceOptions, layout: Layout, batch_id: str, batches: Iterable[pa.RecordBatch], *, staging: bool
 ) -> TaskMessage:
     task = _task()
-    project = projected_batches if DataSourceArrowWriter is not DataSourceWriter else row_batches
-    batches = project(whole_input(found), schema, layout)
     prepared = prepare_partition(
         options.sink,
         layout,

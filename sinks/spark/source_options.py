@@ -152,7 +152,7 @@ def _url(options: Mapping[str, str]) -> str:
         return text
     try:
         url = make_url(text)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # the port is no number
         # Without its cause: SQLAlchemy's message repeats the URL, password included.
         raise ConfigurationError("the option url is no database URL") from None
     url = url.set(username=options.get("user", url.username), password=options.get("password", url.password))

@@ -65,7 +65,7 @@ class TableColumn:
         type_name: The internal name of its type, of the base type where it is a domain.
         shown_type: Its type as people write it.
         is_enum: Whether the type is an enumeration.
-        scale: The digits after the point that a ``numeric`` column keeps; None where it keeps all.
+        scale: The digits after the point that a ``numeric`` column keeps, or an array of them; None where it keeps all.
         element_type: The internal name of an array's element type.
         must_be_given: Whether a row without a value for it is refused.
         generated: Whether the database computes it.
@@ -130,7 +130,7 @@ def read_table(connection: Connection, name: str) -> Table:
             type_name=type_name,
             shown_type=shown,
             is_enum=is_enum,
-            scale=_scale(type_name, typmod),
+            scale=_scale(element or type_name, typmod),
             element_type=element,
             must_be_given=must_be_given,
             generated=generated,

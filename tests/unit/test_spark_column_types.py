@@ -149,6 +149,18 @@ def test_a_decimal_is_not_rounded():
         assert plan(schema, table(column("a", "numeric", scale=scale))).projected[0].arrow == pa.decimal128(10, 3)
 
 
+def test_what_is_in_an_array_is_not_rounded_either():
+    schema = fields(a=spark.ArrayType(spark.DecimalType(10, 3)))
+    refused("would be rounded", schema, table(column("a", "_numeric", element_type="numeric", scale=2)))
+    layout = plan(schema, table(column("a", "_numeric", element_type="numeric", scale=3)))
+    assert layout.projected[0].arrow == pa.list_(pa.decimal128(10, 3))
+
+
+@pytest.mark.parametrize("data_type", [spark.LongType(), spark.DecimalType(10, 0)])
+def test_a_number_is_not_rounded_before_its_point(data_type):
+    refused("would be rounded.*keeps its last digits", fields(a=data_type), table(column("a", "numeric", scale=-2)))
+
+
 def test_arrays_go_into_arrays_of_just_their_element():
     strings = spark.ArrayType(spark.StringType())
     layout = plan(fields(a=strings), table(column("a", "_text", element_type="text")))

@@ -69,6 +69,7 @@ def test_two_pickles_of_the_same_settings_mask_differently():
         ({"url": f"postgresql+pg8000://app:{CANARY}@db/shop"}, "not the URL of a PostgreSQL database"),
         ({"url": f"nonsense {CANARY}"}, "not the URL of a PostgreSQL database"),
         ({"url": f"nosuchdatabase://{CANARY}"}, "not the URL of a PostgreSQL database"),
+        ({"url": f"postgresql+psycopg://app:p@host:{CANARY}@db/shop"}, "not the URL of a PostgreSQL database"),
     ],
 )
 def test_what_cannot_work_is_refused_without_showing_a_secret(changes, says):
@@ -104,6 +105,25 @@ def test_a_reference_is_replaced_where_it_is_used_and_nowhere_else(monkeypatch):
     assert shipped.database_url().password == f"{CANARY}-@/2"
     assert CANARY not in repr(shipped)
     assert shipped == referring
+
+
+def test_a_reference_may_stand_in_the_query_of_the_url(monkeypatch):
+    monkeypatch.setenv("KEY_PASSWORD", CANARY)
+    referring = options(
+        url="postgresql+psycopg://db/shop?sslpassword=${env:KEY_PASSWORD}&host=a:5432&host=${env:KEY_PASSWORD}"
+    )
+    assert dict(referring.database_url().query) == {"sslpassword": CANARY, "host": ("a:5432", CANARY)}
+    assert CANARY not in repr(referring)
+
+
+def test_an_option_url_with_a_bad_port_is_refused_without_showing_it():
+    given = {
+        "sink": "s", "url": f"postgresql+psycopg://app:p@host:{CANARY}@db/shop", "dbtable": "t", "topic": "t",
+        "kafka.bootstrap.servers": "b:9092", "password": "p",
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match="url is no database URL") as caught:
+        SourceOptions.parse(given)
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_reference_to_a_variable_that_is_not_set_names_it(monkeypatch):
