@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Copied, Layout
 
 _UUID: Final = pa.binary(16)
-_DATA_CLASSES: Final = frozenset({"22", "23", "42"})
-"""SQLSTATE classes that come again with the same rows: bad values, violated constraints, missing rights."""
+_DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
+"""SQLSTATE classes that come again with the same rows: a key twice, bad values, violated constraints, missing rights."""
 
 
 class _Driver(Protocol):

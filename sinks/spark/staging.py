@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
 from psycopg import sql
@@ -124,28 +124,39 @@ def take_over(
         upsert: Key columns: a row whose key is in the target replaces the other columns there.
 
     Raises:
-        TransactionAborted: The rows are not all there, or the target refuses them; nothing is moved.
+        TransactionAborted: The rows are not all there, a key comes twice, or the target refuses them; nothing is moved.
         ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
     """
-    statement = sql.SQL("INSERT INTO {} ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
+    statement = sql.SQL("INSERT INTO {} AS present ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
         sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*staged.table)
     )
     if upsert:
         # Keys are assigned too, so that every row counts as written, also where there is no other column.
-        statement += sql.SQL(" ON CONFLICT ({}) DO UPDATE SET {}").format(
+        # What another table of this batch has brought is not replaced: nobody can say which of the two comes last.
+        statement += sql.SQL(
+            " ON CONFLICT ({}) DO UPDATE SET {} WHERE present.xmin <> pg_current_xact_id()::xid"
+        ).format(
             listed(upsert),
             sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in columns),
         )
     try:
         moved = _execute(connection, statement).rowcount
+        held = moved if moved == rows else _count(connection, staged)
     except exc.SQLAlchemyError as error:
         if isinstance(error.__cause__, psycopg.Error) and error.__cause__.sqlstate:
             raise refused(f"table {target[1]!r} does not take the batch", error.__cause__) from error
         raise map_database_error(error, connection.engine) from error
+    if held != rows:
+        raise TransactionAborted(
+            f"a staging table holds {held} rows of {rows}: the database has crashed in between",
+            transactional_id=staged.transactional_id,
+        )
     if moved != rows:
         raise TransactionAborted(
-            f"a staging table holds {moved} rows of {rows}: the database has crashed in between",
+            f"{rows - moved} keys ({', '.join(upsert)}) come twice in the batch",
             transactional_id=staged.transactional_id,
+            next_step="let each key come once: dropDuplicates, or keep its last row",
+            retryable=False,
         )
 
 
@@ -228,6 +239,11 @@ def empty(connection: Connection, table: tuple[str, str]) -> None:
                 next_step='grant TRUNCATE on it, or use mode("append")',
             ) from error
         raise mapped from error
+
+
+def _count(connection: Connection, staged: StagingTable) -> int:
+    counted = _execute(connection, sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(*staged.table)))
+    return cast("int", counted.scalar_one())
 
 
 def _execute(connection: Connection, statement: sql.Composed) -> CursorResult[tuple[object, ...]]:

@@ -124,6 +124,20 @@ def test_rows_replace_those_of_the_same_key(spark, numbers, write):
     numbers.verify()
 
 
+@pytest.mark.parametrize(
+    ("partitions", "says"), [(1, "cannot affect row a second time"), (2, r"1 keys \(id\) come twice")]
+)
+def test_a_key_that_comes_twice_in_a_batch_is_refused(spark, numbers, write, partitions, says):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (7, 'old')")
+    twice = numbered(spark, 8, 1).unionAll(spark.sql("SELECT 7L AS id, 'again' AS name"))
+    with pytest.raises(KILLED, match=says):
+        write(twice if partitions == 2 else twice.coalesce(1), batchId="1", upsertKeys="id")
+    assert numbers.rows() == [(7, "old")]
+    assert numbers.messages() == []
+    nothing_is_left(numbers)
+
+
 def test_the_table_refuses_a_row_and_nothing_is_written(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ADD CHECK (id < 900)")
     with pytest.raises(PySparkException, match="does not take the batch.*numbers_id_check"):
