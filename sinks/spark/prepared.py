@@ -58,7 +58,7 @@ def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> 
     if most_prepared == 0:
         raise ConfigurationError(
             "the database takes no prepared transactions",
-            next_step="set max_prepared_transactions to at least the number of partitions that are written at the same time, "
+            next_step="set max_prepared_transactions to at least the number of partitions of a batch, "
             f"and restart it; or grant CREATE on the schema {schema!r}, for staging tables",
         )
     return False

@@ -86,13 +86,17 @@ def arithmetic(cluster: Cluster, figures: Mapping[str, Any]) -> dict[str, float]
     one = figures["transactions"][-1]
     # The most: where no worker is used again, each task claims its slot, and settles what the one before has left.
     per_transaction = {kind: count / one["count"] for kind, count in one["claim_requests"].items()}
-    sockets = 2 * cluster.brokers + 2
+    of_librdkafka, of_kafka_python = cluster.brokers + 2, cluster.brokers
+    sockets = of_librdkafka + of_kafka_python
+    # A worker keeps a producer for each partition of the batch that it has prepared.
+    kept_sockets = cluster.waves * of_librdkafka + of_kafka_python
     return {
         "tasks at a time": cluster.tasks,
         "slots, partition by partition": cluster.tasks,
         "slots, whole batches": cluster.partitions,
-        "connections to brokers, at most": cluster.tasks * sockets,
-        "of them to each broker, at most": cluster.tasks * sockets / cluster.brokers,
+        "connections to brokers, partition by partition, at most": cluster.tasks * sockets,
+        "connections to brokers, whole batches, at most": cluster.tasks * kept_sockets,
+        "of them to each broker, at most": cluster.tasks * kept_sockets / cluster.brokers,
         "new connections a second, at most": cluster.tasks_per_s * sockets,
         "sessions of PostgreSQL": cluster.tasks * (figures["task"][0]["database_sessions"] + 1) + 2,
         "InitProducerId a second, at most": cluster.tasks_per_s * (1 + per_transaction["InitProducerId"]),
@@ -257,7 +261,8 @@ def render(figures: Mapping[str, Any]) -> str:
             "leader. It must not be changed once there are transactions. 50 is enough here: what counts is that "
             "every broker leads some of them.",
             "- **Connections.** While it writes, a task has librdkafka's to each broker, to its coordinator, and to the "
-            "broker that it asked first, and kafka-python's, at most one to each broker. Mind `max.connections`, "
+            "broker that it asked first, and kafka-python's, at most one to each broker. A worker that is used again keeps a producer "
+            "for each partition of a whole batch that it has prepared, up to eight. Mind `max.connections`, "
             "`max.connections.per.ip`, `max.connection.creation.rate`, and the brokers' open files.",
             "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and one more once "
             "it has renewed its lease; the driver has two. A worker that is kept for its next task keeps its sessions. PgBouncer in transaction pooling works. See [databases](databases.md).",

@@ -32,7 +32,8 @@ def test_the_arithmetic_is_proportional():
     small = sizing.arithmetic(sizing.Cluster(10), figures)
     assert small["tasks at a time"] == 40
     assert small["slots, whole batches"] == 80
-    assert small["connections to brokers, at most"] == 40 * 8
+    assert small["connections to brokers, partition by partition, at most"] == 40 * 8
+    assert small["connections to brokers, whole batches, at most"] == 40 * 13
     great = sizing.arithmetic(sizing.Cluster(1000), figures)
     sessions = "sessions of PostgreSQL"
     assert great[sessions] - 2 == 100 * (small[sessions] - 2)
