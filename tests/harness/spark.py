@@ -10,7 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from py4j.protocol import Py4JJavaError
 from pyspark import TaskContext
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession, functions
 from sqlalchemy import create_engine, text
 
@@ -24,6 +26,8 @@ from harness.planting import plant_from_environment
 TESTS = Path(__file__).parents[1]
 ROWS = 1000
 PARTITIONS = 4
+SPARKS_ERRORS = (PySparkException, Py4JJavaError)
+"""What a job that fails raises: which of them depends on the version and on the call."""
 
 
 def set_environment() -> None:

@@ -5,9 +5,8 @@ import threading
 from functools import partial
 
 import pytest
-from harness.spark import PARTITIONS, ROWS, ArmedTask
+from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS, ArmedTask
 from harness.spark import numbers as numbered
-from pyspark.errors import PySparkException
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError, Fenced, TransactionAborted, failpoints
@@ -168,7 +167,7 @@ def test_a_failure_in_the_middle_of_the_input_leaves_no_half_partition(spark, nu
         name = functions.when(functions.col("id") < 17_050, functions.col("name")).otherwise(
             functions.raise_error("no")
         )
-        with pytest.raises(PySparkException, match="no"):
+        with pytest.raises(SPARKS_ERRORS, match="no"):
             write(numbered(spark, rows).withColumn("name", name))
         write(numbered(spark, rows))
     finally:

@@ -7,10 +7,9 @@ from decimal import Decimal
 
 import pytest
 from harness.messages import consume
-from harness.spark import SparkCase
+from harness.spark import SPARKS_ERRORS, SparkCase
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
-from pyspark.errors import PySparkException
 from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError
@@ -132,7 +131,7 @@ def test_times_and_intervals(spark, target, write):
     try:
         df = spark.sql("SELECT time'12:34:56.789' AS t, interval '-1 2' day to hour AS i").coalesce(1)
         with pytest.raises(
-            (ConfigurationError, PySparkException), match="'i' of type interval day to hour cannot be put into JSON"
+            (ConfigurationError, *SPARKS_ERRORS), match="'i' of type interval day to hour cannot be put into JSON"
         ):
             write(df, **{**target.settings, "table": "spans", "key": None})
         df = df.withColumn("v", df.t.cast("string"))
@@ -261,7 +260,7 @@ def test_a_table_that_may_not_be_written_to_is_told_with_the_grant(numbers, dual
 )
 def test_a_row_that_the_database_refuses_fails_its_partition_on_both_sides(spark, numbers, write, name, says):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE varchar(100), ALTER name SET NOT NULL")
-    with pytest.raises(PySparkException, match=rf"(COPY into '\w+' failed|does not take the batch).*{says}"):
+    with pytest.raises(SPARKS_ERRORS, match=rf"(COPY into '\w+' failed|does not take the batch).*{says}"):
         write(numbered(spark).selectExpr("id", f"{name} AS name"), **numbers.settings)
     assert len(numbers.rows()) == len(numbers.messages())
     assert 700 not in dict(numbers.rows())
@@ -269,14 +268,14 @@ def test_a_row_that_the_database_refuses_fails_its_partition_on_both_sides(spark
 
 def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ALTER id TYPE smallint")
-    with pytest.raises(PySparkException, match="a value of column 'id' does not fit int16"):
+    with pytest.raises(SPARKS_ERRORS, match="a value of column 'id' does not fit int16"):
         write(spark.sql("SELECT 40000L AS id, 'x' AS name"), **numbers.settings)
     numbers.verify(0)
 
 
 def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE uuid USING null")
-    with pytest.raises(PySparkException, match="a value for column 'name' of type uuid is not a UUID"):
+    with pytest.raises(SPARKS_ERRORS, match="a value for column 'name' of type uuid is not a UUID"):
         write(spark.sql("SELECT 1L AS id, '0f0e' AS name"), **numbers.settings)
     assert numbers.messages() == numbers.rows() == []
 
@@ -288,14 +287,14 @@ def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
 )
 def test_an_unknown_topic_in_a_column_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, 'no-such-topic' AS t")
-    with pytest.raises(PySparkException, match="no-such-topic"):
+    with pytest.raises(SPARKS_ERRORS, match="no-such-topic"):
         write(df, **{**numbers.settings, "topic": None, "topic_column": "t"})
     numbers.verify(0)
 
 
 def test_a_null_topic_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, cast(null AS string) AS t")
-    with pytest.raises(PySparkException, match="the topic of a row is null"):
+    with pytest.raises(SPARKS_ERRORS, match="the topic of a row is null"):
         write(df, **{**numbers.settings, "topic": None, "topic_column": "t"})
     numbers.verify(0)
 

@@ -18,10 +18,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.json_format import MessageToDict
 from harness.messages import consume, message_class, protobuf_file
 from harness.schema_registry import schema_registry
-from harness.spark import ROWS, ArmedTask
+from harness.spark import ROWS, SPARKS_ERRORS, ArmedTask
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
-from pyspark.errors import PySparkException
 from pyspark.sql.types import StringType, StructField, StructType
 
 from dualwrite import ConfigurationError, Unavailable
@@ -208,7 +207,7 @@ def test_a_column_can_be_the_value_and_null_is_a_tombstone(spark, numbers, regis
 def test_rows_with_topics_of_their_own(spark, numbers, registry):
     df = numbered(spark, 4, 1).selectExpr("*", f"'{numbers.topic}' AS t")
     settings = with_registry(numbers, registry, "avro", topic=None, topic_column="t")
-    with pytest.raises(PySparkException, match=f"Subject '{numbers.topic}-value' not found.*schema.registry.topics"):
+    with pytest.raises(SPARKS_ERRORS, match=f"Subject '{numbers.topic}-value' not found.*schema.registry.topics"):
         written(df, "data source", **settings)
     numbers.verify(0)
     settings["schema_registry"]["topics"] = f"{numbers.topic}, another"
@@ -221,7 +220,7 @@ def test_rows_with_topics_of_their_own(spark, numbers, registry):
 def test_a_schema_that_the_registry_refuses_fails_before_anything_is_begun(spark, numbers, registry, way):
     earlier = {"type": "record", "name": "numbers", "fields": [{"name": "id", "type": "string"}]}
     registry.register(f"{numbers.topic}-value", json.dumps(earlier))
-    with pytest.raises((ConfigurationError, PySparkException), match="TYPE_MISMATCH of id"):
+    with pytest.raises((ConfigurationError, *SPARKS_ERRORS), match="TYPE_MISMATCH of id"):
         written(numbered(spark), way, **with_registry(numbers, registry, "avro"))
     assert untouched(numbers)
 
@@ -300,7 +299,7 @@ def test_no_secret_shows_in_a_log_or_a_plan(spark, numbers, registry, caplog):
 def test_a_row_that_the_schema_refuses_fails_its_partition_on_both_sides(spark, numbers, registry):
     schema = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 100}, "name": {"type": "string"}}}
     settings = with_registry(numbers, registry, "jsonschema", value_schema=json.dumps(schema))
-    with pytest.raises(PySparkException, match="a row does not fit the jsonschema schema of the message's value"):
+    with pytest.raises(SPARKS_ERRORS, match="a row does not fit the jsonschema schema of the message's value"):
         written(numbered(spark, 200, 1), "write_batch", **settings)
     numbers.verify(0)
 

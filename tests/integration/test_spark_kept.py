@@ -3,18 +3,15 @@
 from functools import partial
 
 import pytest
-from harness.spark import ROWS
+from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
 
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 LEGS = ["staging", pytest.param("prepared", marks=pytest.mark.thorough)]
-KILLED = (PySparkException, Py4JJavaError)
 TASKS = 2  # as many as run at a time: each worker has one of them
 
 
@@ -97,7 +94,7 @@ def test_nothing_is_kept_where_that_was_said(spark, numbers, write):
 @pytest.mark.parametrize("leg", LEGS)
 def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spark, numbers, write, point, leg):
     write(shifted(spark, 0), batchId="0", databaseLeg=leg)
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(shifted(spark, 1), source="armed", batchId="1", databaseLeg=leg, inCommit=point, inAbort="claim.before")
     # Another batch: what the first one has left stays its own, its slots are still leased.
     write(shifted(spark, 2), batchId="2", databaseLeg=leg)
@@ -112,7 +109,7 @@ def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spar
 def test_what_a_driver_could_not_drop_is_dropped_though_its_worker_goes_on(spark, numbers, write):
     """It dies when it has given the slots back: nobody claims them again."""
     write(shifted(spark, 0), batchId="0")
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(shifted(spark, 1), source="armed", batchId="1", inCommit="slot.released")
     write(shifted(spark, 2), batchId="2")
     numbers.verify(3 * ROWS)

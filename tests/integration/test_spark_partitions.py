@@ -4,11 +4,9 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from harness.spark import ArmedTask
+from harness.spark import SPARKS_ERRORS, ArmedTask
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, staging_tables, write_with
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import job, register, write_batch
@@ -20,7 +18,6 @@ SHUFFLES = {
     "spark.sql.adaptive.coalescePartitions.minPartitionSize": "1",
     "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
 }
-KILLED = (PySparkException, Py4JJavaError)
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def cut_by(spark, size):
 def test_a_whole_batch_may_be_cut_otherwise_when_it_is_run_again(spark, numbers):
     register(spark)
     spark.dataSource.register(ArmedSource)
-    with cut_by(spark, "1") as df, pytest.raises(KILLED):
+    with cut_by(spark, "1") as df, pytest.raises(SPARKS_ERRORS):
         write_with(numbers, df, source="armed", batchId="1", inCommit="batch.recorded", inAbort="claim.before")
     assert len(staging_tables(numbers)) == 6
     assert numbers.rows() == []
@@ -57,7 +54,7 @@ def test_a_batch_by_partitions_that_is_cut_otherwise_is_refused_and_goes_on_when
     spark, numbers, monkeypatch
 ):
     monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point="spark.task_started:1:raise", attempts=99))
-    with cut_by(spark, "1") as df, pytest.raises(KILLED):
+    with cut_by(spark, "1") as df, pytest.raises(SPARKS_ERRORS):
         write_batch(df, batch_id="1", **numbers.settings)
     monkeypatch.undo()
     with cut_by(spark, "64MB") as df, pytest.raises(ConfigurationError, match="begun with 6 partitions and now has 1"):

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from functools import partial
 
 import pytest
-from harness.spark import ROWS
+from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import (
     ArmedSource,
@@ -15,8 +15,6 @@ from harness.spark_source import (
     staging_tables,
     write_with,
 )
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
 from sqlalchemy import create_engine, text
 
 from dualwrite import PreparedTxnState, recover
@@ -28,8 +26,6 @@ from dualwrite.sinks.spark.undecided import Undecided
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
-
-KILLED = (PySparkException, Py4JJavaError)
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def test_a_killed_task_is_run_again_also_where_its_former_self_holds_the_keys(sp
 
 
 def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spark, numbers, write):
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit="batch.recorded", inAbort="claim.before")
     assert len(prepared_transactions(numbers)) == 4
     assert staging_tables(numbers) == numbers.rows() == []
@@ -73,7 +69,7 @@ def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spa
     "point", ["participant.found", "participant.ended", pytest.param("batch.decided", marks=pytest.mark.thorough)]
 )
 def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, write, point):
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="claim.before")
     assert prepared_transactions(numbers)
     assert len(numbers.rows()) < ROWS
@@ -143,6 +139,6 @@ def test_a_stream_writes_each_micro_batch_once(spark, numbers, tmp_path):
     ],
 )
 def test_what_cannot_be_prepared_is_refused(spark, numbers, write, mode, more, says):
-    with pytest.raises(PySparkException, match=says):
+    with pytest.raises(SPARKS_ERRORS, match=says):
         write(numbered(spark), mode=mode, batchId="1", **more)
     assert numbers.rows() == numbers.messages() == []

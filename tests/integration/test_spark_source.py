@@ -11,11 +11,9 @@ from pathlib import Path
 import pyspark_dualwrite
 import pytest
 from harness.patience import PATIENCE_S
-from harness.spark import PARTITIONS, ROWS, TESTS
+from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS, TESTS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
 from pyspark.sql import functions
 
 from dualwrite.recovery import status
@@ -36,9 +34,6 @@ TASK_POINTS = [
 ]
 UNDECIDED = ["batch.prepared", "batch.recorded", *thorough("ledger.inserted")]
 DECIDED = ["batch.decided", "batch.completed", *thorough("complete.before", "complete.ended", "complete.recorded")]
-
-
-KILLED = (PySparkException, Py4JJavaError)
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def test_a_task_that_fails_for_good_leaves_nothing(spark, numbers, write):
     bad = functions.when(functions.col("id") == 700, functions.raise_error(functions.lit("bad row"))).otherwise(
         functions.col("name")
     )
-    with pytest.raises(PySparkException, match="bad row"):
+    with pytest.raises(SPARKS_ERRORS, match="bad row"):
         # One partition: Spark kills the other tasks of a failed job, later than it tells of the failure.
         write(numbered(spark, ROWS, 1).withColumn("name", bad), batchId="1")
     assert numbers.rows() == numbers.messages() == []
@@ -90,7 +85,7 @@ def test_a_killed_task_is_run_again(spark, numbers, write, point):
 
 @pytest.mark.parametrize("point", UNDECIDED)
 def test_a_driver_killed_before_the_decision_leaves_nothing(spark, numbers, write, point):
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit=point)
     assert numbers.rows() == []
     write(numbered(spark), batchId="1")
@@ -100,7 +95,7 @@ def test_a_driver_killed_before_the_decision_leaves_nothing(spark, numbers, writ
 
 @pytest.mark.parametrize("point", DECIDED)
 def test_a_driver_killed_after_the_decision_has_written_the_batch(spark, numbers, write, point):
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="settle.looked,claim.before")
     assert len(numbers.rows()) == ROWS
     write(numbered(spark), batchId="1")
@@ -110,7 +105,7 @@ def test_a_driver_killed_after_the_decision_has_written_the_batch(spark, numbers
 
 def test_the_rows_appear_all_at_once_and_the_old_ones_stay_until_then(spark, numbers, write):
     numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), mode="overwrite", source="armed", batchId="1", inCommit="batch.recorded")
     assert numbers.rows() == [(-1, "old")]
     write(numbered(spark), mode="overwrite", batchId="2")
@@ -131,7 +126,7 @@ def test_a_key_that_comes_twice_in_a_batch_is_refused(spark, numbers, write, par
     numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
     numbers.execute("INSERT INTO numbers VALUES (7, 'old')")
     twice = numbered(spark, 8, 1).unionAll(spark.sql("SELECT 7L AS id, 'again' AS name"))
-    with pytest.raises(KILLED, match=says):
+    with pytest.raises(SPARKS_ERRORS, match=says):
         write(twice if partitions == 2 else twice.coalesce(1), batchId="1", upsertKeys="id")
     assert numbers.rows() == [(7, "old")]
     assert numbers.messages() == []
@@ -140,7 +135,7 @@ def test_a_key_that_comes_twice_in_a_batch_is_refused(spark, numbers, write, par
 
 def test_the_table_refuses_a_row_and_nothing_is_written(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ADD CHECK (id < 900)")
-    with pytest.raises(PySparkException, match="does not take the batch.*numbers_id_check"):
+    with pytest.raises(SPARKS_ERRORS, match="does not take the batch.*numbers_id_check"):
         write(numbered(spark), batchId="1")
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
@@ -174,7 +169,7 @@ def test_an_emptied_staging_table_fails_the_batch(spark, numbers, write):
     numbers.execute(
         "CREATE TRIGGER empty_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION empty_it()"
     )
-    with pytest.raises(PySparkException, match="holds 0 rows of 250"):
+    with pytest.raises(SPARKS_ERRORS, match="holds 0 rows of 250"):
         write(numbered(spark), batchId="1")
     assert numbers.rows() == numbers.messages() == []
     numbers.execute("DROP TRIGGER empty_it ON dualwrite_ledger")
@@ -183,7 +178,7 @@ def test_an_emptied_staging_table_fails_the_batch(spark, numbers, write):
 
 
 def test_what_is_prepared_too_long_ago_is_not_decided(spark, numbers, write):
-    with pytest.raises(PySparkException, match="prepared too long ago"):
+    with pytest.raises(SPARKS_ERRORS, match="prepared too long ago"):
         write(numbered(spark), batchId="1", decideWithinSeconds="0.001")
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
@@ -196,7 +191,7 @@ def test_what_is_prepared_too_long_ago_when_its_rows_are_moved_is_not_decided(sp
         "UPDATE dualwrite_slot SET lease_until = clock_timestamp() WHERE lease_owner IS NOT NULL; RETURN NULL; END $$"
     )
     numbers.execute("CREATE TRIGGER end_leases AFTER INSERT ON numbers EXECUTE FUNCTION end_leases()")
-    with pytest.raises(KILLED, match="too long ago"):
+    with pytest.raises(SPARKS_ERRORS, match="too long ago"):
         write(numbered(spark), batchId="1")
     numbers.execute("DROP TRIGGER end_leases ON numbers")
     assert numbers.rows() == numbers.messages() == []
@@ -220,7 +215,7 @@ def test_what_is_prepared_too_long_ago_when_its_rows_are_moved_is_not_decided(sp
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(spark, numbers, write, given, says):
-    with pytest.raises(PySparkException, match=f"(?s){says}"):
+    with pytest.raises(SPARKS_ERRORS, match=f"(?s){says}"):
         write(numbered(spark), **{"batchId": "1", **given})
     assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
 
@@ -259,7 +254,7 @@ def test_a_stream_writes_each_micro_batch_once(numbers, stream):
 
 def test_a_stream_killed_again_and_again_writes_each_file_once(numbers, stream):
     for point in ("batch.prepared", "batch.recorded", "batch.decided", "batch.completed"):
-        with pytest.raises(PySparkException):
+        with pytest.raises(SPARKS_ERRORS):
             stream("armed", inCommit=point)
     stream("armed", inTask="batch.handed_over")  # a killed task does not stop it
     numbers.verify()
@@ -268,7 +263,7 @@ def test_a_stream_killed_again_and_again_writes_each_file_once(numbers, stream):
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_status_shows_what_a_dead_driver_has_left(spark, numbers, write, kafka, engine):
-    with pytest.raises(KILLED):
+    with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit="batch.decided", inAbort="claim.before")
     shown = status(kafka=kafka, engine=engine, prefix=numbers.sink)
     assert len(shown) == PARTITIONS
