@@ -10,6 +10,7 @@ from harness.messages import consume
 from harness.spark import SPARKS_ERRORS, SparkCase
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
+from pyspark.sql import types
 from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError
@@ -125,6 +126,7 @@ def test_a_column_that_is_not_used_may_be_of_a_type_that_arrow_does_not_know(spa
     target.verify(10)
 
 
+@pytest.mark.skipif(not hasattr(types, "TimeType"), reason="this Spark has no times")
 def test_times_and_intervals(spark, target, write):
     target.execute("CREATE TABLE spans (t time, i interval)")
     spark.conf.set("spark.sql.timeType.enabled", "true")
