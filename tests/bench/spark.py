@@ -34,14 +34,13 @@ class Size:
     flights_times: int = 10
     small_rows: int = 1_000_000
     batches: int = 100
-    stream_rounds: int = 3
     rows: Sequence[int] = (10_000, 100_000, 1_000_000, 10_000_000)
     partitions: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     partition_rows: int = 1_000_000
     transactions: Sequence[int] = (64, 1000)
 
 
-SMALL = Size(1, 1, 20_000, 12, 1, (1_000, 10_000), (1, 4), 10_000, (8, 16))
+SMALL = Size(1, 1, 20_000, 12, (1_000, 10_000), (1, 4), 10_000, (8, 16))
 
 
 def sparks_jars() -> str | None:
@@ -110,7 +109,7 @@ def main() -> None:
         measures: Mapping[str, Callable[[], object]] = {
             "flights": lambda: compare(ground, flights(spark, made, size.flights_times), ways, rounds),
             "small": lambda: compare(ground, small_rows(spark, size.small_rows), ways, rounds),
-            "micro": lambda: spark_micro.measure(ground, spark, made, size.batches, min(rounds, size.stream_rounds)),
+            "micro": lambda: spark_micro.measure(ground, spark, made, size.batches, rounds),
             "rows": lambda: costs(ground, spark, [(rows, 4) for rows in size.rows], rounds),
             "partitions": lambda: costs(
                 ground, spark, [(size.partition_rows, number) for number in size.partitions], rounds

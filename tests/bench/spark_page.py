@@ -26,6 +26,13 @@ _AIMS = (
     ("`write_batch` against the slower of its legs alone", WRITE_BATCH, (DATABASE_LEG, KAFKA_LEG), "at most 1.3"),
 )
 
+_WHERE = (
+    "Where the time goes: all cores are busy, so a way is as fast as it needs little processor time. Spark's own sinks make and "
+    "send a message inside the JVM that has read the row; here the row goes to Python first, and `produce` is called for each "
+    "message. Tried without gain: `linger.ms` of 50 and 200, confluent-kafka's `produce_batch` (slower than a call for each), "
+    "zstd and snappy instead of lz4, other partitioners, other sizes of librdkafka's queue, no delivery callbacks."
+)
+
 
 def sections(figures: Mapping[str, Any]) -> list[str]:
     """The sections as lines of Markdown; of what was not measured there is none."""
@@ -33,6 +40,8 @@ def sections(figures: Mapping[str, Any]) -> list[str]:
         *_compared("Spark: flights, with all their columns", figures.get("flights")),
         *_compared("Spark: rows of 100 bytes", figures.get("small")),
     ]
+    if "processor_s" in figures.get("small", {}):
+        parts += [_WHERE, ""]
     if "micro" in figures:
         parts += _micro(figures["micro"])
     for name, head in (("rows", "Spark: cost against rows"), ("partitions", "Spark: cost against partitions")):
