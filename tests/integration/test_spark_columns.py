@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 from harness.messages import consume
-from harness.spark import SPARKS_ERRORS, SparkCase
+from harness.spark import ROWS, SPARKS_ERRORS, SparkCase
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
 from pyspark.sql import types
@@ -263,9 +263,9 @@ def test_a_table_that_may_not_be_written_to_is_told_with_the_grant(numbers, dual
 def test_a_row_that_the_database_refuses_fails_its_partition_on_both_sides(spark, numbers, write, name, says):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE varchar(100), ALTER name SET NOT NULL")
     with pytest.raises(SPARKS_ERRORS, match=rf"(COPY into '\w+' failed|does not take the batch).*{says}"):
-        write(numbered(spark).selectExpr("id", f"{name} AS name"), **numbers.settings)
-    assert len(numbers.rows()) == len(numbers.messages())
-    assert 700 not in dict(numbers.rows())
+        # One partition: Spark kills the other tasks of a failed job, later than it tells of the failure.
+        write(numbered(spark, ROWS, 1).selectExpr("id", f"{name} AS name"), **numbers.settings)
+    assert numbers.rows() == numbers.messages() == []
 
 
 def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
