@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import psutil
+
+Process: TypeAlias = tuple[int, float]
+"""Its id and when it was started: ids are given again."""
 
 WORKERS, JVM, BROKER, POSTGRESQL, DRIVER = "Python workers", "Spark's JVM", "the broker", "PostgreSQL", "the driver"
 KINDS = (WORKERS, JVM, BROKER, POSTGRESQL, DRIVER)
 _SIGNS = {"kafka.Kafka": BROKER, "org.apache.spark.deploy": JVM, "pyspark": WORKERS}
 
 
-def processor_s() -> Counter[str]:
-    """Seconds that this process, all below it, and PostgreSQL's servers have used since they were started, by what they are."""
-    found: Counter[str] = Counter()
+def processor_s() -> dict[Process, tuple[str, float]]:
+    """What this process, all below it, and PostgreSQL's servers are, and how many seconds each has used since its start."""
+    found: dict[Process, tuple[str, float]] = {}
     below = {process.pid for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         try:
             kind = _kind(process, below)
             times = process.cpu_times()
-        except psutil.Error:  # it has ended meanwhile: its parent has its time
+        except psutil.Error:  # it has ended meanwhile
             continue
         if kind is not None:
-            found[kind] += times.user + times.system + times.children_user + times.children_system
+            seconds = times.user + times.system
+            if kind == POSTGRESQL:  # whose first process has the time of the sessions that have ended
+                seconds += times.children_user + times.children_system
+            found[process.pid, process.create_time()] = kind, seconds
     return found
 
 
-def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What was used in between."""
-    return {kind: after.get(kind, 0.0) - before.get(kind, 0.0) for kind in KINDS}
+def used(before: Mapping[Process, tuple[str, float]], after: Mapping[Process, tuple[str, float]]) -> dict[str, float]:
+    """What was used in between, by those that are still there."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for process, (kind, seconds) in after.items():
+        found[kind] += seconds - before.get(process, (kind, 0.0))[1]
+    return found
 
 
 def _kind(process: psutil.Process, below: set[int]) -> str | None:

@@ -3,7 +3,7 @@
 import json
 
 from bench import page, sizing, spark_page
-from bench.processors import KINDS
+from bench.processors import KINDS, POSTGRESQL, WORKERS, used
 from bench.spark_ways import (
     ALL_WAYS,
     DATABASE_LEG,
@@ -79,3 +79,9 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
         assert aim in text
     spark_page.draw({"rows": costs}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks-spark-rows.svg"]
+
+
+def test_the_time_of_a_process_that_has_ended_is_nobodys():
+    before = {(1, 0.5): (WORKERS, 90.0), (2, 0.5): (POSTGRESQL, 1.0)}
+    after = {(2, 0.5): (POSTGRESQL, 1.5), (1, 7.5): (WORKERS, 3.0)}
+    assert used(before, after) == {**dict.fromkeys(KINDS, 0.0), WORKERS: 3.0, POSTGRESQL: 0.5}
