@@ -29,10 +29,11 @@ from typing import Final, Literal, Protocol, TypeAlias, cast
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, MigrationStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, exc, inspect, make_url
+from sqlalchemy import URL, Connection, Engine, exc, inspect
 from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.stores.connecting import kind_of
 from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE
 
@@ -95,10 +96,10 @@ def sql_script(
         direction: ``upgrade`` or ``downgrade``.
 
     Raises:
-        ConfigurationError: There is no such revision, or no way between the two.
+        ConfigurationError: There is no such revision, or no way between the two; or the URL cannot be used.
     """
     output = io.StringIO()
-    dialect = make_url(url).get_dialect()()
+    dialect = kind_of(url)
     options = _options(schema, fn=_steps(direction, revision), as_sql=True, output_buffer=output, starting_rev=start)
     context = MigrationContext.configure(dialect=dialect, opts=options)
     with _mapped_errors(None, schema), context.begin_transaction():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Engine, create_engine, exc
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from sqlalchemy import URL, Dialect, Engine, create_engine, exc, make_url
 
 from dualwrite.errors import ConfigurationError
 
@@ -15,10 +18,27 @@ def engine_of(engine: Engine | str) -> Engine:
     """
     if isinstance(engine, Engine):
         return engine
-    try:
+    with _refused():
         return create_engine(engine)
-    except (exc.ArgumentError, ValueError, ModuleNotFoundError) as error:
-        why = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else "it is none"
+
+
+def kind_of(url: URL | str) -> Dialect:
+    """The kind of database that a URL names; its driver is not needed.
+
+    Raises:
+        ConfigurationError: It is no URL, or names a kind that nobody knows.
+    """
+    with _refused():
+        return make_url(url).get_dialect()()
+
+
+@contextmanager
+def _refused() -> Generator[None, None, None]:
+    try:
+        yield
+    except (exc.ArgumentError, ValueError, ImportError) as error:
+        absent = (error.name or "its driver") if isinstance(error, ImportError) else None
+        why = f"{absent} is not installed" if absent else "it cannot be read"
         # Without its cause: SQLAlchemy's words may repeat the URL, password included.
         raise ConfigurationError(
             f"the database URL cannot be used: {why}",

@@ -93,7 +93,7 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
             table_copy.finish()
     except psycopg.Error as error:
         raise refused(f"COPY into {table[1]!r} failed", error) from error
-    require_types(connection, table, layout.table_types)
+    require_types(connection, table, layout.table_types, shown_name=layout.table[1])
 
 
 def refused(what: str, error: psycopg.Error) -> TransactionAborted:

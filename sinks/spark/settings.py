@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
+from urllib.parse import quote, unquote
 
 from sqlalchemy import exc, make_url
 
@@ -245,6 +246,7 @@ class SinkOptions:
         return url.set(
             username=_resolved(url.username),
             password=_resolved(url.password),
+            host=_resolved(url.host and unquote(url.host)),
             database=_resolved(url.database),
             query={
                 name: _resolve(value, "url") if isinstance(value, str) else [_resolve(one, "url") for one in value]
@@ -254,7 +256,7 @@ class SinkOptions:
 
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown["url"] = shown_url(self.url)
+        shown["url"] = shown_url(readable_url(self.url))
         shown["kafka"] = f"<{len(self.kafka)} settings>"
         if self.schema_registry is not None:
             shown["schema_registry"] = f"<{len(self.schema_registry)} settings>"
@@ -328,9 +330,16 @@ def _resolved(part: str | None) -> str | None:
     return None if part is None else _resolve(part, "url")
 
 
+def readable_url(text: str) -> str:
+    """The URL so that SQLAlchemy takes references before its path for names: their braces and colons are quoted."""
+    scheme, mark, rest = text.partition("://")
+    before_path, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{_REFERENCE.sub(lambda found: quote(found[0], safe=''), before_path)}{slash}{path}"
+
+
 def _parse_url(text: str) -> URL:
     try:
-        url = make_url(text)
+        url = make_url(readable_url(text))
         dialect = url.get_dialect()
     except (exc.SQLAlchemyError, ValueError):  # the port is no number
         _refuse_url()

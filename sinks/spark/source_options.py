@@ -12,7 +12,7 @@ from sqlalchemy.exc import ArgumentError
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.near_names import did_you_mean
-from dualwrite.sinks.spark.settings import SinkOptions
+from dualwrite.sinks.spark.settings import SinkOptions, readable_url
 
 _KAFKA: Final = "kafka."
 _REGISTRY: Final = "schema.registry."
@@ -151,7 +151,7 @@ def _url(options: Mapping[str, str]) -> str:
     if "user" not in options and "password" not in options:
         return text
     try:
-        url = make_url(text)
+        url = make_url(readable_url(text))
     except (ArgumentError, ValueError):  # the port is no number
         # Without its cause: SQLAlchemy's message repeats the URL, password included.
         raise ConfigurationError("the option url is no database URL") from None

@@ -153,9 +153,11 @@ def take_over(
         )
     if moved != rows:
         raise TransactionAborted(
-            f"{rows - moved} keys ({', '.join(upsert)}) come twice in the batch",
+            f"table {target[1]!r} did not take {rows - moved} of the rows of a partition",
             transactional_id=staged.transactional_id,
-            next_step="let each key come once: dropDuplicates, or keep its last row",
+            next_step="let each key come once in the batch, also in two partitions"
+            if upsert
+            else "look for a trigger or a rule of the table that leaves rows out",
             retryable=False,
         )
 

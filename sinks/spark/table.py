@@ -140,7 +140,9 @@ def read_table(connection: Connection, name: str) -> Table:
     return Table(schema, table, {column.name: column for column in columns})
 
 
-def require_types(connection: Connection, table: tuple[str, str], planned: Mapping[str, str]) -> None:
+def require_types(
+    connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+) -> None:
     """Make sure that the table's columns are of the types that its rows were made for.
 
     To be called in the transaction that has written them, at READ COMMITTED: until it ends, its lock lets nobody alter the
@@ -150,6 +152,7 @@ def require_types(connection: Connection, table: tuple[str, str], planned: Mappi
         connection: Inside that transaction.
         table: Schema and name of the table.
         planned: The types by column, as `TableColumn.shown_type`.
+        shown_name: The table's name for people, who do not know a staging table's.
 
     Raises:
         TransactionAborted: A column has another type now.
@@ -163,7 +166,7 @@ def require_types(connection: Connection, table: tuple[str, str], planned: Mappi
     for name, shown in planned.items():
         if present.get(name) != shown:
             raise TransactionAborted(
-                f"column {name!r} of table {table[1]!r} was {shown} when the batch was planned, and is "
+                f"column {name!r} of table {shown_name!r} was {shown} when the batch was planned, and is "
                 f"{present.get(name, 'gone')} now",
                 next_step="run the batch again: it is planned anew",
             )

@@ -110,7 +110,7 @@ class WholeBatch(DriverSide):
                 if any(
                     one.staged is not None for one in prepared
                 ):  # the others' tasks have looked, and hold their locks
-                    require_types(connection, layout.table, layout.table_types)
+                    require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
                 # Once more: moving many rows takes its time, and after the lease the broker aborts what is decided.
                 self._require_leases(connection, prepared)
                 failpoints.hit("batch.recorded")

@@ -35,10 +35,13 @@ def processor_s() -> dict[Process, tuple[str, float]]:
 
 
 def used(before: Mapping[Process, tuple[str, float]], after: Mapping[Process, tuple[str, float]]) -> dict[str, float]:
-    """What was used in between, by those that are still there."""
+    """What was used in between, by those that are still there; of PostgreSQL's, one has the time of those that are not."""
     found = dict.fromkeys(KINDS, 0.0)
     for process, (kind, seconds) in after.items():
         found[kind] += seconds - before.get(process, (kind, 0.0))[1]
+    found[POSTGRESQL] -= sum(
+        seconds for process, (kind, seconds) in before.items() if kind == POSTGRESQL and process not in after
+    )
     return found
 
 

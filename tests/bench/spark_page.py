@@ -85,7 +85,7 @@ def _processors(figures: Mapping[str, Any]) -> list[str]:
     if found is None:
         return []
     return [
-        "Processor seconds of the median run, of both cores; the servers share them:",
+        "Processor seconds of both cores, medians of the runs, and their sum; the servers share them:",
         "",
         f"| way | {' | '.join(KINDS)} | together |",
         "|---|" + "---:|" * (len(KINDS) + 1),
@@ -93,6 +93,7 @@ def _processors(figures: Mapping[str, Any]) -> list[str]:
             f"| {name} | {' | '.join(f'{by[kind]:.1f}' for kind in KINDS)} | {sum(by.values()):.1f} |"
             for name, by in found.items()
         ),
+        *(f"| {name} | not counted |" + " |" * len(KINDS) for name in figures["median_s"] if name not in found),
         "",
     ]
 

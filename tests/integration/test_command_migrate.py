@@ -74,6 +74,8 @@ def test_it_prints_a_script_without_connecting() -> None:
         (["--url", "nonsense+driver://me:s3cret@h/x"], 1, "cannot be used"),
         (["--url", "mysql+pymysql://me:s3cret@h/x"], 1, "pymysql is not installed"),
         (["--url", "postgresql+psycopg://me:a@b:s3cret@h/x"], 1, "cannot be used"),
+        (["--sql", "--url", "postgresql+psycopg://me:a@b:s3cret@h/x"], 1, "cannot be used"),
+        (["--sql", "--url", "nosuch://me:s3cret@h/x"], 1, "cannot be used"),
         (["--url", "postgresql+psycopg://me:s3cret@127.0.0.1:1/x"], 5, "refused"),
         (["--url", "sqlite:////nowhere/at/all.db"], 1, "unable to open"),
     ],

@@ -42,7 +42,7 @@ def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, number
     if way not in LEGS:
         # They open their COPY before they take a row. Of a shuffle, all rows are computed before that, and after the plan.
         df = df.repartition(2, "id")
-    with pytest.raises(SPARKS_ERRORS, match="'id' .* was bigint .* double precision"):
+    with pytest.raises(SPARKS_ERRORS, match="'id' of table 'numbers' was bigint .* double precision"):
         write(numbers, df, way)
     assert numbers.rows() == numbers.messages() == []
     drifting.unlink()

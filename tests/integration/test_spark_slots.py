@@ -25,10 +25,13 @@ class WatchedPool(SlotPool):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.asked = threading.Semaphore(0)
+        self.may_renew = threading.Event()
+        self.may_renew.set()
         self.renewals = threading.Semaphore(0)
 
     def renew(self, lease, ttl_s):
         self.asked.release()
+        assert self.may_renew.wait(PATIENCE_S)
         try:
             return super().renew(lease, ttl_s)
         finally:
@@ -71,11 +74,13 @@ def test_a_task_that_is_paused_before_it_can_say_so_keeps_its_slot_for_no_longer
 
 def test_a_slot_whose_renewal_may_come_later_cannot_be_kept(pool, numbers):
     """It would end what was said about how long the slot stays leased, while the driver counts on it."""
+    pool.may_renew.clear()
     with psycopg.connect(numbers.url.replace("+psycopg", "")) as other:
         with pytest.raises(Unavailable, match="a renewal of it may come later"), leased_slot(pool, "me", 0.6) as slot:
             other.execute(
                 "SELECT FROM dualwrite_slot WHERE transactional_id = %s FOR UPDATE", [slot.lease.transactional_id]
             )
+            pool.may_renew.set()
             assert pool.asked.acquire(timeout=PATIENCE_S)
             slot.keep_for(1000)
         other.rollback()

@@ -82,6 +82,7 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
 
 
 def test_the_time_of_a_process_that_has_ended_is_nobodys():
-    before = {(1, 0.5): (WORKERS, 90.0), (2, 0.5): (POSTGRESQL, 1.0)}
-    after = {(2, 0.5): (POSTGRESQL, 1.5), (1, 7.5): (WORKERS, 3.0)}
+    # PostgreSQL's first process has taken over the time of a session that has ended.
+    before = {(1, 0.5): (WORKERS, 90.0), (2, 0.5): (POSTGRESQL, 1.0), (3, 0.5): (POSTGRESQL, 4.0)}
+    after = {(2, 0.5): (POSTGRESQL, 5.5), (1, 7.5): (WORKERS, 3.0)}
     assert used(before, after) == {**dict.fromkeys(KINDS, 0.0), WORKERS: 3.0, POSTGRESQL: 0.5}

@@ -113,7 +113,22 @@ def test_a_reference_may_stand_in_the_query_of_the_url(monkeypatch):
         url="postgresql+psycopg://db/shop?sslpassword=${env:KEY_PASSWORD}&host=a:5432&host=${env:KEY_PASSWORD}"
     )
     assert dict(referring.database_url().query) == {"sslpassword": CANARY, "host": ("a:5432", CANARY)}
-    assert CANARY not in repr(referring)
+    secret = options(url=f"postgresql+psycopg://db/shop?sslpassword={CANARY}")
+    assert CANARY not in repr(secret)
+
+
+@pytest.mark.parametrize("port", ["", ":5433"])
+def test_references_may_stand_for_user_password_host_and_database(monkeypatch, port):
+    for name in ("WHO", "WORD", "WHERE", "WHAT"):
+        monkeypatch.setenv(name, f"{name}@/:")
+    url = f"postgresql+psycopg://${{env:WHO}}:${{env:WORD}}@${{env:WHERE}}{port}/${{env:WHAT}}"
+    found = options(url=url).database_url()
+    assert (found.username, found.password, found.host, found.database) == ("WHO@/:", "WORD@/:", "WHERE@/:", "WHAT@/:")
+    assert found.port == (5433 if port else None)
+    assert "WORD" not in repr(options(url=url))
+    given = {"sink": "s", "url": url, "dbtable": "t", "topic": "t", "kafka.bootstrap.servers": "b:9092"}
+    again = SourceOptions.parse({**given, "password": "${env:WHAT}"}).sink.database_url()
+    assert (again.username, again.password, again.host, again.database) == ("WHO@/:", "WHAT@/:", "WHERE@/:", "WHAT@/:")
 
 
 def test_an_option_url_with_a_bad_port_is_refused_without_showing_it():
