@@ -25,7 +25,7 @@ def write(numbers, df, way):
         write_with(numbers, df, batchId="1", databaseLeg=way)
 
 
-@pytest.mark.parametrize("way", ["write_batch", "foreach_partition", *LEGS])
+@pytest.mark.parametrize("way", ["write_batch", pytest.param("foreach_partition", marks=pytest.mark.thorough), *LEGS])
 def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, numbers, tmp_path, way):
     """Binary COPY says nothing of types: eight bytes are a bigint or a double, as the table has it."""
     url = numbers.url.replace("+psycopg", "")
