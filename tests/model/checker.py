@@ -35,7 +35,7 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     if simulation.database.prepared:
         raise Finding(f"{list(simulation.database.prepared)} are prepared in the database, and nobody ends them")
     seen = Counter(name for values in visible.values() for name in values)
-    committed = {write.number: rows for write, rows in _decided(simulation)}
+    committed = {write.number: rows for write, rows in decided_writes(simulation)}
     losses = told.losses | {state for _, state in simulation.database.incidents}
     rows = Counter(simulation.database.user_rows)
     writes = list(writes)
@@ -47,7 +47,7 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     _check_order(simulation, writes, visible)
 
 
-def _decided(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateRow, ...]]]:
+def decided_writes(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateRow, ...]]]:
     """All dual writes that the database has, in the order of the decisions, each with the state rows that name it."""
     for tag, rows in simulation.database.committed:
         for write in getattr(tag, "writes", (tag,)):
@@ -100,7 +100,7 @@ def _check_loss(what, write, names, shown, excused) -> None:
 def _check_order(simulation, writes, visible) -> None:
     lane_of = {name: write.lane for write in writes for name, _ in write.messages}
     expected = defaultdict(list)
-    for write, _ in _decided(simulation):
+    for write, _ in decided_writes(simulation):
         for name, partition in write.messages:
             expected[write.lane, partition].append(name)
     for (topic, partition), names in visible.items():

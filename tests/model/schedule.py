@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from dualwrite.failpoints import FAILPOINTS
 from dualwrite.testing.simulator.database import Kind
 from dualwrite.testing.simulator.process import Server
+from model.owners import TOPIC
 from model.world import ENDINGS, World, kafka_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from dualwrite.testing.simulator.process import Process
+    from dualwrite.testing.simulator.requests import TopicPartition
     from dualwrite.testing.simulator.scheduler import Held
 
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}
@@ -107,11 +109,15 @@ class Performer:
     def _can_step(self, process: Process) -> bool:
         return process.call is not None and self._world.simulation.can_step(process)
 
+    def _may_ask(self, process: Process) -> bool:
+        """Whether it can send its request: also to somebody who does not answer."""
+        return self._can_step(process) or not (process.call.session or process.call.held or process.call.lost)
+
     def _before(self, name: str, label: str) -> Process:
         """The process, which runs until it stands before that call."""
         process = self._process(name)
         for _ in range(_FAR):
-            if process.call is not None and process.call.label == label and self._can_step(process):
+            if process.call is not None and process.call.label == label and self._may_ask(process):
                 return process
             if not self._can_step(process):
                 break
@@ -206,12 +212,15 @@ class Performer:
 
     def waits(self, name: str, seconds: str) -> None:
         process = self._process(name)
-        if not (process.call.held or process.call.lost):
+        if not self._world.simulation.waits_for_an_answer(process):
             raise Impossible(f"{name} waits for nothing")
         self._world.do_wait_in_vain(process, float(seconds))
 
     def arrives(self, label: str, name: str, lost: str | None) -> None:
-        self._world.do_arrive(self._held(name, label), answered=lost is None)
+        held = self._held(name, label)
+        if not self._world.simulation.can_arrive(held):
+            raise Impossible("nobody is there to take it")
+        self._world.do_arrive(held, answered=lost is None)
 
     def held_is_lost(self, label: str, name: str) -> None:
         self._world.do_drop(self._held(name, label))
@@ -254,6 +263,24 @@ class Performer:
     def forgets_marker(self, name: str, incarnation: str, partition: str) -> None:
         self._world.do_forget_marker(self._known(name, incarnation, self._world.prepared()), int(partition))
 
+    def leader_is_suspended(self, partition: str) -> None:
+        self._require_leader(partition, among=())
+        self._world.do_suspend(int(partition))
+
+    def leader_is_lost(self, partition: str) -> None:
+        broker = self._world.simulation.broker
+        self._require_leader(partition, among=set(broker.suspended) - set(broker.leaderless))
+        self._world.do_lose_leader(int(partition))
+
+    def leader_goes_on(self, partition: str) -> None:
+        self._require_leader(partition, among=self._world.simulation.broker.suspended)
+        self._world.do_resume(int(partition))
+
+    def _require_leader(self, partition: str, *, among: Collection[TopicPartition]) -> None:
+        place = (TOPIC, int(partition))
+        if place not in (among or {place} - set(self._world.simulation.broker.suspended)):
+            raise Impossible(f"the leader of partition {partition} is in another state")
+
     def times_out(self, name: str, incarnation: str) -> None:
         self._world.do_time_out(self._known(name, incarnation, self._world.ongoing()))
 
@@ -264,6 +291,8 @@ class Performer:
         self._world.do_force_terminate(self._known(name, incarnation, self._world.ongoing()))
 
     def aborts_on(self, name: str, incarnation: str, partition: str) -> None:
+        if (TOPIC, int(partition)) in self._world.simulation.broker.suspended:
+            raise Impossible("nobody is there to take it")
         self._world.do_abort_on_partition(self._known(name, incarnation, self._world.ongoing()), int(partition))
 
     def heals(self, lost: str | None) -> None:
@@ -316,6 +345,9 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
             rf"the broker forgets the marker of {_OF} on partition (?P<partition>\d+)",
             Performer.forgets_marker,
         ),
+        (r"the leader of partition (?P<partition>\d+) is suspended", Performer.leader_is_suspended),
+        (r"partition (?P<partition>\d+) has no leader any more", Performer.leader_is_lost),
+        (r"the leader of partition (?P<partition>\d+) goes on", Performer.leader_goes_on),
         (rf"the broker times out {_OF}", Performer.times_out),
         (rf"the broker forgets {_OF}", Performer.forgets),
         (rf"an operator terminates {_OF}", Performer.terminates),

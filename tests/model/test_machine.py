@@ -62,7 +62,7 @@ class Model(RuleBasedStateMachine):
         return self.standing(self.world.simulation.can_step)
 
     def waiting(self):
-        return self.standing(lambda process: process.call.held or process.call.lost)
+        return self.standing(self.world.simulation.waits_for_an_answer)
 
     def asking(self, server):
         return [process for process in self.steppable() if process.call.server is server]

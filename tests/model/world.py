@@ -15,16 +15,19 @@ from dualwrite.block import Ending
 from dualwrite.testing.simulator import environment
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.database import Database, Kind
+from dualwrite.testing.simulator.partition import producer
 from dualwrite.testing.simulator.process import Process, Server
 from dualwrite.testing.simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
 from dualwrite.testing.simulator.scheduler import Held, Simulation
 from dualwrite.testing.simulator.state import new_broker, transaction
-from model.checker import Finding, check
+from model.checker import Finding, check, decided_writes
 from model.handing_over import Decision, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
+
+    from dualwrite.testing.simulator.partition import Partition, ProducerEntry
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}
@@ -276,6 +279,21 @@ class World:
         self.simulation.outages += 1
         self.simulation.broker = environment.forget_marker(self.simulation.broker, kafka_id, (TOPIC, partition))
 
+    def do_suspend(self, partition: int) -> None:
+        self._happened("leaders suspended", f"the leader of partition {partition} is suspended")
+        self.simulation.broker = environment.suspend(self.simulation.broker, (TOPIC, partition))
+
+    def do_lose_leader(self, partition: int) -> None:
+        """No connection breaks: nobody is told."""
+        self._happened("leaders lost", f"partition {partition} has no leader any more")
+        self.simulation.broker = environment.lose_leader(self.simulation.broker, (TOPIC, partition))
+        self._markers_of_the_environment()
+
+    def do_resume(self, partition: int) -> None:
+        self._happened("leaders resumed", f"the leader of partition {partition} goes on")
+        self.simulation.broker = environment.resume(self.simulation.broker, (TOPIC, partition))
+        self._markers_of_the_environment()
+
     def do_time_out(self, kafka_id: str) -> None:
         self._happened("time-outs", f"the broker times out {spoken(kafka_id)}")
         self._excuse(kafka_id)
@@ -313,12 +331,7 @@ class World:
         for found in self.simulation.broker.partitions:
             for entry in found.producers:
                 if entry.producer_id == known.producer_id and entry.txn_start >= 0:
-                    names |= {
-                        value
-                        for batch in found.batches
-                        if batch.producer_id == known.producer_id and batch.base_offset >= entry.txn_start
-                        for value in batch.values
-                    }
+                    names |= set(_open_values(found, entry))
         self.excused |= {write.number for write in self.writes if names & {name for name, _ in write.messages}}
 
     def do_expire(self, kafka_id: str) -> None:
@@ -332,6 +345,8 @@ class World:
         self._happened(
             "quiet points", "everything heals" if deliver else "everything held is lost, and everything heals"
         )
+        for _, partition in self.simulation.broker.suspended:
+            self.simulation.broker = environment.resume(self.simulation.broker, (TOPIC, partition))
         for held in list(self.simulation.held):
             if held in self.simulation.held:
                 (self.simulation.arrive if deliver else self.simulation.drop)(held)
@@ -342,12 +357,32 @@ class World:
             database.end_orphan(session, committed=deliver)
         self._run_all()
         self._recover()
+        self._end_what_hangs()
         before = self._shown()
         if self._recover() != 0:
             raise Finding("the second recovery found something to do")
         if self._shown() != before:
             raise Finding("the second recovery changed something")
         check(self.simulation, self.writes, self.told, self.excused)
+
+    def _end_what_hangs(self) -> None:
+        """As an operator does (docs/limits.md): end undecided transactions whose abort was skipped while nobody was looking.
+
+        They are named nowhere. What the database has decided must never need it.
+        """
+        broker = self.simulation.broker
+        open_ids = {known.producer_id for known in broker.transactions if known.state == "Ongoing"}
+        decided = {name for write, _ in decided_writes(self.simulation) for name, _ in write.messages}
+        for found in broker.partitions:
+            for entry in found.producers:
+                if entry.txn_start < 0 or entry.producer_id in open_ids or decided & set(_open_values(found, entry)):
+                    continue
+                self.counts["undecided transactions ended by an operator"] += 1
+                marker = WriteTxnMarkers(
+                    entry.producer_id, entry.producer_epoch, False, (found.topic_partition,), broker.coordinator_epoch
+                )
+                self.simulation.broker, answer = handle(self.simulation.broker, marker)
+                assert answer.error_codes == (ErrorCode.NONE,)
 
     def _recover(self) -> int:
         self.recoverers += 1
@@ -366,7 +401,7 @@ class World:
                 call = process.call
                 if call is None or call.server is Server.COMMAND:
                     self._forget(process)
-                elif call.held or call.lost:
+                elif simulation.waits_for_an_answer(process):
                     simulation.wait_in_vain(process, 0.0)
                     moved = True
                 elif simulation.can_step(process):
@@ -462,13 +497,29 @@ class World:
         """The Kafka ids whose markers are to be written."""
         return list(environment.prepared_ids(self.simulation.broker))
 
-    def at_rest(self) -> list[str]:
-        """The Kafka ids that the coordinator may forget."""
+    def at_rest(self, *, everywhere: bool = False) -> list[str]:
+        """The Kafka ids that the coordinator may forget.
+
+        Args:
+            everywhere: Only those that have nothing open in any partition: until an id is forgotten, in a week, somebody ends it.
+        """
         return [
             known.transactional_id
             for known in self.simulation.broker.transactions
             if known.state in {"Empty", "CompleteCommit", "CompleteAbort"}
+            and not (everywhere and self._is_open(known.producer_id))
         ]
+
+    def _is_open(self, producer_id: int) -> bool:
+        entries = (producer(found, producer_id) for found in self.simulation.broker.partitions)
+        return any(entry is not None and entry.txn_start >= 0 for entry in entries)
+
+
+def _open_values(found: Partition, entry: ProducerEntry) -> Iterator[Hashable]:
+    """What a producer has written to a partition and nobody has ended there."""
+    for batch in found.batches:
+        if batch.producer_id == entry.producer_id and batch.base_offset >= entry.txn_start:
+            yield from batch.values
 
 
 def spoken(kafka_id: str) -> str:

@@ -22,6 +22,9 @@ twice. Nothing else happens by itself. What the environment does are functions f
 `expire_transactional_id`          the coordinator forgets an id that is at rest (7 days unused)
 `expire_producer`                  a partition forgets a producer that has nothing open there (1 day unused)
 `restart`                          stopped and started: nothing that was acknowledged is lost
+`suspend`, `lose_leader`           the leader of a partition is suspended: it answers nothing, and its markers wait; when its
+                                   session has ended, the partition has no leader, and its markers are skipped (KAFKA-20734)
+`resume`                           it goes on, and knows nothing of what was skipped
 `delete_topic`, `create_topic`     a topic of the same name gets another id
 `delete_records`                   retention: the log begins later
 `truncate`                         an unclean leader election: the end of the log is lost (never in a healthy cluster)
@@ -86,8 +89,34 @@ from dualwrite.testing.simulator.state import (
 )
 
 
+class NotAnswered(Exception):
+    """Whoever leads the partition is suspended."""
+
+
+def answers(broker: Broker, request: Request) -> bool:
+    """Whether every leader that the request needs is there to answer it. The coordinator always is."""
+    return not broker.suspended or not any(place in broker.suspended for place in _leaders(broker, request))
+
+
+def _leaders(broker: Broker, request: Request) -> tuple[TopicPartition, ...]:
+    match request:
+        case Produce() | DescribeProducers() | ListOffsets() | Fetch():
+            return (request.partition,)
+        case WriteTxnMarkers():
+            return request.partitions
+        case TxnOffsetCommit() | OffsetFetch():
+            return (offsets_partition(broker, request.group_id),)
+    return ()
+
+
 def handle(broker: Broker, request: Request) -> tuple[Broker, Response]:
-    """The broker works on one request: the next broker, and the answer."""
+    """The broker works on one request: the next broker, and the answer.
+
+    Raises:
+        NotAnswered: A leader that the request needs is suspended.
+    """
+    if not answers(broker, request):
+        raise NotAnswered
     return _HANDLERS[type(request)](broker, request)
 
 

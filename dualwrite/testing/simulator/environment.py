@@ -25,8 +25,9 @@ _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition | None = None) -> Broker:
     """Write the marker of a prepared transaction to one of its partitions; with the last one it is complete.
 
-    Does nothing where nothing is prepared, and where the partition refuses the marker: the coordinator then gives up until
-    it is started anew. A partition that does not exist any more needs none.
+    Does nothing where nothing is prepared, where the partition's leader is suspended, and where the partition refuses the
+    marker: the coordinator then gives up until it is started again. A partition that does not exist any more needs none, and
+    one without a leader gets none (KAFKA-20734).
 
     Args:
         broker: The broker.
@@ -40,7 +41,9 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
     if wanted not in known.unmarked:
         return broker
     found = partition(broker, wanted)
-    if found is not None:
+    if found is not None and wanted not in broker.leaderless:
+        if wanted in broker.suspended:
+            return broker
         written, error = log.append_marker(
             found,
             known.producer_id,
@@ -60,6 +63,26 @@ def forget_marker(broker: Broker, transactional_id: str, topic_partition: TopicP
     if known is None or known.state not in _PREPARED or topic_partition not in known.unmarked:
         return broker
     return with_transaction(broker, rules.marker_written(known, topic_partition))
+
+
+def suspend(broker: Broker, topic_partition: TopicPartition) -> Broker:
+    """Suspend the leader of a partition. Its connections stay; what is sent to it is not answered."""
+    return broker._replace(suspended=tuple(sorted({*broker.suspended, topic_partition})))
+
+
+def lose_leader(broker: Broker, topic_partition: TopicPartition) -> Broker:
+    """End the session of a leader that is suspended: nobody leads the partition now, and no marker is written to it."""
+    if topic_partition not in broker.suspended:
+        return broker
+    return broker._replace(leaderless=tuple(sorted({*broker.leaderless, topic_partition})))
+
+
+def resume(broker: Broker, topic_partition: TopicPartition) -> Broker:
+    """Let the leader of a partition go on. Its log is as it was."""
+    return broker._replace(
+        suspended=tuple(place for place in broker.suspended if place != topic_partition),
+        leaderless=tuple(place for place in broker.leaderless if place != topic_partition),
+    )
 
 
 def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker:
@@ -130,6 +153,8 @@ def restart(broker: Broker) -> Broker:
     Markers of a prepared transaction that were written already are written once more.
     """
     return broker._replace(
+        suspended=(),
+        leaderless=(),
         coordinator_epoch=broker.coordinator_epoch + 2,  # it is given up, and taken again
         transactions=tuple(known._replace(last_producer_epoch=-1, marked=()) for known in broker.transactions),
         partitions=tuple(

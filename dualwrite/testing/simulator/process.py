@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from greenlet import getcurrent, greenlet
 
 from dualwrite.testing.simulator.database import Session
+from dualwrite.testing.simulator.requests import Request
 
 if TYPE_CHECKING:
     from dualwrite.testing.simulator.scheduler import Simulation
@@ -44,9 +45,10 @@ class Call:
         held: The network has it: it may arrive, late, or never.
         lost: No answer will come.
         until_s: For a pause: when it is over.
+        requests: What it asks of Kafka.
     """
 
-    __slots__ = ("changes", "held", "label", "lost", "process", "serve", "server", "session", "until_s")
+    __slots__ = ("changes", "held", "label", "lost", "process", "requests", "serve", "server", "session", "until_s")
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Call:
         changes: bool = False,
         session: Session | None = None,
         until_s: float = 0.0,
+        requests: Sequence[Request] = (),
     ) -> None:
         self.process = process
         self.server = server
@@ -66,6 +69,7 @@ class Call:
         self.changes = changes
         self.session = session
         self.until_s = until_s
+        self.requests = requests
         self.held = False
         self.lost = False
 

@@ -19,7 +19,7 @@ from greenlet import getcurrent
 
 from dualwrite import failpoints
 from dualwrite.deadline import running_on
-from dualwrite.testing.simulator.broker import handle
+from dualwrite.testing.simulator.broker import answers, handle
 from dualwrite.testing.simulator.database import ConnectionLost, Database, MustWait, Session
 from dualwrite.testing.simulator.environment import write_markers
 from dualwrite.testing.simulator.process import Call, Process, Server, Unanswered, nothing
@@ -129,7 +129,14 @@ class Simulation:
         """
         process = self.inside()
         kind = type(request)
-        call = Call(process, Server.KAFKA, kind.__name__, lambda: self._handle(request), changes=kind in _CHANGES)
+        call = Call(
+            process,
+            Server.KAFKA,
+            kind.__name__,
+            lambda: self._handle(request),
+            changes=kind in _CHANGES,
+            requests=(request,),
+        )
         return process.need(call)  # type: ignore[return-value] # what serving the call gives
 
     def ask_all(self, requests: list[Request]) -> list[Response]:
@@ -144,7 +151,7 @@ class Simulation:
             return [self._handle(request) for request in requests]
 
         label = type(requests[0]).__name__ if requests else "nothing"
-        return process.need(Call(process, Server.KAFKA, label, serve))  # type: ignore[return-value] # as above
+        return process.need(Call(process, Server.KAFKA, label, serve, requests=requests))  # type: ignore[return-value] # as above
 
     def execute(self, session: Session, label: str, statement: Callable[[], object]) -> object:
         """Inside a process: run a statement in a session; waits while the locks it needs are taken.
@@ -181,9 +188,17 @@ class Simulation:
     def can_step(self, process: Process) -> bool:
         """Whether :meth:`step` can do anything for it."""
         call = process.call
-        if call is None or call.held or call.lost or call.server is Server.COMMAND:
+        if call is None or call.server is Server.COMMAND or self.waits_for_an_answer(process):
             return False
         return call.session is None or not self.database.is_blocked(call.session)
+
+    def waits_for_an_answer(self, process: Process) -> bool:
+        """Whether no answer comes now: its request is held or lost, or needs a leader that is suspended."""
+        call = process.call
+        return call is not None and (call.held or call.lost or not self._is_answered(call))
+
+    def _is_answered(self, call: Call) -> bool:
+        return not self.broker.suspended or all(answers(self.broker, request) for request in call.requests)
 
     def step(self, process: Process) -> bool:
         """Serve the process's call and let it run to the next. False where it has to wait for a lock."""
@@ -231,12 +246,14 @@ class Simulation:
         process.call.lost = True
 
     def wait_in_vain(self, process: Process, seconds: float) -> None:
-        """The process, whose call was held or lost, gives up waiting after some time."""
-        call = process.call
-        assert call is not None
-        assert call.held or call.lost
+        """The process, whose call gets no answer, gives up waiting after some time."""
+        assert self.waits_for_an_answer(process)
         self.now_s += seconds
         process.resume(error=Unanswered())
+
+    def can_arrive(self, held: Held) -> bool:
+        """Whether whoever the held request is for is there to take it."""
+        return self._is_answered(held.call)
 
     def arrive(self, held: Held, *, answered: bool = True) -> None:
         """A request that was held back arrives. Its process goes on if it still waits for it."""

@@ -24,6 +24,8 @@ class Broker(NamedTuple):
         clock_ms: The broker's clock.
         max_timeout_ms: ``transaction.max.timeout.ms``.
         cluster_id: The cluster's id.
+        suspended: The partitions whose leader is suspended: no connection breaks, and nothing is answered.
+        leaderless: Those of them that have no leader any more, since its session has ended. Markers for them are skipped.
     """
 
     transactions: tuple[TransactionMetadata, ...] = ()
@@ -34,6 +36,8 @@ class Broker(NamedTuple):
     clock_ms: int = 0
     max_timeout_ms: int = 900_000
     cluster_id: str = "simulated"
+    suspended: tuple[TopicPartition, ...] = ()
+    leaderless: tuple[TopicPartition, ...] = ()
 
 
 def new_broker(
