@@ -177,6 +177,21 @@ class TransactionCoordinator(Protocol):
         """What the log proves of each state's transaction."""
         ...
 
+    def prove_now(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+    ) -> Sequence[Mapping[tuple[str, int], LogProof]]:
+        """For each state, what the log of each (topic, partition) proves of it now. Waits for nobody.
+
+        Partitions whose leader does not answer are missing.
+
+        Args:
+            states: The transactions.
+            deadline: Bounds the whole.
+            read_on: Whether to read on where something is open before a transaction, which takes as long as the log is from
+                there. Otherwise that is ``OPEN``.
+        """
+        ...
+
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
         ...

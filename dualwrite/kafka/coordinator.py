@@ -278,6 +278,16 @@ class KafkaCoordinator:
         """
         return log.prove(self._brokers, self._topics, states, deadline)
 
+    def prove_now(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+    ) -> Sequence[Mapping[Partition, LogProof]]:
+        """What the log of each partition proves now; see :func:`dualwrite.kafka.log.prove_now`.
+
+        Raises:
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on)
+
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
         return until_answered(
             topics,

@@ -25,7 +25,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, end_offsets, leader_epochs
-from dualwrite.kafka.routing import Leader, Topics
+from dualwrite.kafka.routing import Leader, Partition, Topics
 from dualwrite.observations import LogProof
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
@@ -165,6 +165,36 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
     ]
 
 
+def prove_now(
+    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+) -> list[dict[Partition, LogProof]]:
+    """What the log of each partition proves of each transaction now. Waits for nobody: who does not answer is missing.
+
+    Args:
+        brokers: The brokers.
+        topics: The topics; their leaders are taken as they are known.
+        states: As for :func:`prove`.
+        deadline: Bounds the whole.
+        read_on: Whether to read on where something is open before a transaction. Otherwise that is ``OPEN``.
+
+    Raises:
+        ConfigurationError: We may not read or describe a topic.
+    """
+    scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
+    pending = [scan for of_state in scans for scan in of_state]
+    answers: dict[Scan, LogProof | NotYet] = {}
+    for start in range(0, len(pending), _AT_ONCE):
+        search = _Search(brokers, topics, deadline, read_on=read_on, fresh=False)
+        try:
+            answers |= search.go_on(pending[start : start + _AT_ONCE])
+        except NotYet as reason:
+            logger.debug("no answer about the ends of transactions: %s", reason)
+    return [
+        {scan.place.key: proof for scan in of_state if isinstance(proof := answers.get(scan), LogProof)}
+        for of_state in scans
+    ]
+
+
 def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
     """What the proofs of all its partitions say of a transaction; see :func:`prove`."""
     seen = set(proofs.values())
@@ -180,12 +210,24 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
 
 
 class _Search:
-    """Reads some partitions side by side. What has been read is not read again after an error."""
+    """Reads some partitions side by side. What has been read is not read again after an error.
 
-    def __init__(self, brokers: Brokers, topics: Topics, deadline: Deadline) -> None:
+    Args:
+        brokers: The brokers.
+        topics: The topics.
+        deadline: Bounds the whole.
+        read_on: Whether to read on where :meth:`Scan.glance` cannot tell; else that is ``OPEN``.
+        fresh: Whether to ask for the leaders first: a topic may have been deleted and made again under its name.
+    """
+
+    def __init__(
+        self, brokers: Brokers, topics: Topics, deadline: Deadline, *, read_on: bool = True, fresh: bool = True
+    ) -> None:
         self._brokers = brokers
         self._topics = topics
         self._deadline = deadline
+        self._read_on = read_on
+        self._fresh = fresh
 
     def go_on(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
         """Read each partition until its proof is found, or something hinders it."""
@@ -194,7 +236,8 @@ class _Search:
         reading = [scan for scan in scans if scan in leaders]
         while reading:
             if self._deadline.expired:
-                raise NotYet("there is more to read")
+                answers.update(dict.fromkeys(reading, NotYet("there is more to read")))
+                break
             requests = [(leaders[scan].node, _fetch(scan, leaders[scan])) for scan in reading]
             responses = self._brokers.exchange(requests, self._deadline)
             for scan, response in zip(reading, responses, strict=True):
@@ -206,8 +249,7 @@ class _Search:
         return answers
 
     def _leaders(self, scans: list[Scan], answers: dict[Scan, LogProof | NotYet]) -> dict[Scan, Leader]:
-        # Asked anew: a topic may have been deleted and made again under its name.
-        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
+        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=self._fresh)
         leaders: dict[Scan, Leader] = {}
         for scan in scans:
             leader = scan.place.leader(found)
@@ -228,7 +270,8 @@ class _Search:
             return why
         records = MemoryRecords(partition.records or b"")
         if not scan.glanced:
-            return scan.glance(records, partition.aborted_transactions or ())
+            proof = scan.glance(records, partition.aborted_transactions or ())
+            return proof if proof is not None or self._read_on else LogProof.OPEN
         before = scan.position
         proof = scan.read(records)
         if proof is not None or scan.position > before:

@@ -190,6 +190,19 @@ class SimulatedCoordinator:
         """See the port: read by the code that reads real logs."""
         return [self._prove(state, deadline) for state in states]
 
+    def prove_now(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+    ) -> Sequence[Mapping[tuple[str, int], LogProof]]:
+        """See the port. All partitions are asked in one step."""
+        del deadline, read_on
+        scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
+        requests: list[Request] = [Fetch(scan.place.key, scan.position) for of_state in scans for scan in of_state]
+        try:
+            answers = iter(self._simulation.ask_all(requests) if requests else [])
+        except Unanswered:
+            return [{} for _ in states]
+        return [{scan.place.key: self._judged(scan, next(answers)) for scan in of_state} for of_state in scans]
+
     def _prove(self, state: PreparedTxnState, deadline: Deadline) -> LogProof:
         proofs: dict[Place, LogProof] = {}
         for first in state.first_offsets:
@@ -198,12 +211,12 @@ class SimulatedCoordinator:
         return combined(state, proofs)
 
     def _scan(self, scan: Scan, deadline: Deadline) -> LogProof:
-        if not self._is_same_topic(scan.first):
-            return LogProof.UNKNOWABLE
-        place = (scan.first.topic, scan.first.partition)
-        [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
+        [answer] = self._all([Fetch(scan.place.key, scan.position)], deadline)
+        return self._judged(scan, answer)
+
+    def _judged(self, scan: Scan, answer: Response) -> LogProof:
         fetched = cast("FetchResponse", answer)
-        if fetched.error_code is not ErrorCode.NONE:
+        if fetched.error_code is not ErrorCode.NONE or not self._is_same_topic(scan.first):
             return LogProof.UNKNOWABLE
         proof = scan.read([SeenBatch(batch) for batch in fetched.batches])
         if proof is not None:

@@ -1,0 +1,93 @@
+"""The end of a producer's last transaction is known before its next one begins.
+
+Kafka's answer to a commit or an abort is the coordinator's word. The markers are written after it, and some brokers forget
+the marker of a partition that has no leader at that moment (KAFKA-20734). What is left open there is ended by the next marker
+of the same producer: an abort takes along what was committed, and a commit brings back what was aborted. An operator's tool
+can end a transaction in one partition, too. The coordinator shows nothing of either; the partitions do.
+
+So each partition that the transaction was sent to has to show the marker, on positive evidence: the log, as its leader has it
+after the answer, holds the transaction's own first record, nothing is open there that began at or before it, and it ended as
+the owner has ended it. Until then the producer begins no other transaction, no decision overwrites the row that names the last
+one, and the row does not call it completed.
+
+======  =========================================  ==================================
+ended   in the partitions                          step
+======  =========================================  ==================================
+any     not all of them are known                  settle: the incarnation ends
+any     not asked                                  ask
+commit  aborted in one                             settle: it finds and records the loss
+abort   committed in one                           record that it came back, then settle
+any     ended so in all                            known: the producer may go on
+any     records gone in one                        settle
+any     open, or no answer, while it is early      ask again
+any     open, or no answer, for longer             settle
+======  =========================================  ==================================
+
+Settling ends what was forgotten, and needs the same partitions: the coordinator names none any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from dualwrite.observations import LogProof
+from dualwrite.prepared_state import PreparedTxnState
+
+Partition = tuple[str, int]
+
+
+class EndStep(Enum):
+    """What to do next about a transaction whose commit or abort was answered."""
+
+    ASK = "ask the partitions"
+    WAIT = "wait a little, then ask again"
+    KNOWN = "nothing: its end is known, and the producer may go on"
+    RECORD = "record that an aborted transaction came back, then end the incarnation and settle"
+    SETTLE = "end the incarnation and settle"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transaction whose commit or abort was answered.
+
+    Attributes:
+        state: The transaction: its producer, and its first offset in each partition that it was sent to.
+        committed: Whether it was committed.
+        complete: Whether ``state`` has every partition that it may have been sent to.
+    """
+
+    state: PreparedTxnState
+    committed: bool
+    complete: bool = True
+
+    @property
+    def partitions(self) -> frozenset[Partition]:
+        """The partitions that it is known to have been sent to."""
+        return frozenset((first.topic, first.partition) for first in self.state.first_offsets)
+
+
+def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof] | None, *, early: bool) -> EndStep:
+    """The next step about the end of a transaction. Pure; see the table above.
+
+    Args:
+        ended: The transaction.
+        proofs: What the log of each partition proves, asked after the answer; partitions that did not answer are missing. None
+            where not asked.
+        early: Whether there is still time to wait: as a rule markers are written milliseconds after the answer.
+    """
+    if not ended.complete:
+        return EndStep.SETTLE
+    if proofs is None:
+        return EndStep.ASK
+    shown = {proofs.get(partition) for partition in ended.partitions}
+    if ended.committed and LogProof.ABORTED in shown:
+        return EndStep.SETTLE
+    if not ended.committed and LogProof.COMMITTED in shown:
+        return EndStep.RECORD
+    if shown <= {LogProof.COMMITTED if ended.committed else LogProof.ABORTED}:
+        return EndStep.KNOWN
+    if LogProof.UNKNOWABLE in shown:
+        return EndStep.SETTLE
+    return EndStep.WAIT if early else EndStep.SETTLE

@@ -1,0 +1,51 @@
+"""When a producer may begin its next transaction, over all that the partitions of the last one can show."""
+
+from itertools import product
+
+import pytest
+
+from dualwrite.observations import LogProof
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
+
+S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)))
+P0, P1 = ("orders", 0), ("orders", 1)
+PROOFS = [None, LogProof.COMMITTED, LogProof.ABORTED, LogProof.OPEN, LogProof.UNKNOWABLE]
+SEEN = [
+    {key: proof for key, proof in ((P0, first), (P1, second)) if proof is not None}
+    for first, second in product(PROOFS, PROOFS)
+]
+ALL = [
+    (Ended(S, committed, complete), seen, early)
+    for committed, complete, seen, early in product([True, False], [True, False], [None, *SEEN], [True, False])
+]
+OWN = {True: LogProof.COMMITTED, False: LogProof.ABORTED}
+
+
+def test_the_producer_goes_on_only_where_every_partition_shows_the_end_that_it_was_given():
+    for ended, seen, early in ALL:
+        everywhere = ended.complete and seen == dict.fromkeys((P0, P1), OWN[ended.committed])
+        assert (next_end_step(ended, seen, early=early) is EndStep.KNOWN) is everywhere, (ended, seen)
+
+
+def test_what_ended_otherwise_in_one_partition_is_not_waited_for():
+    for ended, seen, early in ALL:
+        if seen and ended.complete and OWN[not ended.committed] in seen.values():
+            step = EndStep.SETTLE if ended.committed else EndStep.RECORD
+            assert next_end_step(ended, seen, early=early) is step
+
+
+def test_what_is_open_or_does_not_answer_is_waited_for_a_while():
+    for seen in ({}, {P0: LogProof.COMMITTED}, {P0: LogProof.OPEN, P1: LogProof.COMMITTED}):
+        assert next_end_step(Ended(S, committed=True), seen, early=True) is EndStep.WAIT
+        assert next_end_step(Ended(S, committed=True), seen, early=False) is EndStep.SETTLE
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_partitions_that_are_not_all_known_are_not_even_asked(committed):
+    assert next_end_step(Ended(S, committed, complete=False), None, early=True) is EndStep.SETTLE
+    assert next_end_step(Ended(S, committed), None, early=True) is EndStep.ASK
+
+
+def test_nothing_was_sent_so_there_is_nothing_to_wait_for():
+    assert next_end_step(Ended(PreparedTxnState(42, 3), committed=False), {}, early=True) is EndStep.KNOWN
