@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.stores.tables import INCIDENT_TABLE, LEDGER_TABLE, SLOT_TABLE, STATE_TABLE, VERSION_TABLE
+from dualwrite.stores.tables import INCIDENT_TABLE, LEDGER_TABLE, RUN_TABLE, SLOT_TABLE, STATE_TABLE, VERSION_TABLE
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Engine
@@ -187,7 +187,9 @@ def _grants(engine: Engine | None, schema: str | None) -> str:
     role = '"the application"' if engine is None or engine.url.username is None else f'"{engine.url.username}"'
     prefix = f'"{schema}".' if schema is not None else ""
     usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None else ""
-    written = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE))
+    written = ", ".join(
+        f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE)
+    )
     return (
         f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "
         f"GRANT SELECT ON {prefix}{VERSION_TABLE} TO {role}"

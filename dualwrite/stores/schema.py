@@ -11,7 +11,7 @@ from dualwrite.stores.failures import Meaning, map_database_error, meaning_of, m
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import VERSION_TABLE
 
-SCHEMA_REVISION: Final = "0003"
+SCHEMA_REVISION: Final = "0004"
 """The migration that made the tables as they are declared. Migrations are numbered, so that later ones compare greater."""
 
 

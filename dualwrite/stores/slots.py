@@ -6,7 +6,7 @@ that fences whoever had it before, also a worker that was paused and does not kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -109,7 +109,14 @@ class SlotPool:
         if self._owns_engine:
             self._engine.dispose()
 
-    def lease(self, owner: str, ttl_s: float, *, preferred: Sequence[str] = ()) -> Lease:
+    def lease(
+        self,
+        owner: str,
+        ttl_s: float,
+        *,
+        preferred: Sequence[str] = (),
+        require: Callable[[Connection], None] = lambda _: None,
+    ) -> Lease:
         """Lease a slot that is free or expired: the first preferred one, else that of the lowest number, or a new one.
 
         Slots that other workers keep since less than a minute are only taken where the pool may not grow.
@@ -121,13 +128,19 @@ class SlotPool:
             owner: Who we are. Unique to the worker and its attempt, or else it could renew what it has lost.
             ttl_s: How long, in seconds.
             preferred: Slots that the worker has used before, and could go on with.
+            require: Called first, in the transaction that leases; what it raises is raised, and nothing is leased.
 
         Raises:
             Unavailable: All ``max_slots`` are leased, or the database does not answer.
             ConfigurationError: The table or a right is missing, the database is read-only.
         """
+
+        def work(connection: Connection) -> Lease | None:
+            require(connection)
+            return self._take_free_or_new(connection, owner, ttl_s, preferred)
+
         for _ in range(_ATTEMPTS_TO_ADD):
-            taken = self._own.run(lambda connection: self._take_free_or_new(connection, owner, ttl_s, preferred))
+            taken = self._own.run(work)
             if taken is not None:
                 failpoints.hit("slot.leased")
                 return taken
@@ -181,6 +194,32 @@ class SlotPool:
         statement = self._take.where(slot.c.pool == self.pool, slot.c.lease_owner == literal(lease.owner))
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "ttl_": ttl_s}
         return self._changed(lease, statement, bound)
+
+    def take_over(self, leases: Collection[Lease], owner: str, ttl_s: float) -> Sequence[Lease]:
+        """Lease slots that others hold, for whoever settles what these have left. They can renew and keep nothing any more.
+
+        To be called before the slots are claimed: a holder that claims its slot after us then finds its lease gone.
+
+        Args:
+            leases: As they were seen. A slot that somebody else holds by now is left out.
+            owner: Who we are.
+            ttl_s: How long, in seconds.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`lease`.
+        """
+        # Our own name, too: the answer to an earlier try may have been lost.
+        statement = self._take.where(self._slot.c.lease_owner.in_([bindparam("former_"), bindparam("owner_")]))
+        bound = [
+            {"id_": one.transactional_id, "owner_": owner, "ttl_": ttl_s, "former_": one.owner}
+            for one in sorted(leases, key=lambda one: one.transactional_id)
+        ]
+
+        def work(connection: Connection) -> Sequence[Lease]:
+            rows = [connection.execute(statement, values).one_or_none() for values in bound]
+            return [Lease(row[0], self.pool, row[1], row[2]) for row in rows if row is not None]
+
+        return self._own.run(work) if bound else []
 
     def keep(self, lease: Lease, until: datetime) -> Lease:
         """Let a lease end at a moment by the database's clock, however late this is called: then it may be over at once.

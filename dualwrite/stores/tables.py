@@ -27,9 +27,10 @@ STATE_TABLE: Final = "kafka_transaction_state"
 INCIDENT_TABLE: Final = "dualwrite_incident"
 SLOT_TABLE: Final = "dualwrite_slot"
 LEDGER_TABLE: Final = "dualwrite_ledger"
+RUN_TABLE: Final = "dualwrite_run"
 VERSION_TABLE: Final = "dualwrite_version"
 BATCH_VIEW: Final = "dualwrite_batch"
-OWN_TABLES: Final = frozenset({STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, VERSION_TABLE})
+OWN_TABLES: Final = frozenset({STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, VERSION_TABLE})
 MAX_ID_LENGTH: Final = 255
 """The longest transactional id, sink name and batch id, in characters."""
 
@@ -45,6 +46,7 @@ class Tables:
         incident: Losses, for ever: the next decision overwrites the row that they were found in.
         slot: Leases. A table of their own, so that a heartbeat never collides with a decision.
         ledger: What a job has already written.
+        run: Which run of a batch may still write.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -54,6 +56,7 @@ class Tables:
     incident: Table
     slot: Table
     ledger: Table
+    run: Table
     batch: Table
 
 
@@ -68,6 +71,7 @@ def declare_tables(schema: str | None = None) -> Tables:
         incident=_incident(metadata),
         slot=_slot(metadata),
         ledger=_ledger(metadata),
+        run=_run(metadata),
         batch=_batch(schema),
     )
 
@@ -145,6 +149,18 @@ def _ledger(metadata: MetaData) -> Table:
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
         ),
+    )
+
+
+def _run(metadata: MetaData) -> Table:
+    return Table(
+        RUN_TABLE,
+        metadata,
+        Column("sink", String(MAX_ID_LENGTH), nullable=False),
+        Column("name", String(MAX_ID_LENGTH), nullable=False),
+        Column("token", String(32), nullable=False),
+        Column("begun_at", UtcDateTime(), nullable=False),
+        PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
     )
 
 

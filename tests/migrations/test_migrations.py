@@ -217,7 +217,7 @@ class TestCheckSchema:
         with pytest.raises(ConfigurationError, match="are not in"):
             check_schema(engine, schema)
 
-    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0003"), ("9999", "knows only 0003")])
+    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0004"), ("9999", "knows only 0004")])
     def test_another_version(
         self, engine: Engine, connection: Connection, schema: str | None, revision: str, words: str
     ) -> None:
@@ -230,7 +230,7 @@ class TestCheckSchema:
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
         if revision == "9999":
-            assert str(caught.value).endswith("--downgrade --revision 0003)")
+            assert str(caught.value).endswith("--downgrade --revision 0004)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

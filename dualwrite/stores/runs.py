@@ -1,0 +1,139 @@
+"""Runs: which run of a batch may still write. Beginning the next one, or giving a run up, replaces its token.
+
+A task looks for its run's token in the very transactions that matter: when it leases a slot, and as the last statement before
+its rows stand in the database undecided. It keeps a lock on the run until that transaction ends, also when it ends prepared.
+So whoever replaces the token has waited for all tasks that had found theirs, and sees what these have left; all others are
+refused. Otherwise a task that is slower than the failure of its job would leave locks, tables and open transactions behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sqlalchemy import and_, exc, select, tuple_, update
+
+from dualwrite.errors import Fenced
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.rows import check_name
+from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
+from dualwrite.stores.tables import declare_tables
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a batch, as its tasks know it. Pickles.
+
+    Attributes:
+        sink: Name of the sink.
+        name: What is run, within the sink: the batch; or a stream, whose batches follow each other.
+        token: No other run has it, ever.
+    """
+
+    sink: str
+    name: str
+    token: str
+
+
+class Runs:
+    """The runs in one database.
+
+    Args:
+        engine: The database.
+        schema: The database schema of the library's tables, None for the default one.
+
+    Raises:
+        ConfigurationError: The database is not supported.
+    """
+
+    def __init__(self, engine: Engine, schema: str | None = None) -> None:
+        self._engine = engine
+        self._schema = schema
+        self._dialect = dialect_of(engine)
+        tables = declare_tables(schema)
+        self._run = tables.run
+        self._own = ShortTransactions(engine, self._dialect, tables)
+
+    def present(self, sink: str, name: str) -> Run:
+        """The run that may write; one is begun where there was none. Ends nobody else's.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`replace`.
+        """
+        run = self._run
+        statement = select(run.c.token).where(run.c.sink == sink, run.c.name == name)
+
+        def work(connection: Connection) -> str:
+            self._add(connection, sink, name)
+            token: str = connection.execute(statement).scalar_one()
+            return token
+
+        return Run(sink, name, self._own.run(work))
+
+    def replace(self, sink: str, name: str) -> Run | None:
+        """Begin the next run, after which no task of a former one is let through :meth:`require`. Does not wait.
+
+        Returns:
+            The new run. None where a transaction of a task stands that was let through: nothing has changed. Settle what is
+            prepared, and call again.
+
+        Raises:
+            ConfigurationError: The table or a right is missing, a name cannot be a key, the database is read-only.
+            Unavailable: The database does not answer.
+        """
+        run = self._run
+        free = (
+            select(run.c.sink, run.c.name)
+            .where(run.c.sink == sink, run.c.name == name)
+            .with_for_update(skip_locked=True)
+        )
+        replace = (
+            update(run)
+            .where(tuple_(run.c.sink, run.c.name).in_(free))
+            .values(token=secrets.token_hex(16), begun_at=database_now())
+            .returning(run.c.token)
+        )
+
+        def work(connection: Connection) -> str | None:
+            self._add(connection, sink, name)
+            token: str | None = connection.execute(replace).scalar_one_or_none()
+            return token
+
+        token = self._own.run(work)
+        return None if token is None else Run(sink, name, token)
+
+    def require(self, connection: Connection, run: Run) -> None:
+        """Let a task go on that belongs to this run; to be called inside the transaction that the run is to allow.
+
+        Until the transaction ends, and beyond if it is prepared, the run is not replaced.
+
+        Raises:
+            Fenced: Another run has begun, or this one was given up.
+            ConfigurationError, Unavailable, TransactionAborted: The transaction cannot go on.
+        """
+        table = self._run
+        statement = (
+            select(table.c.token)
+            .where(and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token))
+            .with_for_update(read=True)
+        )
+        try:
+            found = connection.execute(statement).one_or_none()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._schema) from error
+        if found is None:
+            raise Fenced(
+                f"this run of {run.name!r} of sink {run.sink!r} was given up, or another one has begun",
+                next_step="nothing of this task counts; look for the job's own error, or for another job that writes the same",
+            )
+
+    def _add(self, connection: Connection, sink: str, name: str) -> None:
+        check_name(sink, "the name of a sink")
+        check_name(name, "the name of a batch")
+        row = {"sink": sink, "name": name, "token": secrets.token_hex(16)}
+        connection.execute(self._dialect.insert_if_missing(self._run).values(begun_at=database_now()), row)
