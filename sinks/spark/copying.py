@@ -37,9 +37,14 @@ class _Driver(Protocol):
 
 
 class TableCopy:
-    """One COPY under way. Batches may be written until the block ends."""
+    """One COPY under way. Batches may be written until the block ends.
+
+    Attributes:
+        sent_rows: How many rows were sent so far.
+    """
 
     def __init__(self, copy: Copy, layout: Layout) -> None:
+        self.sent_rows = 0
         self._copy = copy
         self._columns = layout.table_columns
         schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
@@ -67,6 +72,7 @@ class TableCopy:
             for one in self._columns
         ]
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
+        self.sent_rows += batch.num_rows
 
     def finish(self) -> None:
         """Send the end of the data."""
@@ -78,8 +84,8 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
     """COPY the layout's table columns into the table of that schema and name; leaving the block by an exception cancels it.
 
     Raises:
-        TransactionAborted: The database refused a row, or is gone, or the table's types are no longer those of the plan: leave
-            the dual write, both sides abort.
+        TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those of
+            the plan: leave the dual write, both sides abort.
     """
     driver = cast("_Driver", connection.connection.dbapi_connection)
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
@@ -87,13 +93,36 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
         sql.SQL(", ").join(map(sql.Identifier, layout.table_column_names)),
     )
     try:
-        with driver.cursor() as cursor, cursor.copy(statement) as copy:
-            table_copy = TableCopy(copy, layout)
-            yield table_copy
-            table_copy.finish()
+        with driver.cursor() as cursor:
+            with cursor.copy(statement) as copy:
+                table_copy = TableCopy(copy, layout)
+                yield table_copy
+                table_copy.finish()
+            taken = cursor.rowcount  # known once the COPY has ended, and until the cursor is closed
     except psycopg.Error as error:
         raise refused(f"COPY into {table[1]!r} failed", error) from error
+    require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
     require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+
+
+def require_all_taken(table: str, *, sent: int, taken: int) -> None:
+    """Compare the rows that the database reports as written with those that were sent: each of them has its message.
+
+    Args:
+        table: The target's name.
+        sent: Rows that were sent.
+        taken: Rows that the statement's completion tag reports.
+
+    Raises:
+        TransactionAborted: They differ: leave the dual write, both sides abort.
+    """
+    if taken != sent:
+        raise TransactionAborted(
+            f"table {table!r} took {taken} of {sent} rows: a trigger or a rule of the table leaves rows out",
+            next_step="nothing of the partition was written on either side: filter those rows out before they are written, or "
+            "change the trigger (a BEFORE trigger that returns NULL skips the row)",
+            retryable=False,
+        )
 
 
 def refused(what: str, error: psycopg.Error) -> TransactionAborted:

@@ -22,7 +22,7 @@ from psycopg import sql
 from sqlalchemy import Connection, CursorResult, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.sinks.spark.copying import refused
+from dualwrite.sinks.spark.copying import refused, require_all_taken
 from dualwrite.stores.failures import driver_words, map_database_error
 
 if TYPE_CHECKING:
@@ -151,15 +151,16 @@ def take_over(
             f"a staging table holds {held} rows of {rows}: the database has crashed in between",
             transactional_id=staged.transactional_id,
         )
-    if moved != rows:
+    if moved != rows and upsert:
         raise TransactionAborted(
-            f"table {target[1]!r} did not take {rows - moved} of the rows of a partition",
+            f"table {target[1]!r} took {moved} of {rows} rows of a partition: a key comes twice in the batch, or a trigger "
+            "leaves rows out",
             transactional_id=staged.transactional_id,
-            next_step="let each key come once in the batch, also in two partitions"
-            if upsert
-            else "look for a trigger or a rule of the table that leaves rows out",
+            next_step="nothing of the batch was written on either side: let each key come once in the batch, also in two "
+            "partitions, and filter out the rows that a trigger skips",
             retryable=False,
         )
+    require_all_taken(target[1], sent=rows, taken=moved)
 
 
 def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyspark import TaskContext
 
 from dualwrite import failpoints
-from dualwrite.sinks.spark import DualWriteDataSource
+from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.source import (  # not every PySpark has them
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
@@ -38,6 +38,23 @@ def options(case, **more):
 def write_with(case, df, mode="append", source="dualwrite", **more):
     """Write a DataFrame with the options of a case."""
     df.write.format(source).mode(mode).options(**options(case, **more)).save()
+
+
+LEGS = ["staging", "prepared"]
+WAYS = ["write_batch", "foreach_partition", *LEGS]
+
+
+def write_by(case, df, way, batch_id="1", **more):
+    """Write a DataFrame in one of the ways: partition by partition, or as a whole over a database leg of the Data Source."""
+    settings = {**case.settings, **more}
+    if way == "write_batch":
+        write_batch(df, batch_id=batch_id, **settings)
+    elif way == "foreach_partition":
+        df.foreachPartition(foreach_partition(df, batch_id=batch_id, **settings))
+    else:
+        register(df.sparkSession)
+        given = {**options_of(settings), "batchId": batch_id, "databaseLeg": way}
+        df.write.format("dualwrite").mode("append").options(**given).save()
 
 
 def staging_tables(case):

@@ -4,25 +4,12 @@ import psycopg
 import pytest
 from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
-from harness.spark_source import nothing_is_left, write_with
+from harness.spark_source import LEGS, nothing_is_left, write_by
 
-from dualwrite.sinks.spark import SinkOptions, foreach_partition, register, write_batch
+from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.connecting import connect_engine
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
-
-
-LEGS = ["staging", "prepared"]
-
-
-def write(numbers, df, way):
-    if way == "write_batch":
-        write_batch(df, batch_id="1", **numbers.settings)
-    elif way == "foreach_partition":
-        df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
-    else:
-        register(df.sparkSession)
-        write_with(numbers, df, batchId="1", databaseLeg=way)
 
 
 @pytest.mark.parametrize("way", ["write_batch", pytest.param("foreach_partition", marks=pytest.mark.thorough), *LEGS])
@@ -43,11 +30,11 @@ def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, number
         # They open their COPY before they take a row. Of a shuffle, all rows are computed before that, and after the plan.
         df = df.repartition(2, "id")
     with pytest.raises(SPARKS_ERRORS, match="'id' of table 'numbers' was bigint .* double precision"):
-        write(numbers, df, way)
+        write_by(numbers, df, way)
     assert numbers.rows() == numbers.messages() == []
     drifting.unlink()
     numbers.execute("ALTER TABLE numbers ALTER id TYPE bigint")
-    write(numbers, df, way)
+    write_by(numbers, df, way)
     numbers.verify()
     nothing_is_left(numbers)
 
@@ -61,10 +48,10 @@ def test_a_type_that_loses_digits_refuses_what_was_staged(spark, numbers):
         "CREATE TRIGGER alter_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION alter_it()"
     )
     with pytest.raises(SPARKS_ERRORS, match=r"'id' .* was bigint .* numeric\(10,-1\)"):
-        write(numbers, numbered(spark), "staging")
+        write_by(numbers, numbered(spark), "staging")
     numbers.execute("DROP TRIGGER alter_it ON dualwrite_ledger")
     assert numbers.rows() == numbers.messages() == []
-    write(numbers, numbered(spark), "staging")
+    write_by(numbers, numbered(spark), "staging")
     numbers.verify()
     nothing_is_left(numbers)
 
