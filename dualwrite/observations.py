@@ -55,7 +55,7 @@ class LogProof(Enum):
     """What the log of the partitions that a transaction wrote proves of it.
 
     ``COMMITTED`` and ``ABORTED``: its own records are there, and the first control record of its producer after them is
-    that marker. ``PARTLY``: that is a commit marker in some partitions, and there is none yet in others. ``OPEN``: its records
+    that marker. ``PARTLY``: that is a commit marker in some partitions, and none is to be seen in others. ``OPEN``: its records
     are there and no marker yet. ``UNKNOWABLE``: its records are gone (retention,
     compaction, truncation, another topic of that name), so no marker can be told to be its own.
     """

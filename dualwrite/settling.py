@@ -224,7 +224,7 @@ class _Settling(Asking):
         """Two settlers may have found the same to be forgotten. The second must not abort what the first one is ending."""
         unchanged = []
         for item, view in zip(items, self._views(items), strict=True):
-            if view == item.known.view and not item.known.is_retired:
+            if view == item.known.view:
                 unchanged.append(item)
             else:
                 item.known = looked(item.known, view)

@@ -136,10 +136,11 @@ def _marker(batch: DefaultRecordBatch) -> LogProof:
 def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline) -> list[LogProof]:
     """What the logs prove of each transaction.
 
-    A marker in one partition is a proof for the whole transaction: Kafka decides once, and writes what it decided to every
+    An abort in one partition is a proof for the whole transaction: Kafka decides once, and writes what it decided to every
     partition. If one partition nevertheless shows a commit and another one an abort, somebody has written a marker by hand.
     Then the answer is ``ABORTED``, with an error in the log that names both: a part of the transaction is not there. A commit
-    in some partitions and nothing yet in others is ``PARTLY``: replication is behind, or the broker has forgotten the others.
+    in some partitions and none to be seen in others is ``PARTLY``: replication is behind, the broker has forgotten the others,
+    or their records were deleted, and it may be open there without them.
 
     Args:
         brokers: The brokers.
@@ -201,7 +202,7 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
     if {LogProof.COMMITTED, LogProof.ABORTED} <= seen:
         shown = ", ".join(f"{place} {proof.value}" for place, proof in proofs.items())
         logger.error("transaction %s was ended by hand in some partitions: %s", state, shown)
-    if LogProof.ABORTED not in seen and {LogProof.COMMITTED, LogProof.OPEN} <= seen:
+    if LogProof.ABORTED not in seen and LogProof.COMMITTED in seen and len(seen) > 1:
         return LogProof.PARTLY
     for proof in (LogProof.ABORTED, LogProof.COMMITTED, LogProof.OPEN):
         if proof in seen:

@@ -16,24 +16,29 @@ no       any                                    retired, nothing suspect        
 no       no such id                             any                             finish: nothing can write under it any more
 no       Ongoing, or retired                    suspects, not asked for         look for what is still open
 no       not retired                            any                             retire (aborts what is ongoing: it is undecided)
-no       retired                                suspects are open               end what was forgotten
+no       retired                                suspects are open               end what was forgotten (*)
 no       retired                                suspects are not open           finish
 yes      Ongoing, its id, epoch, start, places  evidence never asked            look at the partitions
 yes      Ongoing, its id, epoch, start, places  evidence matches                commit
 yes      Ongoing, its id, a later epoch         open not asked                  look for what is still open
 yes      Ongoing, its id, a later epoch         all of it is its own            commit: an earlier settler was ending it
 yes      anything else                          proof not asked                 prove
-yes      anything else                          proof open or partly, not asked look for what is still open
+yes      anything else                          proof not committed or aborted, look for what is still open
+                                                not asked
 yes      no such id, or another producer id     it is still open somewhere      wait, look again: nobody can end it there
 yes      Ongoing, its id, epoch, start, places  it is, evidence did not match   wait, look again: it may be ending
 yes      not retired                            it is still open somewhere      retire
-yes      retired                                it is still open somewhere      end what was forgotten
+yes      retired                                it is still open somewhere      end what was forgotten (*)
 yes      CompleteCommit, its id and epoch       proof open or unknowable        record committed
 yes      anything else                          proof committed or partly       record committed
 yes      anything else                          proof aborted                   record lost
 yes      anything else                          proof open                      wait, look again
 yes      anything else                          proof unknowable                record unverifiable
 =======  =====================================  ==============================  ===============================================
+
+(*) An epoch ends what was forgotten in one way only: a commit and an abort under the same producer id and epoch could not be
+told apart by a late copy of either. Where the coordinator shows that the epoch has ended something in the other way, the id is
+retired once more first, which raises the epoch.
 
 *Places* are all partitions that the transaction has written. The coordinator may show others: they are asked as well, and
 the evidence matches if nothing is open there. A late copy of an earlier transaction's request adds such partitions.
@@ -143,7 +148,8 @@ _IN_TRANSITION = frozenset(
 
 _ABORTING = frozenset({TransactionStatus.PREPARE_ABORT, TransactionStatus.PREPARE_EPOCH_FENCE})
 _AT_REST = frozenset({TransactionStatus.EMPTY, TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT})
-_NOT_ENDED_EVERYWHERE = frozenset({LogProof.OPEN, LogProof.PARTLY})
+_MAY_BE_OPEN = frozenset({LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE})
+"""Also where records were deleted: a transaction stays open without them."""
 _LOG_IS_SILENT = frozenset({LogProof.OPEN, LogProof.UNKNOWABLE})
 
 _RECORD = {
@@ -312,7 +318,14 @@ def next_step(known: Knowledge) -> SettleStep:
         return SettleStep.LOOK_FOR_OPEN
     if not known.is_retired:
         return SettleStep.RETIRE
-    return SettleStep.END_FORGOTTEN if known.still_open else SettleStep.FINISH
+    return _step_to_end(known, view) if known.still_open else SettleStep.FINISH
+
+
+def _step_to_end(known: Knowledge, view: TransactionView) -> SettleStep:
+    """End what was forgotten, under an epoch that has ended nothing in the other way."""
+    _, committed = to_end(known)
+    contrary = TransactionStatus.COMPLETE_ABORT if committed else TransactionStatus.COMPLETE_COMMIT
+    return SettleStep.RETIRE if view.status is contrary else SettleStep.END_FORGOTTEN
 
 
 def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:
@@ -324,13 +337,13 @@ def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:
             return step
     if known.proof is None:
         return SettleStep.PROVE
-    if known.proof in _NOT_ENDED_EVERYWHERE:
+    if known.proof in _MAY_BE_OPEN:
         if known.still_open is None:
             return SettleStep.LOOK_FOR_OPEN
         if own_among(state, known.still_open):
             if view.producer_id != state.producer_id or known.evidence is False:
                 return SettleStep.WAIT  # in the latter case: it may be what was ongoing, and be ending just now
-            return SettleStep.END_FORGOTTEN if known.is_retired else SettleStep.RETIRE
+            return _step_to_end(known, view) if known.is_retired else SettleStep.RETIRE
     if _coordinator_says_committed(view, state) and known.proof in _LOG_IS_SILENT:
         return SettleStep.RECORD_COMMITTED
     return _RECORD[known.proof]

@@ -1,9 +1,12 @@
 """The settle decision, over the whole space of what can be known."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from dualwrite.kafka.log import combined
+from dualwrite.kafka.partitions import Place
 from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import (
@@ -29,6 +32,7 @@ OWN = frozenset({P0, P1})
 Status = TransactionStatus
 TRANSITION = {Status.PREPARE_COMMIT, Status.PREPARE_ABORT, Status.DEAD, Status.PREPARE_EPOCH_FENCE}
 AT_REST = {Status.EMPTY, Status.COMPLETE_COMMIT, Status.COMPLETE_ABORT}
+CONTRARY = {True: Status.COMPLETE_ABORT, False: Status.COMPLETE_COMMIT}
 IDS = [(42, 3), (42, 4), (43, 3)]
 
 VIEWS = [
@@ -72,7 +76,11 @@ def expected_of_undecided(k: Knowledge) -> SettleStep:
         return SettleStep.LOOK_FOR_OPEN
     if not done:
         return SettleStep.RETIRE
-    return SettleStep.END_FORGOTTEN if k.still_open else SettleStep.FINISH
+    if not k.still_open:
+        return SettleStep.FINISH
+    # What is left is committed only where it is the decided one, whose commit is not recorded as anything else.
+    commits = k.still_open == ((P0, 17),) and k.recorded is Outcome.COMMITTED
+    return SettleStep.RETIRE if k.view.status is CONTRARY[commits] else SettleStep.END_FORGOTTEN
 
 
 def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of the table is a branch
@@ -87,13 +95,13 @@ def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of th
                 return SettleStep.LOOK_FOR_OPEN
             if left_open and k.view.partitions:
                 return SettleStep.COMMIT
-    if k.proof in {LogProof.OPEN, LogProof.PARTLY}:
+    if k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE}:
         if k.still_open is None:
             return SettleStep.LOOK_FOR_OPEN
         if left_open:
             if ids[0] != 42 or k.evidence is False:
                 return SettleStep.WAIT
-            fenced = k.view.status in AT_REST and ids == (42, 4)
+            fenced = k.view.status in AT_REST - {Status.COMPLETE_ABORT} and ids == (42, 4)
             return SettleStep.END_FORGOTTEN if fenced else SettleStep.RETIRE
     if k.view.status is Status.COMPLETE_COMMIT and ids == (42, 3) and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
         return SettleStep.RECORD_COMMITTED
@@ -121,7 +129,7 @@ def test_a_decided_transaction_is_retired_before_its_outcome_is_recorded_only_to
             assert step is not SettleStep.FINISH, k
             if step is SettleStep.RETIRE:
                 assert own_among(S, k.still_open), k
-                assert k.proof in {LogProof.OPEN, LogProof.PARTLY}, k
+                assert k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE}, k
 
 
 def test_nothing_is_committed_without_evidence_of_the_very_transaction():
@@ -142,6 +150,40 @@ def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_un
     for k in ends:
         assert k.view.status in AT_REST
         assert (k.view.producer_id, k.view.epoch) == (42, 4)
+
+
+def test_one_epoch_ends_what_was_forgotten_in_one_way_only():
+    for k in ALL:
+        if next_step(k) is SettleStep.END_FORGOTTEN:
+            _, committed = to_end(k)
+            assert k.view.status is not CONTRARY[committed], k
+
+
+def test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch():
+    known = looked(Knowledge(prepared=S, suspects=frozenset({ELSEWHERE})), view(Status.COMPLETE_COMMIT))
+    known = replace(proved(known, LogProof.PARTLY), still_open=((P0, 17), (ELSEWHERE, 5)))
+    assert next_step(known) is SettleStep.RETIRE
+    known = replace(proved(retired(known, (42, 4)), LogProof.PARTLY), still_open=((P0, 17), (ELSEWHERE, 5)))
+    assert next_step(known) is SettleStep.END_FORGOTTEN
+    assert to_end(known) == ({P0}, True)
+    known = proved(looked(known, view(Status.COMPLETE_COMMIT, 4)), LogProof.COMMITTED)
+    assert next_step(known) is SettleStep.RECORD_COMMITTED
+    known = replace(known, recorded=Outcome.COMMITTED)
+    assert next_step(known) is SettleStep.LOOK_FOR_OPEN
+    known = replace(known, still_open=((ELSEWHERE, 5),))
+    assert next_step(known) is SettleStep.RETIRE
+    known = replace(retired(known, (42, 5)), still_open=((ELSEWHERE, 5),))
+    assert next_step(known) is SettleStep.END_FORGOTTEN
+    assert to_end(known) == ({ELSEWHERE}, False)
+
+
+def test_a_commit_beside_deleted_records_is_looked_at_before_it_counts_for_the_whole():
+    places = {Place("orders", 0): LogProof.UNKNOWABLE, Place("orders", 1): LogProof.COMMITTED}
+    known = looked(Knowledge(prepared=S), view(Status.COMPLETE_COMMIT))
+    known = proved(known, combined(S, places))
+    assert next_step(known) is SettleStep.LOOK_FOR_OPEN
+    assert next_step(replace(known, still_open=())) is SettleStep.RECORD_COMMITTED
+    assert next_step(replace(known, still_open=((P0, 17),))) is SettleStep.RETIRE
 
 
 @pytest.mark.parametrize("proof", [LogProof.UNKNOWABLE, LogProof.OPEN])
