@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
+from dualwrite.dual_write import DualWrite
 from dualwrite.protocol.write_life import WriteState
 from dualwrite.transaction import Transaction
 
@@ -57,26 +58,23 @@ def dual_write(
         ending: What the end of the block does.
 
     Raises:
-        DualWriteError: As :meth:`Transaction.begin` and :meth:`Transaction.commit` say.
+        DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
     """
-    transaction = Transaction(
-        lane, ground, connection, session_factory=session_factory, margin_s=margin_s, timeout_s=timeout_s
-    )
-    transaction.begin()
+    write = DualWrite(lane, ground, connection, session_factory=session_factory, margin_s=margin_s, timeout_s=timeout_s)
+    write.begin()
     try:
         try:
-            yield transaction
+            yield Transaction(write)
         except BaseException:
-            if transaction.state is WriteState.CHECKED:  # any other, and a commit was called inside the block
-                transaction.abort()
+            write.abort()
             raise
         if ending is Ending.COMMIT:
-            transaction.commit()
+            write.commit()
         else:
-            transaction.hand_over(prepared=ending is Ending.PREPARE)
+            write.hand_over(prepared=ending is Ending.PREPARE)
     finally:
-        transaction.release()
-        if transaction.state not in _ENDED:
+        write.release()
+        if write.state not in _ENDED:
             # Neither the connection nor the producer may be used again before the id is claimed anew, which waits for
             # the old backend and settles.
             lane.discard()

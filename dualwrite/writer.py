@@ -24,7 +24,7 @@ from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, claim_lanes, lane_id
 from dualwrite.lanes import Lanes
 from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.transaction import Transaction
@@ -199,7 +199,8 @@ class DualWriter:
             The transaction, usable until the block ends.
 
         Raises:
-            TransactionAborted: Neither side changed.
+            TransactionAborted: Neither side changed. Also for a deadlock or a serialization failure of a statement in the
+                block, once it leaves the block; inside it is the driver's own error, and the cause of this one then.
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
             CompletionPending: A success that will become visible. Do not run the work again.
@@ -207,7 +208,7 @@ class DualWriter:
             ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted.
             IllegalStateError: The writer is not open, or this thread is inside a transaction of this writer already.
 
-        What the block itself raises is passed on as it is.
+        Everything else that the block itself raises is passed on as it is.
         """
         ground = self._opened()
         if getattr(self._inside, "transaction", False):
@@ -233,6 +234,10 @@ class DualWriter:
                     ) as transaction,
                 ):
                     yield transaction
+            except Exception as error:
+                if (conflict := conflict_behind(error, lane.transactional_id)) is not None:
+                    raise conflict from error
+                raise
             finally:
                 self._lanes.give_back(lane)
         finally:

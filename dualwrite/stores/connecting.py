@@ -14,12 +14,25 @@ def engine_of(engine: Engine | str) -> Engine:
     """The engine, or a new one for its URL, which connects at first use; who gives a URL disposes of it.
 
     Raises:
-        ConfigurationError: It is no URL, or its driver is not installed.
+        ConfigurationError: It is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
     """
     if isinstance(engine, Engine):
         return engine
+    if not isinstance(engine, (str, URL)):
+        raise _no_engine(engine)
     with _refused():
         return create_engine(engine)
+
+
+def _no_engine(given: object) -> ConfigurationError:
+    kind = type(given).__name__
+    if hasattr(given, "sync_engine"):  # SQLAlchemy's asyncio part may not be installed
+        return ConfigurationError(
+            f"{kind} cannot be used: there is no asyncio interface",
+            next_step="give create_engine() the same database with postgresql+psycopg:// or sqlite://, and run dual writes in "
+            "threads: await asyncio.to_thread(...)",
+        )
+    return ConfigurationError(f"{kind} is no engine", next_step="give a SQLAlchemy Engine or a database URL")
 
 
 def kind_of(url: URL | str) -> Dialect:

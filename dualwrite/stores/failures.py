@@ -31,6 +31,8 @@ class Meaning(Enum):
     CONFLICT = "another transaction was in the way"
     FAILED_TRANSACTION = "an earlier statement of the transaction had failed"
     BUSY = "a lock was not free in time"
+    POOL = "the engine's pool had no free connection"
+    POOLER = "a pooler between us and the database shares connections by statement"
     GONE = "the connection is lost, or was not made"
     FULL = "there is no space or memory left"
     OTHER = "the database failed"
@@ -77,6 +79,9 @@ _BY_SQLITE_MESSAGE: Final = {
 
 
 # libpq tells no SQLSTATE of a connection that was refused.
+# PgBouncer refuses BEGIN by a text only: its SQLSTATE (08P01) stands for many things.
+_POOLER_WORDS: Final = "transaction blocks not allowed in statement pooling mode"
+
 _LOGIN_WORDS: Final = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
 
 
@@ -89,11 +94,13 @@ def sqlstate_of(error: BaseException | None) -> str | None:
 def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
     """What the error says, by its code."""
     if isinstance(error, exc.TimeoutError):
-        return Meaning.BUSY
+        return Meaning.POOL
     if not isinstance(error, exc.DBAPIError):
         return Meaning.OTHER
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_meaning(error.orig)
+    if _POOLER_WORDS in str(error.orig):
+        return Meaning.POOLER
     state = sqlstate_of(error.orig)
     if state is None:
         if error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError)):
@@ -111,6 +118,28 @@ def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
         if words in text:
             return meaning
     return Meaning.REJECTED if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) else Meaning.OTHER
+
+
+def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
+    """What to raise instead of an error of the user's statement that ended a dual write, both sides of which have aborted.
+
+    Returns:
+        A retryable error for a deadlock, a serialization failure, or a lock of SQLite's that was not free, also where the
+        driver's own connection was used; None for everything else, which is the user's.
+    """
+    if isinstance(error, exc.DBAPIError):
+        meaning = meaning_of(error)
+        of_sqlite = isinstance(error.orig, sqlite3.Error)
+    else:
+        meaning = Meaning.CONFLICT if (sqlstate_of(error) or "").startswith("40") else Meaning.OTHER
+        of_sqlite = False
+    if meaning is not Meaning.CONFLICT and not (of_sqlite and meaning is Meaning.BUSY):
+        return None
+    return TransactionAborted(
+        f"{meaning.value}: {driver_words(error)}",
+        transactional_id=transactional_id,
+        next_step="run the same work again",
+    )
 
 
 def driver_words(error: BaseException) -> str:
@@ -171,14 +200,22 @@ def map_database_error(
             next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
         )
+    if meaning is Meaning.POOL:
+        return Unavailable(what, transactional_id=transactional_id, next_step=_POOL_STEP)
     if isinstance(error, exc.ResourceClosedError):
         return IllegalStateError("the connection is closed", transactional_id=transactional_id)
     return Unavailable(what, transactional_id=transactional_id)
 
 
+_POOL_STEP: Final = (
+    "raise the engine's pool_size or max_overflow: each dual write holds one connection, and needs another one for a moment "
+    "when it settles; or find the code that keeps connections"
+)
+
 _ADVICE: Final = {
     Meaning.READ_ONLY: "connect to the primary, with a role and a file that may be written to",
     Meaning.LOGIN: "check the database's address, user and password",
+    Meaning.POOLER: "a transaction needs one connection to its end: use pool_mode=transaction or session (PgBouncer)",
     Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
 }
 

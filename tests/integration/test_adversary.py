@@ -93,18 +93,6 @@ def test_a_refused_commit_leaves_nothing_that_a_later_commit_could_make_visible(
 
 
 @on_postgresql
-def test_a_commit_called_inside_the_block_cannot_abort_what_it_has_decided(writer, dualwrite_topic, orders, both):
-    failpoints.arm("write.decided:1:raise")
-    with pytest.raises(FailpointError), writer.transaction() as tx:
-        tx.produce(dualwrite_topic, value="1")
-        tx.connection.execute(insert(orders).values(id=1))
-        tx.commit()
-    failpoints.arm("")
-    write(writer, dualwrite_topic, orders, 2)
-    assert both() == ([1, 2], [1, 2])
-
-
-@on_postgresql
 def test_an_interruption_at_a_commit_that_was_not_sent_aborts_both_and_is_not_swallowed(
     writer, engine, dualwrite_topic, orders, both
 ):

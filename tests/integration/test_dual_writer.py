@@ -155,6 +155,23 @@ def test_message_that_cannot_be_delivered_aborts_both(writer, dualwrite_topic, o
     assert rows() == messages() == [2]
 
 
+@on_postgresql
+def test_a_refused_message_whose_error_is_swallowed_aborts_both_and_is_named(
+    writer, dualwrite_topic, orders, rows, messages
+):
+    with (
+        pytest.raises(
+            TransactionAborted, match=r"went on without it: .*MSG_SIZE_TOO_LARGE.*message\.max\.bytes"
+        ) as caught,
+        writer.transaction() as tx,
+    ):
+        write(tx, dualwrite_topic, orders, 1)
+        with pytest.raises(TransactionAborted):
+            tx.produce(dualwrite_topic, value=b"x" * 900_000 * 2, key="k")
+    assert not caught.value.retryable
+    assert rows() == messages() == []
+
+
 def test_savepoint_inside_the_block_is_the_users(writer, dualwrite_topic, orders, rows, messages):
     with writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)

@@ -1,4 +1,4 @@
-"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.transaction``, ``Lane.complete``."""
+"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.dual_write``, ``Lane.complete``."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Writing(Step):
         return self.reusable(p._replace(todo=p.todo - 1, number=p.number + 1))
 
     def abort(self) -> None:
-        """``Transaction.abort``: the database first, then Kafka, which need not take it."""
+        """``DualWrite.abort``: the database first, then Kafka, which need not take it."""
         p = self.p
         self.writes(_W.ABORT)
         wrong = self.told_aborted()

@@ -9,9 +9,20 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import create_mock_engine, exc, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of, migrate_command, shown_url
+from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.failures import (
+    Meaning,
+    conflict_behind,
+    driver_words,
+    map_database_error,
+    meaning_of,
+    migrate_command,
+    shown_url,
+)
 from dualwrite.stores.postgresql import PostgreSQL
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import declare_tables
@@ -94,8 +105,43 @@ def test_retryable_is_only_what_another_run_may_survive() -> None:
 
 
 def test_other_errors_of_sqlalchemy() -> None:
-    assert isinstance(map_database_error(exc.TimeoutError("pool")), Unavailable)
+    pool = map_database_error(exc.TimeoutError("QueuePool limit of size 5 overflow 10 reached"))
+    assert isinstance(pool, Unavailable)
+    assert "QueuePool limit" in pool.what
+    assert "pool_size" in str(pool)
     assert isinstance(map_database_error(exc.ResourceClosedError("closed")), IllegalStateError)
+
+
+def test_a_pooler_that_shares_connections_by_statement_is_named() -> None:
+    words = (
+        "FATAL:  transaction blocks not allowed in statement pooling mode\nserver closed the connection unexpectedly"
+    )
+    for state in ("08P01", None):
+        original = psycopg.errors.lookup(state)(words) if state else psycopg.OperationalError(words)
+        mapped = map_database_error(exc.OperationalError("BEGIN", {}, original, connection_invalidated=True))
+        assert isinstance(mapped, ConfigurationError)
+        assert "pool_mode=transaction" in str(mapped)
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"),
+    [
+        (of_postgresql("40001"), True),
+        (of_postgresql("40P01"), True),
+        (psycopg.errors.lookup("40P01")("the driver's own connection"), True),
+        (of_sqlite(sqlite3.OperationalError, "database is locked"), True),
+        (of_postgresql("55P03"), None),  # NOWAIT is an answer that the user has asked for
+        (of_postgresql("57014"), None),
+        (of_postgresql("23505"), None),
+        (of_sqlite(sqlite3.IntegrityError, "UNIQUE constraint failed"), None),
+        (exc.TimeoutError("pool"), None),
+        (ValueError("the user's"), None),
+        (TransactionAborted("ours"), None),
+    ],
+)
+def test_of_what_leaves_a_block_only_conflicts_become_ours(error: BaseException, retryable: bool | None) -> None:
+    found = conflict_behind(error, "orders")
+    assert (None if found is None else found.retryable) is retryable
 
 
 def test_no_address_shows_a_secret() -> None:
@@ -108,6 +154,14 @@ def test_no_address_shows_a_secret() -> None:
 def test_the_drivers_words_are_one_line() -> None:
     assert driver_words(ValueError("one\ntwo")) == "one"
     assert driver_words(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_an_engine_of_asyncio_is_refused_with_the_way_that_works() -> None:
+    given = create_async_engine("postgresql+psycopg://somebody@nowhere/x")
+    with pytest.raises(ConfigurationError, match=r"AsyncEngine cannot be used.*asyncio\.to_thread"):
+        engine_of(given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Session is no engine"):
+        engine_of(Session())  # type: ignore[arg-type]
 
 
 def test_an_unsupported_driver_is_refused() -> None:

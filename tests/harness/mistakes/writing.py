@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import claiming, lane, recovery, transaction
+from dualwrite import claiming, dual_write, lane, recovery
+from dualwrite.dual_write import DualWrite
 from dualwrite.errors import Fenced
 from dualwrite.lane import Lane
 from dualwrite.protocol.doubt import Doubt, DoubtStep
 from dualwrite.settling import SettleReport
-from dualwrite.transaction import Transaction
 from harness.mistakes.registry import Check, mistake, performed
 
 
 @mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
 def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
     """An owner does not read the row's incarnation before it produces."""
-    real = Transaction.begin
+    real = DualWrite.begin
 
     def begin(self):
         store = self._ground.store
@@ -24,19 +24,19 @@ def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(store, "read_incarnation", lambda *_, **__: self._lane.row.incarnation)
             real(self)
 
-    patch.setattr(Transaction, "begin", begin)
+    patch.setattr(DualWrite, "begin", begin)
 
 
 @mistake(performed("too_little_time_left", "not TransactionAborted"))
 def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
     """An owner decides although the broker is about to time the transaction out."""
-    patch.setattr(Transaction, "_check_time_left", lambda _: None)
+    patch.setattr(DualWrite, "_check_time_left", lambda _: None)
 
 
 @mistake(performed("commit_answer_lost", "told TransactionAborted"))
 def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered takes it for rolled back, aborts in Kafka, and may run the work again."""
-    patch.setattr(transaction, "resolve_commit", lambda *_: DoubtStep.ABORTED)
+    patch.setattr(dual_write, "resolve_commit", lambda *_: DoubtStep.ABORTED)
 
 
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))

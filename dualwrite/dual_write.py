@@ -1,0 +1,332 @@
+"""The verbs of one dual write, and the order in which it ends. Its block drives it; users hold a ``Transaction``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from sqlalchemy.orm import Session
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.machine import Machine
+from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.resolving import resolve_commit
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.claiming import Ground
+    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+Message: TypeAlias = "Callable[[TransactionalProducer], None]"
+"""Hands one message, many, or offsets to the producer that it is called with."""
+
+
+class DualWrite:
+    """One dual write, driven by its block: begun, then committed, aborted or handed over, then released. Used by one thread.
+
+    What stands in the block's ``as`` is :class:`dualwrite.transaction.Transaction`, which shows none of these verbs.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        ground: Ground,
+        connection: Connection,
+        *,
+        session_factory: Callable[..., Session],
+        margin_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._lane = lane
+        self._ground = ground
+        self._connection = connection
+        self._session_factory = session_factory
+        self._margin_s = margin_s
+        self._timeout_s = timeout_s
+        self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
+        self._session: Session | None = None
+        self._produced = False
+        self._refusal: DualWriteError | None = None
+        self._database_transaction: str | None = None
+        self.prepared: PreparedTxnState | None = None
+
+    @property
+    def transactional_id(self) -> str:
+        """The id that this dual write runs under."""
+        return self._lane.transactional_id
+
+    @property
+    def state(self) -> WriteState:
+        """Where this dual write is."""
+        return self._machine.state
+
+    @property
+    def connection(self) -> Connection:
+        """See :attr:`dualwrite.transaction.Transaction.connection`."""
+        self._machine.apply(WriteEvent.EXECUTE)
+        return self._connection
+
+    @property
+    def session(self) -> Session:
+        """See :attr:`dualwrite.transaction.Transaction.session`."""
+        self._machine.apply(WriteEvent.EXECUTE)
+        if self._session is None:
+            self._session = self._session_factory(bind=self._connection)
+        return self._session
+
+    def send(self, message: Message) -> None:
+        """Hand a message, many, or offsets to the producer.
+
+        Raises:
+            IllegalStateError: The block has ended.
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: The producer refuses. Both sides abort at the end of
+                the block, even if the caller goes on.
+        """
+        self._machine.apply(WriteEvent.PRODUCE)
+        try:
+            if not self._produced:
+                self._lane.producer.begin_transaction()
+                self._produced = True
+            message(self._lane.producer)
+        except DualWriteError as error:
+            self._refusal = self._refusal or error
+            raise
+        failpoints.hit("write.produced")
+
+    def begin(self) -> None:
+        """Begin the database transaction and read the row, before anything can be produced.
+
+        Raises:
+            Fenced: The row names another incarnation than ours.
+            IllegalStateError, ConfigurationError: The connection cannot be used for this.
+            Unavailable: The database does not answer.
+        """
+        store = self._ground.store
+        store.begin(self._connection)
+        try:
+            failpoints.hit("write.begun")
+            incarnation = store.read_incarnation(
+                self._connection, self.transactional_id, namespace=self._lane.row.namespace, known=self._lane.row
+            )
+            if incarnation != self._lane.row.incarnation:
+                raise self._fenced(incarnation)
+            self._machine.apply(WriteEvent.CHECK)
+            failpoints.hit("write.checked")
+        except DatabaseWentBack as error:
+            self.abort()
+            self._lane.record_forgotten(error)
+            raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self) -> None:
+        """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
+            TransactionInDoubt: The database's answer is missing and could not be found out.
+            CompletionPending: Decided; Kafka will follow.
+            DecidedTransactionLost, OutcomeUnverifiable: Decided; Kafka does not have it, or nobody can tell.
+            IllegalStateError: It has ended before.
+        """
+        self._machine.check(WriteEvent.PREPARE)
+        failpoints.hit("write.body_done")
+        deadline = Deadline(self._timeout_s)
+        try:
+            state = self._prepare()
+            self._record(state)
+        except Unavailable as error:
+            self.abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self.abort()
+            raise
+        interruption = self._decide(state, deadline)
+        if self._produced:
+            self._lane.complete(state, deadline)
+        self._machine.apply(WriteEvent.COMPLETE)
+        failpoints.hit("write.completed")
+        if interruption is not None:
+            raise interruption
+
+    def hand_over(self, *, prepared: bool = False) -> None:
+        """End the dual write undecided: prepare Kafka, and commit what the database has, without naming it in the row.
+
+        For writes that somebody else decides together with others. On return the rows are durable, :attr:`prepared` is the
+        open Kafka transaction, and this process must do nothing more with either: neither commit nor abort.
+
+        Args:
+            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``), for whoever settles the row to end.
+                Otherwise it is committed, and the rows must stand where nobody reads them.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may stand where they are, and
+                count for nothing.
+            IllegalStateError: It has ended before.
+        """
+        self._machine.check(WriteEvent.PREPARE)
+        failpoints.hit("write.body_done")
+        try:
+            state = self._prepare()
+            if prepared:
+                self._ground.store.prepare(self._connection, self._lane.row, state)
+            else:
+                self._ground.store.commit(self._connection)
+        except (Unavailable, TransactionInDoubt) as error:
+            self.abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._machine.apply(WriteEvent.HAND_OVER)
+        failpoints.hit("batch.handed_over")
+
+    def _prepare(self) -> PreparedTxnState:
+        self._require_no_refusal()
+        if self._session is not None:
+            self._session.flush()
+        state = self._lane.producer.prepare_transaction() if self._produced else PreparedTxnState()
+        self._machine.apply(WriteEvent.PREPARE)
+        self.prepared = state
+        failpoints.hit("write.prepared")
+        return state
+
+    def _require_no_refusal(self) -> None:
+        refusal = self._refusal
+        if refusal is None:
+            return
+        if isinstance(refusal, Fenced):
+            raise refusal
+        raise TransactionAborted(
+            f"the producer refused a message, and the block went on without it: {refusal.what}",
+            transactional_id=self.transactional_id,
+            next_step=refusal.next_step,
+            retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
+        ) from refusal
+
+    def _record(self, state: PreparedTxnState) -> None:
+        store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
+        if state.has_transaction:
+            ours, self._database_transaction = store.decide(
+                self._connection, self.transactional_id, incarnation, state, namespace=namespace
+            )
+        else:
+            ours = store.hold(self._connection, self.transactional_id, incarnation, namespace=namespace)
+        if not ours:
+            raise self._fenced(None)
+        self._machine.apply(WriteEvent.RECORD)
+        failpoints.hit("write.recorded")
+        if state.has_transaction:
+            self._check_time_left()
+
+    def _check_time_left(self) -> None:
+        producer = self._lane.producer
+        timeout_s = producer.transaction_timeout_ms / 1000
+        if producer.begun_for_s + self._margin_s > timeout_s:
+            raise TransactionAborted(
+                f"the transaction was open for {producer.begun_for_s:.0f} s of the {timeout_s:.0f} s after which the broker "
+                f"aborts it; {self._margin_s:.0f} s must be left for the decision",
+                transactional_id=self.transactional_id,
+                next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
+                retryable=False,
+            )
+
+    def _decide(self, state: PreparedTxnState, deadline: Deadline) -> BaseException | None:
+        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to be raised later."""
+        try:
+            self._ground.store.commit(self._connection)
+        except TransactionAborted as error:
+            self.abort()
+            if (interruption := _interruption(error)) is not None:
+                raise interruption from error
+            raise
+        except TransactionInDoubt as error:
+            self._machine.apply(WriteEvent.LOSE_ANSWER)
+            self._resolve(state, deadline, error)
+            return _interruption(error)
+        self._machine.apply(WriteEvent.COMMIT)
+        failpoints.hit("write.decided")
+        return None
+
+    def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
+        if not state.has_transaction:
+            self._lane.discard()
+            raise doubt  # nothing but rows: the database alone knows
+        try:
+            verdict = resolve_commit(self._ground, self.transactional_id, state, self._database_transaction, deadline)
+        except DualWriteError as error:
+            self._lane.discard()
+            raise doubt from error
+        if verdict is DoubtStep.COMMITTED:
+            self._machine.apply(WriteEvent.COMMIT)
+        elif verdict is DoubtStep.ABORTED:
+            self.abort()
+            raise _interruption(doubt) or TransactionAborted(
+                "the connection broke during COMMIT; the database has rolled back",
+                transactional_id=self.transactional_id,
+            ) from doubt
+        elif verdict is DoubtStep.IN_DOUBT:
+            self._lane.discard()
+            raise doubt
+        else:
+            self._machine.apply(WriteEvent.FIND_LOST)
+            self._lane.discard()
+            kind = DecidedTransactionLost if verdict is DoubtStep.LOST else OutcomeUnverifiable
+            raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
+
+    def abort(self) -> None:
+        """Abort both sides. Does nothing where they have aborted already.
+
+        If Kafka does not take the abort, the producer is thrown away and whoever settles next aborts its transaction: the
+        row does not name it, so it cannot be committed any more.
+        """
+        if self._machine.state is WriteState.ABORTED:
+            return
+        failpoints.hit("write.before_abort")
+        self._ground.store.rollback(self._connection)
+        failpoints.hit("write.rolled_back")
+        if self._produced:
+            try:
+                self._lane.producer.abort_transaction()
+            except DualWriteError as error:
+                logger.warning("%s: Kafka did not take the abort: %s", self.transactional_id, error)
+                self._lane.discard()
+        self._machine.apply(WriteEvent.ABORT)
+
+    def release(self) -> None:
+        """Let go of the session, once the block has ended. Its objects stay readable."""
+        if self._session is not None:
+            self._session.close()
+
+    def _fenced(self, found: int | None) -> Fenced:
+        shown = "no longer names" if found is None else f"names incarnation {found} instead of"
+        return Fenced(
+            f"the row {shown} our incarnation {self._lane.row.incarnation}", transactional_id=self.transactional_id
+        )
+
+    def __repr__(self) -> str:
+        return f"<DualWrite {self.transactional_id} {self._machine.state.value}>"
+
+
+def _interruption(error: DualWriteError) -> BaseException | None:
+    """What interrupted the call that ended with this error: a ``KeyboardInterrupt`` and its like, to be passed on."""
+    return None if isinstance(error.__cause__, Exception) else error.__cause__
