@@ -21,6 +21,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.allowance import Allowance, allow
 from dualwrite.protocol.doubt import DoubtStep
 from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
@@ -153,14 +154,14 @@ class DualWrite:
         deadline = Deadline(self._timeout_s)
         try:
             state = self._prepare()
-            self._record(state)
+            answer = self._record(state, deadline)
         except Unavailable as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
         except BaseException:
             self.abort()
             raise
-        interruption = self._decide(state, deadline)
+        interruption = self._decide(state, answer, deadline)
         if self._produced:
             self._lane.complete(state, deadline)
         self._machine.apply(WriteEvent.COMPLETE)
@@ -187,10 +188,11 @@ class DualWrite:
         failpoints.hit("write.body_done")
         try:
             state = self._prepare()
+            answer_s = self._timeout_s / 2
             if prepared:
-                self._ground.store.prepare(self._connection, self._lane.row, state)
+                self._ground.store.prepare(self._connection, self._lane.row, state, answer_s=answer_s)
             else:
-                self._ground.store.commit(self._connection)
+                self._ground.store.commit(self._connection, answer_s=answer_s)
         except (Unavailable, TransactionInDoubt) as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -204,6 +206,8 @@ class DualWrite:
         self._require_no_refusal()
         if self._session is not None:
             self._session.flush()
+        # While the last messages are on their way. What ran in COMMIT would take its time after the last look at the clock.
+        self._ground.store.run_deferred(self._connection, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self._produced else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
@@ -223,37 +227,64 @@ class DualWrite:
             retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
         ) from refusal
 
-    def _record(self, state: PreparedTxnState) -> None:
+    def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
+        """Write the last statement of the database's transaction. Returns until when its COMMIT is to be answered."""
         store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
+        allowance = None
         if state.has_transaction:
+            allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
+            answer = Deadline(allowance.answer_s)
             ours, self._database_transaction = store.decide(
-                self._connection, self.transactional_id, incarnation, state, namespace=namespace
+                self._connection,
+                self.transactional_id,
+                incarnation,
+                state,
+                namespace=namespace,
+                idle_s=allowance.decide_s,
+                within_s=allowance.decide_s,
+                answer_s=allowance.answer_s,
             )
         else:
-            ours = store.hold(self._connection, self.transactional_id, incarnation, namespace=namespace)
+            answer = Deadline(deadline.remaining_s() / 2)
+            ours = store.hold(
+                self._connection,
+                self.transactional_id,
+                incarnation,
+                namespace=namespace,
+                answer_s=answer.remaining_s(),
+            )
         if not ours:
             raise self._fenced(None)
         self._machine.apply(WriteEvent.RECORD)
         failpoints.hit("write.recorded")
-        if state.has_transaction:
-            self._check_time_left()
+        if allowance is not None:
+            self._require_time(allowance if allowance.fits(self._left_s()) else None)
+        return answer
 
-    def _check_time_left(self) -> None:
+    def _left_s(self) -> float:
+        """What is left of the broker's transaction timeout, in seconds."""
+        return self._lane.producer.transaction_timeout_ms / 1000 - self._lane.producer.begun_for_s
+
+    def _require_time(self, allowance: Allowance | None) -> Allowance:
+        if allowance is not None:
+            return allowance
         producer = self._lane.producer
-        timeout_s = producer.transaction_timeout_ms / 1000
-        if producer.begun_for_s + self._margin_s > timeout_s:
-            raise TransactionAborted(
-                f"the transaction was open for {producer.begun_for_s:.0f} s of the {timeout_s:.0f} s after which the broker "
-                f"aborts it; {self._margin_s:.0f} s must be left for the decision",
-                transactional_id=self.transactional_id,
-                next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
-                retryable=False,
-            )
+        raise TransactionAborted(
+            f"the transaction was open for {producer.begun_for_s:.0f} s of the {producer.transaction_timeout_ms / 1000:.0f} s "
+            f"after which the broker aborts it; {self._margin_s:g} s must be left when the database has committed",
+            transactional_id=self.transactional_id,
+            next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
+            retryable=False,
+        )
 
-    def _decide(self, state: PreparedTxnState, deadline: Deadline) -> BaseException | None:
+    def _decide(self, state: PreparedTxnState, answer: Deadline, deadline: Deadline) -> BaseException | None:
         """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to be raised later."""
+        if answer.expired:
+            # Paused since the last look at the clock. SQLite has no server that would have ended the transaction.
+            self.abort()
+            raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
-            self._ground.store.commit(self._connection)
+            self._ground.store.commit(self._connection, answer_s=answer.remaining_s())
         except TransactionAborted as error:
             self.abort()
             if (interruption := _interruption(error)) is not None:

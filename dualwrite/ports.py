@@ -351,11 +351,24 @@ class StateStore(Protocol):
         state: PreparedTxnState,
         *,
         namespace: str | None = None,
+        idle_s: float | None = None,
+        within_s: float | None = None,
+        answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state on condition of the incarnation.
 
         Makes the coming COMMIT durable where the session had asked for less. May be called for several ids in one
         transaction, in order of id. Waits for a claim that is under way.
+
+        Args:
+            connection: Inside the transaction.
+            transactional_id: The row's key.
+            incarnation: What the row must name.
+            state: What to store.
+            namespace: What the row must hold, if given.
+            idle_s: Where a server can, it ends the session if COMMIT does not come for so long.
+            within_s: Where a server can, it ends the transaction after so long, its COMMIT included.
+            answer_s: How long to wait for the answer; the connection is lost then.
 
         Returns:
             Whether the one row was updated, and the database's name of this transaction where it has one. False means
@@ -371,7 +384,13 @@ class StateStore(Protocol):
         ...
 
     def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        *,
+        namespace: str | None = None,
+        answer_s: float | None = None,
     ) -> bool:
         """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
@@ -379,7 +398,20 @@ class StateStore(Protocol):
         """
         ...
 
-    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
+    def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
+        """Make everything that the user's statements have deferred to COMMIT run now, so that COMMIT has nothing to run.
+
+        Triggers may take any time, and in COMMIT nothing bounds them on older servers. To be called before anything is
+        prepared.
+
+        Raises:
+            TransactionAborted: A constraint is violated, or the database failed.
+        """
+        ...
+
+    def prepare(
+        self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
+    ) -> None:
         """Instead of :meth:`commit`: keep the transaction for whoever decides on the Kafka transaction, and ends both then.
 
         On return it is durable, and no longer the connection's: a :class:`Participant` of the state's incarnation.
@@ -390,8 +422,12 @@ class StateStore(Protocol):
         """
         ...
 
-    def commit(self, connection: Connection) -> None:
+    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """Commit the database transaction. On return it is durable: the decision.
+
+        Args:
+            connection: Inside the transaction.
+            answer_s: How long to wait for the answer, in seconds; None for ever.
 
         Raises:
             TransactionAborted: It was certainly rolled back, also where the server would have answered COMMIT with a silent

@@ -1,4 +1,8 @@
-"""A COMMIT whose answer is missing, resolved: ask the row, the database, the records and the log, in this order."""
+"""A COMMIT whose answer is missing, resolved: ask the row, the database, the records and the log, in this order.
+
+What broke the connection is often not over: a server that restarts, a failover, a pooler that was replaced. So the questions
+are asked again until the deadline; only then nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import logging
 from dataclasses import replace
 from typing import Final
 
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+
 from dualwrite.claiming import Ground
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, pause
+from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.doubt import Doubt, DoubtStep, next_doubt_step
 
 logger = logging.getLogger(__name__)
 
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 _QUESTIONS: Final = frozenset({DoubtStep.ASK_DATABASE, DoubtStep.ASK_RECORDS, DoubtStep.ASK_LOG})
 
 
@@ -27,8 +35,30 @@ def resolve_commit(
         A verdict, never a question.
 
     Raises:
-        Unavailable: The database, or Kafka where the log had to be read, did not answer in time.
+        Unavailable: The database, or Kafka where the log had to be read, did not answer until the deadline.
+        ConfigurationError: Until the deadline the database refused us: as a standby does that is not promoted yet.
     """
+
+    def note(attempt: RetryCallState) -> None:
+        error = attempt.outcome and attempt.outcome.exception()
+        logger.info("%s: COMMIT in doubt of %s, asked again: %s", transactional_id, ours, error)
+
+    retrying = Retrying(
+        retry=retry_if_exception_type((Unavailable, ConfigurationError)),
+        stop=lambda _: deadline.expired,
+        wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+        sleep=lambda seconds: pause(min(seconds, deadline.remaining_s())),
+        before_sleep=note,
+        reraise=True,
+    )
+    step: DoubtStep = retrying(_verdict, ground, transactional_id, ours, database_transaction, deadline)
+    logger.warning("%s: COMMIT in doubt of %s: %s", transactional_id, ours, step.value)
+    return step
+
+
+def _verdict(
+    ground: Ground, transactional_id: str, ours: PreparedTxnState, database_transaction: str | None, deadline: Deadline
+) -> DoubtStep:
     row = ground.store.read_locked(transactional_id, deadline)
     doubt = Doubt(ours=ours, row=row.prepared)
     while (step := next_doubt_step(doubt)) in _QUESTIONS:
@@ -39,5 +69,4 @@ def resolve_commit(
         else:
             [proof] = ground.coordinator.prove([ours], deadline)
             doubt = replace(doubt, proof=proof)
-    logger.warning("%s: COMMIT in doubt of %s: %s", transactional_id, ours, step.value)
     return step

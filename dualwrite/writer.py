@@ -57,8 +57,9 @@ class DualWriter:
         max_lanes: The most transactions at a time.
         timeout_s: Bounds opening, and each ending of a transaction, in seconds.
         lane_timeout_s: How long a transaction waits for a free lane, in seconds.
-        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds. On PostgreSQL also how
-            long after that look at the clock COMMIT may come.
+        margin_s: What must be left of the broker's transaction timeout when the database has committed, in seconds. On
+            PostgreSQL the session of an owner that is paused before its COMMIT ends after this time at the latest, sooner where
+            the broker leaves less.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
         paused_owner_timeout_s: An owner that is paused inside a transaction loses its database session after this time, so
             that it does not hold its row for ever (PostgreSQL's ``idle_in_transaction_session_timeout``, set for the
@@ -138,7 +139,6 @@ class DualWriter:
             self._engine,
             schema=self._schema,
             paused_owner_timeout_s=self._paused_owner_timeout_s,
-            decision_timeout_s=self._margin_s or None,
         )
         self._ground = Ground(coordinator, store, self._owner)
         try:

@@ -41,8 +41,32 @@ def _stop_refusing(connection: Connection) -> None:
         event.remove(connection, "commit", _refuse)
 
 
+def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
+    """Make everything that was deferred to COMMIT run now, so that the time it takes comes before the decision.
+
+    Raises:
+        TransactionAborted: A constraint is violated, or the database failed; to be rolled back.
+    """
+    driver = _driver_of(connection)
+    if driver is None or dialect.standing(driver) is not Standing.OPEN:
+        return  # COMMIT will say so, and why
+    try:
+        dialect.run_deferred(connection)
+    except exc.SQLAlchemyError as error:
+        raise TransactionAborted(
+            f"what was deferred to COMMIT failed: {driver_words(error)}",
+            transactional_id=transactional_id,
+            retryable=meaning_of(error) in _RETRYABLE,
+        ) from error
+
+
 def commit(
-    connection: Connection, dialect: Dialect, transactional_id: str | None = None, *, prepare_as: str | None = None
+    connection: Connection,
+    dialect: Dialect,
+    transactional_id: str | None = None,
+    *,
+    prepare_as: str | None = None,
+    answer_s: float | None = None,
 ) -> None:
     """Commit the connection's transaction, or prepare it. It is durable on return, and only then.
 
@@ -51,6 +75,7 @@ def commit(
         dialect: The adapter for the database.
         transactional_id: What the transaction was about, for the errors.
         prepare_as: Prepare it under this name instead: plain ASCII without quotes.
+        answer_s: How long to wait for the answer, in seconds; None for ever.
 
     Raises:
         TransactionAborted: It has certainly been rolled back.
@@ -82,11 +107,12 @@ def commit(
             transactional_id=transactional_id,
         )
     try:
-        if prepare_as is None:
-            connection.commit()
-        else:
-            connection.exec_driver_sql(f"PREPARE TRANSACTION '{prepare_as}'")
-            connection.rollback()  # of SQLAlchemy's own: there is nothing left to roll back
+        with dialect.bounded(connection, answer_s):
+            if prepare_as is None:
+                connection.commit()
+            else:
+                connection.exec_driver_sql(f"PREPARE TRANSACTION '{prepare_as}'")
+                connection.rollback()  # of SQLAlchemy's own: there is nothing left to roll back
     except BaseException as error:
         if dialect.certainly_rolled_back(driver, error):
             rollback(connection)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 from sqlalchemy import URL, Dialect, Engine, create_engine, exc, make_url
 
 from dualwrite.errors import ConfigurationError
 
+LIVENESS: Final[Mapping[str, int]] = {
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""libpq's own settings, so that a server whose machine or network is gone is noticed within half a minute, not hours."""
+
 
 def engine_of(engine: Engine | str) -> Engine:
-    """The engine, or a new one for its URL, which connects at first use; who gives a URL disposes of it.
+    """The engine, or a new one for its URL, which connects at first use and notices lost servers; the caller disposes of it.
 
     Raises:
         ConfigurationError: It is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
@@ -21,7 +32,15 @@ def engine_of(engine: Engine | str) -> Engine:
     if not isinstance(engine, (str, URL)):
         raise _no_engine(engine)
     with _refused():
-        return create_engine(engine)
+        url = make_url(engine)
+        return create_engine(url, connect_args=liveness_of(url))
+
+
+def liveness_of(url: URL) -> Mapping[str, int]:
+    """Those of :data:`LIVENESS` that the URL leaves open. None where it names a service, whose file may set them."""
+    if url.get_backend_name() != "postgresql" or "service" in url.query:
+        return {}
+    return {name: value for name, value in LIVENESS.items() if name not in url.query}
 
 
 def _no_engine(given: object) -> ConfigurationError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -78,6 +79,29 @@ class Dialect(Protocol):
         Raises:
             IllegalStateError: The transaction is not the one that :meth:`begin` began.
         """
+        ...
+
+    def limits(
+        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Sequence[ColumnElement[object]]:
+        """What the record of a decision returns beside :meth:`end_columns`, and sets for the rest of the transaction.
+
+        Args:
+            idle_ms: The server ends the session if nothing is sent for so long; NULL leaves what is in force.
+            within_ms: The server ends the transaction, in its COMMIT as well, after so long; NULL leaves what is in force.
+        """
+        ...
+
+    def run_deferred(self, connection: Connection) -> None:
+        """Make everything that was deferred to COMMIT run now: constraints and their triggers.
+
+        Raises:
+            SQLAlchemyError: A constraint is violated, or the database failed.
+        """
+        ...
+
+    def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
+        """Make what waits for the database in the block fail after so long, if at all; the connection may be lost then."""
         ...
 
     def insert_if_missing(self, table: Table) -> Insert:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from sqlalchemy import literal_column, select, text
+from sqlalchemy import Integer, Numeric, Text, case, func, literal_column, select, text
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
@@ -19,6 +20,7 @@ from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores.dialect import Standing
 from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
+from dualwrite.stores.watchdog import WATCHDOG
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
@@ -37,7 +39,12 @@ _OLDEST: Final = (13,)  # pg_current_xact_id
 # them, or the storage failed. Everything else that a server answers to COMMIT means that it has rolled back: after the
 # commit record is written PostgreSQL does not report errors any more (it would panic).
 _UNCERTAIN_CLASSES: Final = frozenset({"08", "57", "58", "XX", "F0"})
-_UNCERTAIN: Final = frozenset({"40003"})
+_UNCERTAIN: Final = frozenset(
+    {
+        "40003",
+        "25P04",  # transaction_timeout: one that is due while the commit record is written is reported after it
+    }
+)
 _CERTAIN: Final = frozenset(
     {
         "57014",  # cancelled: a COMMIT that is past its record goes on, with a warning
@@ -69,6 +76,8 @@ class _Psycopg(Protocol):
     @property
     def pgconn(self) -> _PGconn: ...
 
+    def fileno(self) -> int: ...
+
 
 class _PGconn(Protocol):
     @property
@@ -92,20 +101,48 @@ def _limit_idle(timeout_s: float | None) -> str:
     return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
 
 
+def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """As :func:`_limit`, for a bound value."""
+    name = "idle_in_transaction_session_timeout"
+    present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
+    lower = (present_ms == 0) | (present_ms > timeout_ms)  # NULL where there is no limit to set
+    return case((lower, func.set_config(name, timeout_ms.cast(Text()), True)))
+
+
+def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """An expression that ends the transaction after that time, unless a limit of its session's ends it before.
+
+    The server arms its timer only when the setting leaves 0. Before PostgreSQL 17 there is no such setting: NULL.
+    """
+    name = "transaction_timeout"
+    of_session_ms = literal_column(
+        f"nullif(extract(epoch FROM current_setting('{name}', true)::interval) * 1000, 0)"
+        " - extract(epoch FROM clock_timestamp() - now()) * 1000",
+        Numeric(),
+    )
+    chosen = (
+        select(
+            func.greatest(1, func.least(timeout_ms, of_session_ms)).cast(Integer()).cast(Text()).label("chosen"),
+            func.set_config(name, "0", True).label("disarmed"),
+        )
+        .where(func.current_setting(name, True).is_not(None), timeout_ms.is_not(None))
+        .subquery("transaction_limit")
+    )
+    return select(func.set_config(name, chosen.c.chosen, True)).where(chosen.c.disarmed == "0").scalar_subquery()
+
+
 class PostgreSQL:
     """The adapter for PostgreSQL.
 
     Args:
         paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that an
             owner that was stopped does not hold its locks for ever. None leaves the server's own setting.
-        decision_timeout_s: The same from the record of the decision on, until COMMIT.
     """
 
     name = "postgresql"
 
-    def __init__(self, paused_owner_timeout_s: float | None, decision_timeout_s: float | None = None) -> None:
+    def __init__(self, paused_owner_timeout_s: float | None) -> None:
         self._limit_idle = _limit_idle(paused_owner_timeout_s)
-        self._limit_decision = _limit_idle(decision_timeout_s)
         self._warned = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
@@ -174,13 +211,33 @@ class PostgreSQL:
         connection.info[_STARTED] = started
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """When the transaction began, its name; makes its COMMIT durable, and limits how long it may be waited for."""
+        """When the transaction began, its name; makes its COMMIT durable."""
         return [
             literal_column("now()"),
             literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
             literal_column(_DURABLE),
-            literal_column(self._limit_decision),
         ]
+
+    def limits(
+        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Sequence[ColumnElement[object]]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. COMMIT is limited from PostgreSQL 17 on."""
+        return [_lower_idle_limit(idle_ms), _limit_transaction(within_ms)]
+
+    def run_deferred(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. In COMMIT no ``statement_timeout`` would bound them."""
+        connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. The connection is shut when the time is over."""
+        if seconds is None:
+            yield
+            return
+        with WATCHDOG.watching(_driver(connection).fileno(), seconds) as watch:
+            yield
+        if watch.expired:
+            connection.invalidate()  # the answer came in the last moment; the pool must not keep what was shut
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

@@ -31,7 +31,6 @@ LOCK_TIMEOUT_S: Final = 75.0
 def dialect_of(
     engine: Engine,
     paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
-    decision_timeout_s: float | None = None,
 ) -> Dialect:
     """The adapter for the engine's database and driver.
 
@@ -40,7 +39,7 @@ def dialect_of(
     """
     found = (engine.dialect.name, engine.dialect.driver)
     if found == ("postgresql", "psycopg"):
-        return PostgreSQL(paused_owner_timeout_s, decision_timeout_s)
+        return PostgreSQL(paused_owner_timeout_s)
     if found == ("sqlite", "pysqlite"):
         return SQLite()
     raise ConfigurationError(
@@ -69,8 +68,19 @@ class ShortTransactions:
         self._tables = tables
         self._lock_timeout_s = lock_timeout_s
 
-    def run(self, work: Callable[[Connection], Result], *, lock_timeout_s: float | None = None) -> Result:
+    def run(
+        self,
+        work: Callable[[Connection], Result],
+        *,
+        lock_timeout_s: float | None = None,
+        answer_s: float | None = None,
+    ) -> Result:
         """Run the work in a transaction that may write. Durable on return; rolled back by whatever is raised.
+
+        Args:
+            work: What to do.
+            lock_timeout_s: How long to wait for each lock, in seconds.
+            answer_s: After this time the database is taken for lost, in seconds; for work that does nothing else but ask it.
 
         Raises:
             ConfigurationError: A table or a right is missing, the database is read-only or a standby.
@@ -81,13 +91,15 @@ class ShortTransactions:
         def begin(connection: Connection) -> None:
             self._dialect.begin_own(connection, self._tables, lock_timeout_s=timeout_s)
 
-        return self._retried(begin, work)
+        return self._retried(begin, work, answer_s)
 
     def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads. Raises as :meth:`run`."""
         return self._retried(self._dialect.begin_reading, work)
 
-    def _retried(self, begin: Callable[[Connection], None], work: Callable[[Connection], Result]) -> Result:
+    def _retried(
+        self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None = None
+    ) -> Result:
         retrying = Retrying(
             retry=retry_if_exception(_worth_another_attempt),
             stop=stop_after_attempt(_ATTEMPTS),
@@ -95,13 +107,15 @@ class ShortTransactions:
             reraise=True,
         )
         try:
-            result: Result = retrying(self._once, begin, work)
+            result: Result = retrying(self._once, begin, work, answer_s)
         except exc.SQLAlchemyError as error:
             raise self._mapped(error) from error
         return result
 
-    def _once(self, begin: Callable[[Connection], None], work: Callable[[Connection], Result]) -> Result:
-        with self._engine.connect() as connection:
+    def _once(
+        self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None
+    ) -> Result:
+        with self._engine.connect() as connection, self._dialect.bounded(connection, answer_s):
             try:
                 begin(connection)
                 result = work(connection)

@@ -8,7 +8,8 @@ might read an old row and fail at its first write.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, cast
 
@@ -101,6 +102,32 @@ class SQLite:
             ) from error
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
         return None
+
+    def limits(
+        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Sequence[ColumnElement[object]]:
+        """Nothing: there is no server that could end a transaction of a process that is paused."""
+        del idle_ms, within_ms
+        return []
+
+    def run_deferred(self, connection: Connection) -> None:
+        """Nothing: SQLite counts the violations of deferred foreign keys, and COMMIT looks at the count."""
+        del connection
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for other users of the file are bounded; the disk is not."""
+        if seconds is None:
+            yield
+            return
+        driver = _driver(connection)
+        present_ms = int(driver.execute("PRAGMA busy_timeout").fetchone()[0])
+        driver.execute(f"PRAGMA busy_timeout = {min(present_ms, int(seconds * 1000))}").fetchall()
+        try:
+            yield
+        finally:
+            with suppress(sqlite3.ProgrammingError):  # closed meanwhile
+                driver.execute(f"PRAGMA busy_timeout = {present_ms}").fetchall()
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

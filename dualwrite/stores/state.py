@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from sqlalchemy import String, bindparam, exc, literal, null, or_, select, update
+from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.ports import Participant
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _DECIDED: Final = "dualwrite.decided"
+_ANSWER_S: Final = 2.0
 
 
 class SqlStateStore:
@@ -54,8 +55,6 @@ class SqlStateStore:
         paused_owner_timeout_s: On PostgreSQL, how long a dual write may go without a statement before the server ends its
             session, in seconds: an owner that was paused (SIGSTOP, a frozen virtual machine) cannot hold its locks for
             ever. A lower limit that is in force stays. None sets no limit.
-        decision_timeout_s: The same from :meth:`decide` on: if COMMIT does not follow for so long, nothing is decided. Whoever
-            looks at the clock in between, and sees more than that left of Kafka's timeout, does not decide too late.
         lock_timeout_s: How long a claim waits for the lock of a row that a dying session still holds, in seconds; on
             SQLite the ``timeout`` of the driver says it.
 
@@ -69,13 +68,12 @@ class SqlStateStore:
         *,
         schema: str | None = None,
         paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
-        decision_timeout_s: float | None = None,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self._owns_engine = isinstance(engine, str)
         self._engine = engine_of(engine)
         self._schema = schema
-        self._dialect = dialect_of(self._engine, paused_owner_timeout_s, decision_timeout_s)
+        self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
         self._records = Records(self._tables, self._dialect)
@@ -93,7 +91,12 @@ class SqlStateStore:
             update(state)
             .where(*is_ours)
             .values(prepared_transaction_state=bindparam("state_"), completed=null(), updated_at=database_now())
-            .returning(*self._dialect.end_columns())
+            .returning(
+                *self._dialect.end_columns(),
+                *self._dialect.limits(
+                    idle_ms=bindparam("idle_ms_", type_=Integer()), within_ms=bindparam("within_ms_", type_=Integer())
+                ),
+            )
         )
         self._hold = select(*self._dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
 
@@ -156,11 +159,21 @@ class SqlStateStore:
         state: PreparedTxnState,
         *,
         namespace: str | None = None,
+        idle_s: float | None = None,
+        within_s: float | None = None,
+        answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace, "state_": text}
-        with self._mapped(transactional_id):
+        bound = {
+            "id_": transactional_id,
+            "incarnation_": incarnation,
+            "namespace_": namespace,
+            "state_": text,
+            "idle_ms_": _milliseconds(idle_s),
+            "within_ms_": _milliseconds(within_s),
+        }
+        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
             row = connection.execute(self._decide, bound).one_or_none()
             if row is None:
                 return False, None
@@ -168,11 +181,17 @@ class SqlStateStore:
             return True, self._dialect.check_end(connection, tuple(row))
 
     def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        *,
+        namespace: str | None = None,
+        answer_s: float | None = None,
     ) -> bool:
         """See :meth:`dualwrite.ports.StateStore.hold`."""
         bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
-        with self._mapped(transactional_id):
+        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
             row = connection.execute(self._hold, bound).one_or_none()
             if row is None:
                 return False
@@ -180,15 +199,22 @@ class SqlStateStore:
             self._dialect.check_end(connection, tuple(row))
             return True
 
-    def commit(self, connection: Connection) -> None:
+    def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
+        """See :meth:`dualwrite.ports.StateStore.run_deferred`."""
+        committing.run_deferred(connection, self._dialect, transactional_id)
+
+    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.StateStore.commit`."""
         names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
-        committing.commit(connection, self._dialect, next(iter(names)) if len(names) == 1 else None)
+        name = next(iter(names)) if len(names) == 1 else None
+        committing.commit(connection, self._dialect, name, answer_s=answer_s)
 
-    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
+    def prepare(
+        self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
+    ) -> None:
         """See :meth:`dualwrite.ports.StateStore.prepare`."""
         name = participants.name_of(row.namespace, state)
-        committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name)
+        committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.rollback`."""
@@ -243,7 +269,9 @@ class SqlStateStore:
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.StateStore.read_locked`."""
-        rows = self._locked([transactional_id], lambda rows: rows, deadline)
+        # The server answers when the wait for the lock has ended; one that does not is taken for lost soon after.
+        answer_s = deadline.remaining_s() + _ANSWER_S
+        rows = self._locked([transactional_id], lambda rows: rows, deadline, answer_s=answer_s)
         if not rows:
             raise ConfigurationError(
                 f"the row in {self._tables.state.fullname} is gone",
@@ -257,12 +285,18 @@ class SqlStateStore:
         self._locked(transactional_ids, lambda _: work(), deadline)
 
     def _locked(
-        self, transactional_ids: Sequence[str], work: Callable[[Sequence[StateRow]], Result], deadline: Deadline
+        self,
+        transactional_ids: Sequence[str],
+        work: Callable[[Sequence[StateRow]], Result],
+        deadline: Deadline,
+        *,
+        answer_s: float | None = None,
     ) -> Result:
         ids = sorted(set(transactional_ids))
         return self._own.run(
             lambda connection: work(read_rows(self._tables, ids, connection, locked=True)),
             lock_timeout_s=deadline.remaining_s(),
+            answer_s=answer_s,
         )
 
     def find(self, prefix: str) -> Sequence[StateRow]:
@@ -327,3 +361,7 @@ class SqlStateStore:
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit

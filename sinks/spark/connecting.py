@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine
 
+from dualwrite.stores.connecting import liveness_of
+
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
@@ -18,10 +20,11 @@ def connect_engine(options: SinkOptions) -> Engine:
     Raises:
         ConfigurationError: The URL refers to an environment variable that is not set.
     """
+    url = options.database_url()
     return create_engine(
-        options.database_url(),
+        url,
         # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
-        connect_args={"client_encoding": "utf8", "prepare_threshold": None},
+        connect_args={**liveness_of(url), "client_encoding": "utf8", "prepare_threshold": None},
         isolation_level="READ COMMITTED",  # the ledger and the catalog as they are, not as they were when it began
         hide_parameters=True,
         pool_pre_ping=True,  # a worker that is used again may find its connection gone

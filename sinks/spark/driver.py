@@ -63,7 +63,7 @@ class DriverSide:
         self.name = f"sink {options.sink!r} batch {batch_id!r}"
         self._engine = connect_engine(options)
         self._coordinator = KafkaCoordinator(options.kafka_config())
-        self._store = SqlStateStore(self._engine, schema=options.schema, decision_timeout_s=options.margin_s)
+        self._store = SqlStateStore(self._engine, schema=options.schema)
         self._ledger = Ledger(options.schema)
         self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
         self._known_incidents: set[tuple[str, str]] = set()

@@ -49,7 +49,7 @@ class Servers:
         self.options = options
         self._config = options.kafka_config()
         self.engine = connect_engine(options)
-        store = SqlStateStore(self.engine, schema=options.schema, decision_timeout_s=options.margin_s)
+        store = SqlStateStore(self.engine, schema=options.schema)
         self.ground = Ground(KafkaCoordinator(self._config), store, unique_owner())
         self._resting: dict[str, Lane] = {}
         self._pid = os.getpid()

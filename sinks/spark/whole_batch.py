@@ -111,13 +111,14 @@ class WholeBatch(DriverSide):
                     one.staged is not None for one in prepared
                 ):  # the others' tasks have looked, and hold their locks
                     require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+                self._store.run_deferred(connection)
                 # Once more: moving many rows takes its time, and after the lease the broker aborts what is decided.
                 self._require_leases(connection, prepared)
                 failpoints.hit("batch.recorded")
             except BaseException:
                 self._store.rollback(connection)
                 raise
-            self._store.commit(connection)
+            self._store.commit(connection, answer_s=self._options.timeout_s)
         logger.info(
             "%s: decided, %d rows, %s in %d partitions",
             self.name,
@@ -157,7 +158,12 @@ class WholeBatch(DriverSide):
     def _decide_on_slot(self, connection: Connection, one: Undecided) -> None:
         transactional_id = one.transactional_id
         ours, _ = self._store.decide(
-            connection, transactional_id, one.incarnation, one.prepared, namespace=one.namespace
+            connection,
+            transactional_id,
+            one.incarnation,
+            one.prepared,
+            namespace=one.namespace,
+            idle_s=self._options.margin_s / 2,  # the other half is for COMMIT and for Kafka
         )
         if not ours:
             raise Fenced(

@@ -285,19 +285,104 @@ def test_sessions_of_the_pool_that_died_are_replaced(postgres: Database, store: 
     assert postgres.claim(store, "orders").incarnation == 1
 
 
-@pytest.mark.parametrize("limit", ["paused_owner_timeout_s", "decision_timeout_s"])
+@pytest.mark.parametrize(
+    ("of_session_s", "limits"), [(0.05, {}), (None, {"idle_s": 0.05}), (None, {"within_s": 0.05})], ids=str
+)
 def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_nothing(
-    postgres: Database, limit: str
+    postgres: Database, of_session_s: float | None, limits: dict[str, float]
 ) -> None:
-    store = postgres.store(**{limit: 0.05})
+    store = postgres.store(paused_owner_timeout_s=of_session_s)
     postgres.claim(store, "orders")
     with store.engine.connect() as connection:
         begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, "orders", 1, prepared(1), **limits)
         assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
-        with pytest.raises(TransactionAborted) as caught:
+        with pytest.raises((TransactionAborted, TransactionInDoubt)):
             store.commit(connection)
-    assert caught.value.retryable
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def hang_at_commit(postgres: Database, seconds: float = 600) -> None:
+    postgres.execute(
+        "CREATE FUNCTION hang() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN PERFORM pg_sleep({seconds}); RETURN NULL; END $$"
+    )
+    postgres.execute(
+        "CREATE CONSTRAINT TRIGGER hangs AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION hang()"
+    )
+
+
+def test_the_server_ends_a_commit_that_takes_too_long(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    """No ``statement_timeout`` counts in COMMIT, and a deferred trigger may run in it for ever."""
+    row = postgres.claim(store, "orders")
+    hang_at_commit(postgres)
+    begin(store, connection)
+    connection.execute(text("SET LOCAL statement_timeout = '50ms'"))
+    connection.execute(text("INSERT INTO orders VALUES (1)"))
+    store.decide(connection, "orders", 1, prepared(1), within_s=0.5)
+    with pytest.raises(TransactionInDoubt, match="transaction timeout"):
+        store.commit(connection)
+    assert store.read_locked("orders", Deadline(120)) == row
+
+
+def test_what_was_deferred_to_commit_can_be_run_before_the_decision(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    hang_at_commit(postgres, 0)
+    begin(store, connection)
+    connection.execute(text("SET LOCAL track_functions = 'all'"))
+    connection.execute(text("INSERT INTO orders VALUES (1)"))
+    calls = text("SELECT coalesce(pg_stat_get_xact_function_calls('hang'::regproc), 0)")
+    assert connection.scalar(calls) == 0
+    store.run_deferred(connection)
+    assert connection.scalar(calls) == 1
+    store.decide(connection, "orders", 1, prepared(1))
+    store.commit(connection)
+
+
+def test_a_commit_that_is_not_answered_is_given_up(postgres: Database, store: SqlStateStore) -> None:
+    postgres.claim(store, "orders")
+    hang_at_commit(postgres)
+    with store.engine.connect() as connection:
+        begin(store, connection)
+        connection.execute(text("INSERT INTO orders VALUES (1)"))
+        store.decide(connection, "orders", 1, prepared(1))
+        pid = backend(connection)
+        with pytest.raises(TransactionInDoubt, match="COMMIT"):
+            store.commit(connection, answer_s=0.2)
+    terminate(postgres, pid)
+    assert not store.read_locked("orders", Deadline(120)).prepared.has_transaction
+
+
+@pytest.mark.parametrize(
+    ("of_session", "within_s", "expected_ms"),
+    [
+        ("0", 30, (30_000, 30_000)),
+        ("1h", 30, (30_000, 30_000)),
+        ("10s", 30, (1, 10_000)),
+        ("10s", None, (10_000, 10_000)),
+    ],
+)
+def test_the_limit_for_the_rest_of_the_transaction_is_only_lowered_and_only_for_it(
+    postgres: Database, of_session: str, within_s: float | None, expected_ms: tuple[int, int]
+) -> None:
+    store = postgres.store()
+    postgres.claim(store, "orders")
+    show = text("SELECT extract(epoch FROM current_setting('transaction_timeout')::interval) * 1000")
+    with store.engine.connect() as connection:
+        connection.execute(text(f"SET transaction_timeout = '{of_session}'"))
+        connection.commit()
+        before = connection.scalar(show)
+        connection.rollback()
+        begin(store, connection)
+        store.decide(connection, "orders", 1, prepared(1), within_s=within_s)
+        assert expected_ms[0] <= int(connection.scalar(show) or 0) <= expected_ms[1]
+        store.commit(connection)
+        assert connection.scalar(show) == before
 
 
 @pytest.mark.parametrize(
@@ -329,17 +414,17 @@ def test_the_limit_for_a_paused_owner_is_only_lowered_and_only_for_the_transacti
         )
 
 
-@pytest.mark.parametrize(("decision_timeout_s", "expected"), [(10, "10s"), (90, "1min"), (None, "1min")])
+@pytest.mark.parametrize(("idle_s", "expected"), [(10, "10s"), (90, "1min"), (None, "1min")])
 def test_from_the_record_of_the_decision_on_the_limit_is_lower(
-    postgres: Database, decision_timeout_s: float | None, expected: str
+    postgres: Database, idle_s: float | None, expected: str
 ) -> None:
-    store = postgres.store(decision_timeout_s=decision_timeout_s)
+    store = postgres.store()
     postgres.claim(store, "orders")
     show = text("SHOW idle_in_transaction_session_timeout")
     with store.engine.connect() as connection:
         begin(store, connection)
         assert connection.scalar(show) == "1min"
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, "orders", 1, prepared(1), idle_s=idle_s)
         assert connection.scalar(show) == expected
         store.commit(connection)
         assert connection.scalar(show) == "0"

@@ -145,6 +145,34 @@ def test_deferred_constraint_that_fails_at_commit_aborts_both(writer, engine, du
     assert rows() == messages() == [8]
 
 
+@on_postgresql
+def test_what_is_deferred_to_commit_takes_its_time_before_the_decision(
+    kafka, engine, dualwrite_topic, orders, rows, messages
+):
+    """A trigger that runs in COMMIT may outlive the broker's limit, and nobody would look at the clock any more."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$ BEGIN PERFORM pg_sleep(4); RETURN NULL; END $$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED "
+                "FOR EACH ROW EXECUTE FUNCTION slow()"
+            )
+        )
+    settings = {**kafka, "transaction.timeout.ms": 12_000}
+    with (
+        DualWriter("orders", kafka=settings, engine=engine, margin_s=8.5) as writer,
+        pytest.raises(TransactionAborted, match="must be left"),
+        writer.transaction() as tx,
+    ):
+        write(tx, dualwrite_topic, orders, 1)
+    assert rows() == messages() == []
+
+
 def test_message_that_cannot_be_delivered_aborts_both(writer, dualwrite_topic, orders, rows, messages):
     with pytest.raises(TransactionAborted) as caught, writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)

@@ -105,8 +105,12 @@ class SimulatedStore:
         state: PreparedTxnState,
         *,
         namespace: str | None = None,
+        idle_s: float | None = None,
+        within_s: float | None = None,
+        answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.StateStore.decide`."""
+        """See :meth:`dualwrite.ports.StateStore.decide`. When a session ends is the scheduler's choice."""
+        del idle_s, within_s, answer_s
 
         def update(session: Session) -> tuple[bool, str | None]:
             row = self._database.lock(session, transactional_id)
@@ -118,17 +122,30 @@ class SimulatedStore:
         return self._mapped(_of(connection), "UPDATE", update)
 
     def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None = None
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        *,
+        namespace: str | None = None,
+        answer_s: float | None = None,
     ) -> bool:
         """See :meth:`dualwrite.ports.StateStore.hold`."""
+        del answer_s
 
         def share(session: Session) -> bool:
             return _is_ours(self._database.lock(session, transactional_id, exclusive=False), incarnation, namespace)
 
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 
-    def prepare(self, connection: Connection, row: StateRow, state: PreparedTxnState) -> None:
+    def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
+        """See :meth:`dualwrite.ports.StateStore.run_deferred`. Nothing is ever deferred here."""
+
+    def prepare(
+        self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
+    ) -> None:
         """See :meth:`dualwrite.ports.StateStore.prepare`."""
+        del answer_s
         name = name_of(row.namespace, state)
         self._end(
             _of(connection),
@@ -136,8 +153,9 @@ class SimulatedStore:
             lambda session: self._database.prepare(session, row.transactional_id, name),
         )
 
-    def commit(self, connection: Connection) -> None:
+    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.StateStore.commit`."""
+        del answer_s
         self._end(_of(connection), "COMMIT", self._database.commit)
 
     def _end(self, used: SimulatedConnection, label: str, statement: Callable[[Session], None]) -> None:

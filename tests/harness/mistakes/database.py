@@ -20,7 +20,7 @@ from harness.mistakes.registry import Check, mistake, performed
 def unconditional_update(patch: pytest.MonkeyPatch) -> None:
     """An owner writes its state into the row whoever owns the id by now."""
 
-    def decide(self, connection, transactional_id, incarnation, state, *, namespace=None):
+    def decide(self, connection, transactional_id, incarnation, state, **_):
         text = check_decidable(transactional_id, incarnation, state)
         table = self._tables.state
         statement = (

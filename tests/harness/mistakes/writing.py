@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import claiming, dual_write, lane, recovery
+from dualwrite import claiming, dual_write, lane, recovery, resolving
 from dualwrite.dual_write import DualWrite
 from dualwrite.errors import Fenced
 from dualwrite.lane import Lane
+from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.doubt import Doubt, DoubtStep
 from dualwrite.settling import SettleReport
+from dualwrite.stores.state import SqlStateStore
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -30,7 +32,32 @@ def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("too_little_time_left", "not TransactionAborted"))
 def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
     """An owner decides although the broker is about to time the transaction out."""
-    patch.setattr(DualWrite, "_check_time_left", lambda _: None)
+    patch.setattr(dual_write, "allow", lambda *_: Allowance(decide_s=60, answer_s=60, margin_s=0))
+    patch.setattr(Allowance, "fits", lambda *_: True)
+
+
+@mistake(performed("commit_never_answered", "neither ended nor waits|did not end|hung|no end"))
+def commit_waited_for_without_an_end(patch: pytest.MonkeyPatch) -> None:
+    """An owner waits for the answer to its COMMIT as long as the connection lives."""
+    real = SqlStateStore.commit
+    patch.setattr(SqlStateStore, "commit", lambda self, connection, **_: real(self, connection))
+
+
+@mistake(performed("database_restarts_in_a_commit", "told TransactionInDoubt"))
+def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
+    patch.setattr(dual_write, "resolve_commit", resolving._verdict)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_writer.py::test_what_is_deferred_to_commit_takes_its_time_before_the_decision[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
+    """Triggers that are deferred to COMMIT run in it, after the last look at the clock."""
+    patch.setattr(SqlStateStore, "run_deferred", lambda *_: None)
 
 
 @mistake(performed("commit_answer_lost", "told TransactionAborted"))

@@ -1,0 +1,31 @@
+"""The clock goes on while the machine is suspended, as the brokers' clocks do."""
+
+import time
+
+import pytest
+
+from dualwrite import deadline
+from dualwrite.deadline import Deadline, now_s
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock on this system")
+def test_a_deadline_passes_while_the_machine_is_suspended(monkeypatch):
+    suspended_s = 0.0
+    real = time.clock_gettime
+
+    def clock_gettime(clock):
+        return real(clock) + (suspended_s if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(deadline.time, "clock_gettime", clock_gettime)
+    began, an_hour, two_hours = now_s(), Deadline(3600), Deadline(7200)
+    suspended_s = 3700.0
+    assert an_hour.expired
+    assert 0 < two_hours.remaining_s() < 3600
+    assert now_s() - began >= 3700
+
+
+def test_it_is_the_systems_clock_for_time_since_its_start():
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        assert time.clock_gettime(time.CLOCK_BOOTTIME) <= now_s() <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    else:
+        assert now_s() <= now_s()
