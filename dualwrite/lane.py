@@ -26,6 +26,7 @@ from dualwrite.observations import LogProof, Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.handed_over import may_go_on
+from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.protocol.settle import is_older
 from dualwrite.settling import settle
@@ -103,6 +104,7 @@ class Lane:
         self._unrecorded: StateRow | None = None
         self._untold: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack | None = None
         self._is_fresh = False
+        self._forgotten: str | None = None
 
     @property
     def row(self) -> StateRow:
@@ -267,8 +269,15 @@ class Lane:
     def _renew(self, deadline: Deadline) -> SettleReport:
         """Throw the producer away and claim anew, unless another owner has taken over."""
         self.discard()
+        was_ours = self._row is not None
         row = self._claim(deadline)
-        report = settle([row], coordinator=self._ground.coordinator, store=self._ground.store, deadline=deadline)
+        report = settle(
+            [row],
+            coordinator=self._ground.coordinator,
+            store=self._ground.store,
+            deadline=deadline,
+            look_back=not was_ours,
+        )
         failpoints.hit("claim.settled")
         self.adopt(row)
         return report
@@ -293,6 +302,7 @@ class Lane:
                 f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
                 self.transactional_id,
                 str(known.prepared),
+                recorded=True,
             )
             self.record_forgotten(error)
             raise error
@@ -328,11 +338,30 @@ class Lane:
             self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 
+    def compare_with_row(self) -> None:
+        """Find out whether the database has lost our newest decision. For owners that close or idle; :meth:`tell` raises it.
+
+        Raises:
+            ConfigurationError, Unavailable: The row could not be read.
+        """
+        row = self._row
+        if row is None or not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
+            return
+        found = next(iter(self._ground.store.read([self.transactional_id])), None)
+        if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
+            return  # deleted by hand, or only a claim was lost: the next owner finds that
+        seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
+        if seen is not None:
+            recorded = found.incarnation == row.incarnation  # with the claim lost, too, no opening goes on
+            self._untold = gone_back(seen, self.transactional_id, str(row.prepared), recorded=recorded)
+            self.record_forgotten(self._untold)
+
     def record_forgotten(self, error: DatabaseWentBack) -> None:
         """Note the decision that the database has lost. Kafka has its messages."""
         logger.error("%s", error)
         if error.state is None:
             return
+        self._forgotten = error.state
         row = replace(self.row, prepared=PreparedTxnState.from_string(error.state))
         detail = f"{error.what}; the messages of the forgotten decision may be visible in Kafka"
         try:

@@ -169,7 +169,8 @@ class Lanes:
         """Wait for lanes in use, settle and record what there is, throw the producers away. May be called more than once.
 
         Raises:
-            DecidedTransactionLost, OutcomeUnverifiable: Settling has found a loss, and nobody was told yet. All is closed.
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss was found that nobody was told of yet. All is
+                closed.
             Unavailable: That all is complete could not be recorded. All is closed.
         """
         self._closing.set()
@@ -186,6 +187,7 @@ class Lanes:
             self._settle_now([lane for lane in lanes if lane.needs_settling])
             for lane in lanes:
                 lane.record_completed()
+                lane.compare_with_row()
         finally:
             for lane in lanes:
                 lane.discard()
@@ -207,3 +209,4 @@ def _see_to(lane: Lane, deadline: Deadline) -> None:
         logger.info("%s: settled in the background", lane.transactional_id)
     else:
         lane.record_completed()
+        lane.compare_with_row()

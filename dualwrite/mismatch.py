@@ -15,19 +15,28 @@ def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -
     )
 
 
-def gone_back(seen: str, transactional_id: str, forgotten: str | None = None) -> DatabaseWentBack:
+def gone_back(
+    seen: str, transactional_id: str, forgotten: str | None = None, *, recorded: bool = False
+) -> DatabaseWentBack:
     """The database has forgotten what it had committed.
 
     Args:
         seen: What shows it.
         transactional_id: Whose row it is.
         forgotten: The text form of a decision that it has forgotten.
+        recorded: Whether that is an incident in the database by now, so that the next opening of the writer goes on.
     """
+    next_step = (
+        "messages newer than the database's state are visible in Kafka: compare both; it is recorded as an incident, and the "
+        "next opening of the writer goes on"
+        if recorded
+        else "messages newer than the database's state may be visible in Kafka: compare both, then run "
+        "`dualwrite recover --after-restore`"
+    )
     return DatabaseWentBack(
         f"{seen}: the database has gone back in time (restored from a backup, cloned, or failed over to a copy that was "
         "behind)",
         transactional_id=transactional_id,
-        next_step="messages newer than the database's state may be visible in Kafka: compare both, then run "
-        "`dualwrite recover --after-restore`",
+        next_step=next_step,
         state=forgotten,
     )

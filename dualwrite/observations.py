@@ -31,6 +31,8 @@ class TransactionView:
         started_ms: Start of the present transaction in ms since 1970, None where none is open.
         timeout_ms: The transaction timeout that the producer asked for, None where the id is unknown.
         partitions: The (topic, partition) pairs that were added to the present transaction; empty where none is open.
+        newest_started_ms: Start of the newest transaction, also of one that has ended; None where the id has had none since it
+            was initialised.
     """
 
     status: TransactionStatus
@@ -39,6 +41,7 @@ class TransactionView:
     started_ms: int | None = None
     timeout_ms: int | None = None
     partitions: tuple[tuple[str, int], ...] = ()
+    newest_started_ms: int | None = None
 
 
 class EndAnswer(Enum):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
     from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionView
     from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.protocol.lost_decisions import Later
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,10 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
+    def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
+        """For each state, what the logs of its partitions show of its producer after it."""
+        ...
+
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
         ...
@@ -293,6 +298,10 @@ class StateStore(Protocol):
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
         """The incidents of ids that begin with the prefix, oldest first; also the acknowledged ones if asked for."""
+        ...
+
+    def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
+        """All incidents of these ids, oldest first, also the acknowledged ones."""
         ...
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:

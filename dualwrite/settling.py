@@ -7,18 +7,21 @@ each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import (
+    DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     OutcomeUnverifiable,
     Unavailable,
 )
 from dualwrite.looking import Asking, Unsettled, unsettled
+from dualwrite.looking_back import lost_decisions, lost_detail
+from dualwrite.mismatch import gone_back
 from dualwrite.observations import EndAnswer, Outcome
 from dualwrite.ports import Participant, StateRow, StateStore, TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
@@ -43,14 +46,18 @@ class Loss:
         row: The row as claimed; ``row.prepared`` is the transaction.
         outcome: ``LOST`` or ``UNVERIFIABLE``.
         detail: What was seen, for people.
+        went_back: Whether it is the database that has lost the decision, whose messages Kafka has.
     """
 
     row: StateRow
     outcome: Outcome
     detail: str
+    went_back: bool = False
 
-    def as_error(self) -> DecidedTransactionLost | OutcomeUnverifiable:
+    def as_error(self) -> DatabaseWentBack | DecidedTransactionLost | OutcomeUnverifiable:
         """The error that tells it."""
+        if self.went_back:
+            return gone_back(self.detail, self.row.transactional_id, str(self.row.prepared), recorded=True)
         kind = DecidedTransactionLost if self.outcome is Outcome.LOST else OutcomeUnverifiable
         return kind(self.detail, transactional_id=self.row.transactional_id, state=str(self.row.prepared))
 
@@ -86,6 +93,7 @@ def settle(
     store: StateStore,
     deadline: Deadline,
     on_settled: Callable[[str], None] = lambda _: None,
+    look_back: bool = True,
 ) -> SettleReport:
     """Settle every incarnation below each row's own, which the caller has just claimed.
 
@@ -95,15 +103,18 @@ def settle(
         store: The database.
         deadline: Bounds the whole.
         on_settled: Told each transactional id that is done.
+        look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim has compared
+            the row with what it knows instead.
 
     Returns:
         What was done. Losses are recorded, logged and returned, not raised: the caller finishes first.
 
     Raises:
         Unavailable: The deadline came first. What was done stays done; settle again.
-        DecidedTransactionLost, OutcomeUnverifiable: Settling could not be finished, and had recorded a loss by then.
+        DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not be finished, and had recorded a loss
+            by then.
     """
-    return _Settling(coordinator, store, deadline, on_settled).run(rows)
+    return _Settling(coordinator, store, deadline, on_settled).run(list(rows), look_back=look_back)
 
 
 class _Settling(Asking):
@@ -132,13 +143,23 @@ class _Settling(Asking):
             SettleStep.END_FORGOTTEN: self._end_forgotten,
         }
 
-    def run(self, rows: Iterable[StateRow]) -> SettleReport:
+    def run(self, rows: Sequence[StateRow], *, look_back: bool) -> SettleReport:
         try:
+            if look_back:
+                self._look_back(rows)
             self._settle(rows)
         except DualWriteError:
             self._report.raise_losses()  # recorded by now, so that no later settling would tell of them
             raise
         return self._report
+
+    def _look_back(self, rows: Sequence[StateRow]) -> None:
+        lost = lost_decisions(rows, coordinator=self._coordinator, store=self._store, deadline=self._deadline)
+        self._store.record_outcomes([(row, Outcome.UNVERIFIABLE, lost_detail(row)) for row in lost])
+        for row in lost:
+            loss = Loss(row, Outcome.UNVERIFIABLE, lost_detail(row), went_back=True)
+            logger.error("%s: the database has gone back in time: %s", row.transactional_id, loss.detail)
+            self._report.losses.append(loss)
 
     def _settle(self, rows: Iterable[StateRow]) -> None:
         pending = {row.transactional_id: (row, unsettled(row, row.incarnation - 1)) for row in rows}

@@ -17,7 +17,13 @@ from sqlalchemy.orm import Session
 from dualwrite.block import dual_write, session_of_block
 from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, DecidedTransactionLost, IllegalStateError, OutcomeUnverifiable
+from dualwrite.errors import (
+    ConfigurationError,
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    IllegalStateError,
+    OutcomeUnverifiable,
+)
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
@@ -126,6 +132,8 @@ class DualWriter:
         Raises:
             ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
                 gone back in time, a right is missing. Nothing was changed.
+            DatabaseWentBack: The database has lost what it had decided. If it has lost a claim, nothing was changed, and every
+                ``open()`` fails until ``dualwrite recover --after-restore``; else it is recorded, and the next one goes on.
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the
                 next ``open()`` goes on.
             Unavailable: A server does not answer.
@@ -250,6 +258,7 @@ class DualWriter:
         settles next. In a forked process it does nothing: the connections are the parent's.
 
         Raises:
+            DatabaseWentBack: The database has lost our newest decision, whose messages Kafka has. It is recorded.
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided, which was found in
                 the background. It is recorded.
             Unavailable: The database does not take the record that all is complete; the next opening proves it by the log.
@@ -289,7 +298,7 @@ class DualWriter:
     ) -> None:
         try:
             self.close()
-        except (DecidedTransactionLost, OutcomeUnverifiable):
+        except (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable):
             if error is None:
                 raise
             logger.exception("%s: told here only: the block ends by an error of its own", self.transactional_id)

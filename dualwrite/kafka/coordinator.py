@@ -11,7 +11,7 @@ from kafka.protocol.admin.configs import DescribeConfigsRequest
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka import ending, log
+from dualwrite.kafka import ending, later, log
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, NotYet
@@ -19,6 +19,7 @@ from dualwrite.kafka.partitions import Place, open_offsets
 from dualwrite.kafka.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.lost_decisions import Later
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -288,6 +289,15 @@ class KafkaCoordinator:
         """
         return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on)
 
+    def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
+        """What the logs show of each state's producer after it; see :func:`dualwrite.kafka.later.later_commits`.
+
+        Raises:
+            Unavailable: The leaders did not answer in time, or there was too much to read.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return later.later_commits(self._brokers, self._topics, states, deadline)
+
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
         return until_answered(
             topics,
@@ -315,6 +325,7 @@ def _view(state: Message) -> TransactionView | NotYet:
         started_ms=state.transaction_start_time_ms if status in _OPEN else None,
         timeout_ms=state.transaction_timeout_ms,
         partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
+        newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,
     )
 
 

@@ -84,9 +84,7 @@ def open_offsets(
             if isinstance(leader, Leader):
                 led_by.setdefault(leader.node, {})[place.key] = leader
         requests = [
-            (node, request)
-            for node, led in led_by.items()
-            for request in (_describe_producers(led), leader_epochs(led))
+            (node, request) for node, led in led_by.items() for request in (describe_producers(led), leader_epochs(led))
         ]
         responses = brokers.exchange(requests, deadline)
         shown: dict[Partition, OpenOffsets | NotYet] = {}
@@ -129,7 +127,12 @@ def _joined(
     return answers
 
 
-def _describe_producers(led: Collection[Partition]) -> Message:
+def describe_producers(led: Collection[Partition]) -> Message:
+    """The request for the producers of these partitions.
+
+    Args:
+        led: Partitions that one broker leads.
+    """
     by_topic: dict[str, list[int]] = {}
     for name, partition in led:
         by_topic.setdefault(name, []).append(partition)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, func, select, update
 
 from dualwrite.observations import Outcome
 from dualwrite.ports import Incident
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.rows import begins_with, digest
+from dualwrite.stores.rows import begins_with, digest, in_chunks
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Row, Select
 
     from dualwrite.ports import StateRow
     from dualwrite.prepared_state import PreparedTxnState
@@ -106,22 +106,30 @@ class Records:
 
     def incidents(self, connection: Connection, prefix: str, *, acknowledged: bool) -> Sequence[Incident]:
         """The incidents of ids with that prefix, oldest first."""
+        statement = self._incidents().where(begins_with(self._incident.c.transactional_id, prefix))
+        if not acknowledged:
+            statement = statement.where(self._incident.c.acknowledged_at.is_(None))
+        return _by_age(connection.execute(statement).all())
+
+    def incidents_of(self, connection: Connection, ids: Collection[str]) -> Sequence[Incident]:
+        """All incidents of these ids, oldest first."""
+        name = self._incident.c.transactional_id
+        return _by_age(
+            row
+            for chunk in in_chunks(sorted(ids))
+            for row in connection.execute(self._incidents().where(name.in_(chunk)))
+        )
+
+    def _incidents(self) -> Select[Any]:
         incident = self._incident
-        statement = select(
+        return select(
             incident.c.transactional_id,
             incident.c.prepared_transaction_state,
             incident.c.outcome,
             incident.c.detail,
             incident.c.detected_at,
             incident.c.acknowledged_at,
-        ).where(begins_with(incident.c.transactional_id, prefix))
-        if not acknowledged:
-            statement = statement.where(incident.c.acknowledged_at.is_(None))
-        found = [
-            Incident(name, state, Outcome(outcome), detail, detected_at, acknowledged_at)
-            for name, state, outcome, detail, detected_at, acknowledged_at in connection.execute(statement).all()
-        ]
-        return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))
+        )
 
     def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
         """Note that a person has looked; whether there was something to look at."""
@@ -136,3 +144,18 @@ class Records:
             .values(acknowledged_at=database_now())
         )
         return result.rowcount > 0
+
+
+def _by_age(rows: Iterable[Row[Any]]) -> Sequence[Incident]:
+    found = [
+        Incident(
+            row.transactional_id,
+            row.prepared_transaction_state,
+            Outcome(row.outcome),
+            row.detail,
+            row.detected_at,
+            row.acknowledged_at,
+        )
+        for row in rows
+    ]
+    return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))

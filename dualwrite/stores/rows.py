@@ -15,6 +15,7 @@ from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.stores.tables import MAX_ID_LENGTH
 
 if TYPE_CHECKING:
@@ -127,18 +128,17 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
     Raises:
         ConfigurationError: The incarnation, or the newest decision, is older: the database has lost commits.
     """
-    if incarnation > known.incarnation:
-        return
-    text = prepared or ""
-    if text != str(known.prepared) and PreparedTxnState.from_string(text) != known.prepared:
+    if incarnation == known.incarnation and (prepared or "") == str(known.prepared):
+        return  # as nearly always
+    shown = PreparedTxnState.from_string(prepared or "") if incarnation <= known.incarnation else known.prepared
+    seen = contradiction(known.incarnation, known.prepared, incarnation, shown)
+    if seen is not None:
+        # With the claim lost, too, the next claim finds its Kafka id in use.
         raise gone_back(
-            f"the row shows {text or 'none'!r} as the newest decision, which was {str(known.prepared) or 'none'!r}",
+            seen,
             known.transactional_id,
-            str(known.prepared) or None,
-        )
-    if incarnation < known.incarnation:
-        raise gone_back(
-            f"the row names incarnation {incarnation}, although {known.incarnation} was claimed", known.transactional_id
+            str(known.prepared) if shown != known.prepared else None,
+            recorded=incarnation == known.incarnation,
         )
 
 

@@ -348,6 +348,10 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.StateStore.incidents`."""
         return self._own.read(lambda connection: self._records.incidents(connection, prefix, acknowledged=acknowledged))
 
+    def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
+        """See :meth:`dualwrite.ports.StateStore.incidents_of`."""
+        return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))
+
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """See :meth:`dualwrite.ports.StateStore.acknowledge`."""
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))

@@ -5,7 +5,9 @@ import shutil
 import pytest
 from sqlalchemy import create_engine, insert, select, update
 
-from dualwrite import ConfigurationError, DualWriter
+from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter
+from dualwrite.observations import Outcome
+from dualwrite.protocol import lost_decisions
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
@@ -13,9 +15,9 @@ from dualwrite.testing.reading import read_committed
 STATE = declare_tables(None).state
 
 
-def write(writer, topic, orders, number):
+def write(writer, topic, orders, number, partition=0):
     with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=0)
+        tx.produce(topic, value=str(number), partition=partition)
         tx.connection.execute(insert(orders).values(id=number))
 
 
@@ -112,4 +114,80 @@ def test_what_others_record_about_the_row_is_no_sign_of_it(kafka, engine, url, d
             tx.produce(dualwrite_topic, value="no", partition=0)
             raise LookupError
         write(writer, dualwrite_topic, orders, 4)
+    assert SqlStateStore(engine).incidents("orders") == []
+
+
+def test_the_idle_owner_and_its_closing_find_it_out(kafka, engine, dualwrite_topic, orders, backup):
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    write(writer, dualwrite_topic, orders, 1)
+    restore = backup()
+    write(writer, dualwrite_topic, orders, 2)
+    forgotten = writer._lanes.first.row.prepared
+    restore()
+    with pytest.raises(DatabaseWentBack, match="gone back in time"):
+        writer.close()
+    [incident] = SqlStateStore(engine).incidents("orders")
+    assert incident.prepared_transaction_state == str(forgotten)
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:  # it is recorded
+        write(second, dualwrite_topic, orders, 4)
+
+
+def test_an_idle_owner_finds_it_out_with_no_write_of_its_own(kafka, engine, url, dualwrite_topic, orders, backup):
+    with pytest.raises(DatabaseWentBack), DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        writer._lanes._idle_after_s = 3600.0
+        write(writer, dualwrite_topic, orders, 1)
+        restore = backup()
+        write(writer, dualwrite_topic, orders, 2)
+        restore()
+        own = create_engine(url)
+        writer._lanes._idle_after_s = 0.0
+        with writer._lanes._changed:
+            writer._lanes._changed.notify_all()
+        while not SqlStateStore(own).incidents("orders"):
+            pass
+        own.dispose()
+
+
+@pytest.mark.parametrize("place", ["same partition", "other partition", "aborted since"])
+def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
+    kafka, engine, dualwrite_topic, orders, backup, place, monkeypatch
+):
+    """No claim was lost: what tells is that Kafka has committed more than the row and the incidents name."""
+    monkeypatch.setattr(lost_decisions, "CLOCKS_DIFFER_MS", 0)  # one broker, one clock
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
+        write(first, dualwrite_topic, orders, 1)
+        restore = backup()
+        write(first, dualwrite_topic, orders, 2, partition=1 if place == "other partition" else 0)
+        if place == "aborted since":
+            with pytest.raises(LookupError), first.transaction() as tx:
+                tx.produce(dualwrite_topic, value="no", partition=0)
+                raise LookupError
+    restore()
+    with pytest.raises(DatabaseWentBack, match="Kafka has committed a transaction"):
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    [incident] = SqlStateStore(engine).incidents("orders")
+    assert incident.outcome is Outcome.UNVERIFIABLE
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as third:
+        write(third, dualwrite_topic, orders, 4)
+    assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
+
+
+def test_an_owner_that_decided_nothing_before_the_backup(kafka, engine, dualwrite_topic, orders, backup):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
+        restore = backup()
+        write(first, dualwrite_topic, orders, 1)
+    restore()
+    with pytest.raises(DatabaseWentBack, match="Kafka has committed a transaction"):
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+
+
+def test_what_was_aborted_since_is_no_sign_of_it(kafka, engine, dualwrite_topic, orders):
+    for number in (1, 2):
+        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            write(writer, dualwrite_topic, orders, number)
+            with pytest.raises(LookupError), writer.transaction() as tx:
+                tx.produce(dualwrite_topic, value="no", partition=0)
+                raise LookupError
     assert SqlStateStore(engine).incidents("orders") == []

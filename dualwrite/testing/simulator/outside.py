@@ -11,10 +11,12 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import Unavailable
+from dualwrite.kafka.later import LaterScan, joined
 from dualwrite.kafka.log import Scan, combined
 from dualwrite.kafka.partitions import Place
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.lost_decisions import Later
 from dualwrite.testing.simulator.process import Unanswered
 from dualwrite.testing.simulator.requests import (
     COMMIT,
@@ -223,6 +225,15 @@ class SimulatedCoordinator:
             return proof
         return LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE
 
+    def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
+        """See the port: read by the code that reads real logs, up to their ends."""
+        scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
+        for scan in [scan for of_state in scans for scan in of_state if self._is_same_topic(scan.first)]:
+            place = (scan.first.topic, scan.first.partition)
+            [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
+            scan.read([SeenBatch(batch) for batch in cast("FetchResponse", answer).batches])
+        return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
+
     def close(self) -> None:
         """See the port. There is nothing to close."""
 
@@ -274,6 +285,7 @@ def _view(answer: DescribeTransactionsResponse) -> TransactionView:
         started_ms=answer.transaction_start_time_ms if status in _OPEN else None,
         timeout_ms=answer.transaction_timeout_ms,
         partitions=answer.partitions,
+        newest_started_ms=answer.transaction_start_time_ms if answer.transaction_start_time_ms >= 0 else None,
     )
 
 
@@ -294,6 +306,7 @@ class SeenBatch:
         self.next_offset = batch.next_offset
         self.producer_id = batch.producer_id
         self.producer_epoch = batch.producer_epoch
+        self.last_sequence = batch.base_sequence + len(batch.values) - 1
         self.is_control_batch = bool(batch.control)
         self._committed = batch.control == COMMIT
 

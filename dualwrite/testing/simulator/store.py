@@ -394,6 +394,12 @@ class SimulatedStore:
             lambda: [found for key, found in self._database.incidents.items() if key[0].startswith(prefix)]
         )
 
+    def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
+        """See :meth:`dualwrite.ports.StateStore.incidents_of`."""
+        return self._read(
+            lambda: [found for key, found in self._database.incidents.items() if key[0] in transactional_ids]
+        )
+
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """See :meth:`dualwrite.ports.StateStore.acknowledge`: there is no person here."""
         raise NotImplementedError

@@ -131,3 +131,9 @@ def one_kafka_id_for_all_incarnations(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(StateRow, "kafka_id", lambda self, _: f"{self.transactional_id}.{self.namespace}")
     patch.setattr(claiming, "_check_new_ids", lambda *_: None)
+
+
+@mistake(performed("database_failed_over_before_the_next_owner", "told None, not DatabaseWentBack"))
+def never_looks_back(patch: pytest.MonkeyPatch) -> None:
+    """A settler does not ask whether Kafka has committed what the row does not name."""
+    patch.setattr(settling, "lost_decisions", lambda *_, **__: [])

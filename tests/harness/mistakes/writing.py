@@ -137,3 +137,14 @@ def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
         real(self, *args, **{**kwargs, "guard": None})
 
     patch.setattr(Lane, "__init__", init)
+
+
+@mistake(
+    Check(
+        "integration/test_database_went_back.py::test_the_idle_owner_and_its_closing_find_it_out[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
+    """An owner that closes does not compare its newest decision with the row."""
+    patch.setattr(Lane, "compare_with_row", lambda _: None)

@@ -1,0 +1,244 @@
+"""What a producer has committed after a transaction that is known, as the logs of that one's partitions show.
+
+Each log is read raw from the known transaction on. A log is read no further than the producer's newest record, whose sequence
+number the partition's leader tells: as a rule that is the known transaction's own, and one small request is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import kafka.errors as kafka_errors
+from kafka.protocol.consumer.fetch import FetchRequest
+from kafka.record.memory_records import MemoryRecords
+
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.partitions import Place, describe_producers
+from dualwrite.kafka.routing import Leader, Partition, Topics
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.lost_decisions import Later
+
+_CHUNK_BYTES: Final = 1_048_576
+_NEWEST_VERSION_BY_NAME: Final = 12
+_AT_ONCE: Final = 16  # partitions: bounds the memory
+Sequenced = tuple[int, int]
+"""An epoch and a sequence number: which record of a producer."""
+
+
+class LogBatch(Protocol):
+    """A batch of a log, as the scan sees it."""
+
+    @property
+    def base_offset(self) -> int: ...  # noqa: D102
+    @property
+    def next_offset(self) -> int: ...  # noqa: D102
+    @property
+    def producer_id(self) -> int: ...  # noqa: D102
+    @property
+    def producer_epoch(self) -> int: ...  # noqa: D102
+    @property
+    def last_sequence(self) -> int: ...  # noqa: D102
+    @property
+    def is_control_batch(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(eq=False)
+class LaterScan:
+    """The search in one partition: where it stands.
+
+    Attributes:
+        first: The known transaction's first offset there.
+        producer_id: The producer.
+        newest: Its newest record, as the leader tells; None reads to the log's end.
+        position: The next offset to read.
+        idle_since_ms: When the producer has written last to the partition, markers included, by the leader's clock.
+        found: Where the newest committed transaction after the known one begins; None while none was seen.
+        done: Whether nothing of the producer follows.
+    """
+
+    first: FirstOffset
+    producer_id: int
+    newest: Sequenced | None = None
+    idle_since_ms: int | None = None
+    position: int = field(init=False)
+    found: int | None = None
+    done: bool = False
+    _begun_at: int | None = None
+    _past_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.position = self.first.offset
+
+    @property
+    def place(self) -> Place:
+        """The partition."""
+        return Place(self.first.topic, self.first.partition, self.first.topic_id)
+
+    def read(self, batches: Iterable[LogBatch]) -> None:
+        """Go on over these batches."""
+        for batch in batches:
+            if batch.next_offset <= self.position or self.done:
+                continue
+            if batch.producer_id == self.producer_id:
+                self._own(batch)
+            self.position = batch.next_offset
+
+    def _own(self, batch: LogBatch) -> None:
+        if batch.is_control_batch:
+            if self._past_known and self._begun_at is not None and is_commit(batch):
+                self.found = self._begun_at
+            self._past_known, self._begun_at = True, None
+            return
+        if self._begun_at is None:
+            self._begun_at = batch.base_offset
+        # Of the known transaction itself the marker need not be read; of a later one it tells.
+        self.done = not self._past_known and (batch.producer_epoch, batch.last_sequence) == self.newest
+
+
+def is_commit(batch: LogBatch) -> bool:
+    """Whether a control batch is a commit marker."""
+    record = next(iter(batch))  # type: ignore[call-overload]
+    return bool(record.commit)
+
+
+def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
+    """What the scans of a state's partitions show together."""
+    firsts = tuple(
+        FirstOffset(scan.first.topic, scan.first.partition, scan.found, scan.first.topic_id)
+        for scan in scans
+        if scan.found is not None
+    )
+    commit = PreparedTxnState(state.producer_id, state.epoch, state.incarnation, firsts) if firsts else None
+    return Later(commit, max((at for scan in scans if (at := scan.idle_since_ms) is not None), default=None))
+
+
+def later_commits(
+    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline
+) -> list[Later]:
+    """For each state, what the logs of its partitions show of its producer after it.
+
+    A partition that does not hold the state's records any more tells nothing, nor does one whose leader has forgotten the
+    producer (``producer.id.expiration.ms``, a day by default).
+
+    Args:
+        brokers: The brokers.
+        topics: The topics.
+        states: Each names a producer, and where one of its transactions began.
+        deadline: Bounds the reading.
+
+    Raises:
+        Unavailable: The leaders did not answer in time, or there was too much to read.
+        ConfigurationError: We may not read or describe a topic.
+    """
+    scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
+    pending = [scan for of_state in scans for scan in of_state]
+    search = _Search(brokers, topics, deadline)
+    for start in range(0, len(pending), _AT_ONCE):
+        until_answered(pending[start : start + _AT_ONCE], search.go_on, deadline, "look for later transactions")
+    return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
+
+
+class _Search:
+    """Reads some partitions side by side. What has been read is not read again after an error."""
+
+    def __init__(self, brokers: Brokers, topics: Topics, deadline: Deadline) -> None:
+        self._brokers = brokers
+        self._topics = topics
+        self._deadline = deadline
+
+    def go_on(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
+        """Read each partition up to the producer's newest record, or until something hinders it."""
+        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
+        answers: dict[LaterScan, bool | NotYet] = {}
+        leaders: dict[LaterScan, Leader] = {}
+        for scan in scans:
+            leader = scan.place.leader(found)
+            if isinstance(leader, Leader):
+                leaders[scan] = leader
+            else:
+                answers[scan] = leader or True
+        self._ask_newest(leaders, answers)
+        while reading := [scan for scan in leaders if scan not in answers]:
+            if self._deadline.expired:
+                raise NotYet("there is more to read")
+            requests = [(leaders[scan].node, _fetch(scan, leaders[scan])) for scan in reading]
+            for scan, response in zip(reading, self._brokers.exchange(requests, self._deadline), strict=True):
+                answer = _read(scan, response)
+                if answer is not None:
+                    answers[scan] = answer
+        self._topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
+        return answers
+
+    def _ask_newest(self, leaders: Mapping[LaterScan, Leader], answers: dict[LaterScan, bool | NotYet]) -> None:
+        by_node: dict[int, list[LaterScan]] = {}
+        for scan, leader in leaders.items():
+            by_node.setdefault(leader.node, []).append(scan)
+        requests = [(node, describe_producers({scan.place.key for scan in led})) for node, led in by_node.items()]
+        for led, response in zip(by_node.values(), self._brokers.exchange(requests, self._deadline), strict=True):
+            shown = response if isinstance(response, NotYet) else _newest_records(response)
+            for scan in led:
+                answer = shown if isinstance(shown, NotYet) else shown.get(scan.place.key, _LEFT_OUT)
+                if isinstance(answer, NotYet):
+                    answers[scan] = answer
+                elif scan.producer_id in answer:
+                    scan.newest, scan.idle_since_ms = answer[scan.producer_id]
+                else:
+                    answers[scan] = True  # forgotten
+
+
+_LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
+
+
+def _newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
+    shown: dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet] = {}
+    for topic in response.topics:
+        for partition in topic.partitions:
+            key = (topic.name, partition.partition_index)
+            why = verdict(partition.error_code, f"the producers of {Place(*key)}", f"Read on the topic {topic.name!r}")
+            shown[key] = why or {
+                producer.producer_id: ((producer.producer_epoch, producer.last_sequence), producer.last_timestamp)
+                for producer in partition.active_producers
+            }
+    return shown
+
+
+def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
+    """Whether the partition is read to its end; None if there is more."""
+    if isinstance(response, NotYet):
+        return response
+    [partition] = response.responses[0].partitions
+    if kafka_errors.for_code(partition.error_code) is kafka_errors.OffsetOutOfRangeError:
+        return True
+    why = verdict(partition.error_code, str(scan.place), f"Read on the topic {scan.first.topic!r}")
+    if why is not None:
+        return why
+    scan.read(MemoryRecords(partition.records or b""))
+    return True if scan.done or scan.position >= partition.high_watermark else None
+
+
+def _fetch(scan: LaterScan, leader: Leader) -> Message:
+    partition = FetchRequest.FetchTopic.FetchPartition(
+        partition=scan.first.partition,
+        current_leader_epoch=leader.epoch,
+        fetch_offset=scan.position,
+        last_fetched_epoch=-1,
+        log_start_offset=-1,
+        partition_max_bytes=_CHUNK_BYTES,
+    )
+    return FetchRequest(
+        replica_id=-1,
+        max_wait_ms=0,
+        min_bytes=0,
+        max_bytes=_CHUNK_BYTES,
+        isolation_level=0,
+        session_id=0,
+        session_epoch=-1,
+        topics=[FetchRequest.FetchTopic(topic=scan.first.topic, partitions=[partition])],
+        forgotten_topics_data=[],
+        rack_id="",
+        max_version=_NEWEST_VERSION_BY_NAME,
+    )

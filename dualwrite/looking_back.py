@@ -1,0 +1,107 @@
+"""Looking back before settling: transactions that Kafka has committed and the database has forgotten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S: Final = 10.0
+"""Bounds the reading of logs: settling, for which consumers wait, comes after it."""
+
+
+def lost_decisions(
+    rows: Collection[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    store: StateStore,
+    deadline: Deadline,
+    upto_own: bool = False,
+) -> Sequence[StateRow]:
+    """Find what the database has decided and lost since: Kafka has committed it, and no row and no incident names it.
+
+    To be called before anything is settled: a retired id shows its last transaction no more. Changes nothing.
+
+    Args:
+        rows: Rows as a claim returned them, or as they were read.
+        coordinator: Kafka.
+        store: The database.
+        deadline: Bounds the asking.
+        upto_own: Whether to look at the rows' own incarnations too, and not only at those before. The rows must be read again
+            afterwards: their owners may have decided meanwhile.
+
+    Returns:
+        The rows that have lost something, with the newest lost decision as ``prepared``. It names the partitions in which it
+        was seen; one that only the coordinator has shown names none.
+
+    Raises:
+        Unavailable: The coordinators did not answer in time.
+    """
+    items = [
+        (row, incarnation)
+        for row in rows
+        for incarnation in range(row.settled_incarnation + 1, row.incarnation + upto_own)
+    ]
+    if not items:
+        return []
+    views = coordinator.describe([row.kafka_id(incarnation) for row, incarnation in items], deadline)
+    named = _named([row for row, _ in items], store)
+    known = [known_of(named[row.transactional_id], incarnation) for row, incarnation in items]
+    shown = [views[row.kafka_id(incarnation)] for row, incarnation in items]
+    answers = [look_up(*both) for both in zip(known, shown, strict=True)]
+    later = _read_logs(known, answers, coordinator, deadline)
+    found: dict[str, StateRow] = {}
+    for (row, incarnation), of_incarnation, view, answer in zip(items, known, shown, answers, strict=True):
+        lost = lost_decision(of_incarnation, view, incarnation, answer, later.get(of_incarnation))
+        if lost is not None:  # the newest incarnation comes last
+            found[row.transactional_id] = replace(row, prepared=lost, completed=None)
+    return [found[key] for key in sorted(found)]
+
+
+def _named(rows: Collection[StateRow], store: StateStore) -> dict[str, list[PreparedTxnState]]:
+    named = {row.transactional_id: [row.prepared] for row in rows}
+    for incident in store.incidents_of(named.keys()):
+        named[incident.transactional_id].append(PreparedTxnState.from_string(incident.prepared_transaction_state))
+    return named
+
+
+def _read_logs(
+    known: Sequence[Known], answers: Sequence[Lookup], coordinator: TransactionCoordinator, deadline: Deadline
+) -> Mapping[Known, Later]:
+    to_read = {
+        of_incarnation: of_incarnation.newest
+        for of_incarnation, answer in zip(known, answers, strict=True)
+        if answer is not Lookup.NOTHING and of_incarnation.newest is not None and of_incarnation.newest.first_offsets
+    }
+    if not to_read:
+        return {}
+    try:
+        later = coordinator.later_commits(list(to_read.values()), Deadline(min(deadline.remaining_s(), _LONGEST_S)))
+    except (ConfigurationError, Unavailable) as error:
+        logger.warning("not looked for all decisions that the database may have lost: %s", error)
+        return {}
+    return dict(zip(to_read, later, strict=True))
+
+
+def lost_detail(lost: StateRow) -> str:
+    """What was seen, for people.
+
+    Args:
+        lost: As :func:`lost_decisions` returned it.
+    """
+    state = lost.prepared
+    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in state.first_offsets)
+    shown = f"that begins at {where}" if where else f"of producer {state.producer_id}:{state.epoch}"
+    return (
+        f"Kafka has committed a transaction of incarnation {state.incarnation} {shown}, which the row does not name: "
+        "there may be earlier ones that the database has lost too"
+    )

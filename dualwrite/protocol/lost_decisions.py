@@ -1,0 +1,149 @@
+"""Has the database lost decisions? A transaction that Kafka has committed and the row does not name was decided, and forgotten.
+
+Nobody commits in Kafka what the database has not decided, and the row names the newest decision. So a commit that is newer
+than every transaction that the row, or a recorded incident, names was decided by a database that has gone back since: it was
+restored from a backup, or failed over to a copy that was behind.
+
+The coordinator keeps the start of an id's newest transaction after its end. Where the newest known transaction has its own
+start recorded, that alone tells. Elsewhere the logs of its partitions are read on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from dualwrite.observations import TransactionStatus, TransactionView
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+
+CLOCKS_DIFFER_MS: Final = 10_000
+"""How far the brokers' clocks may be apart without a false alarm."""
+_COMMITTED: Final = frozenset({TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT})
+
+
+@dataclass(frozen=True)
+class Later:
+    """What the logs of a transaction's partitions show of its producer after it.
+
+    Attributes:
+        commit: The newest committed transaction after it; None if there is none. It names these partitions alone.
+        idle_since_ms: Since when the producer has written nothing there, not even a marker, by the leaders' clocks (ms since
+            1970); None where no leader knows it.
+    """
+
+    commit: PreparedTxnState | None = None
+    idle_since_ms: int | None = None
+
+
+class Lookup(Enum):
+    """What is known of lost decisions of one incarnation once the coordinator was asked."""
+
+    NOTHING = "nothing is lost"
+    LOST = "the coordinator shows a commit that nobody names"
+    READ = "only the logs can tell"
+
+
+@dataclass(frozen=True)
+class Known:
+    """The transactions of one incarnation that the database names: the row, and incidents.
+
+    Attributes:
+        newest: The newest of them in each partition, as one state; None where none is named.
+        started_ms: The latest of their starts; None where one has no start recorded: it may be the newest.
+    """
+
+    newest: PreparedTxnState | None
+    started_ms: int | None
+
+
+def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
+    """What is named of an incarnation's transactions.
+
+    Args:
+        states: The row's prepared state, and those of the incidents of its id.
+        incarnation: The incarnation.
+    """
+    own = [state for state in states if state.has_transaction and state.incarnation == incarnation]
+    if not own:
+        return Known(None, None)
+    firsts: dict[tuple[str, int, str | None], FirstOffset] = {}
+    for state in own:
+        for first in state.first_offsets:
+            key = (first.topic, first.partition, first.topic_id)
+            firsts[key] = max(first, firsts.get(key, first), key=lambda one: one.offset)
+    by_place: dict[tuple[str, int], FirstOffset] = {(one.topic, one.partition): one for one in firsts.values()}
+    # Epochs only rise, and those of one incarnation share the producer id.
+    last = max(own, key=lambda state: (state.producer_id, state.epoch))
+    started = [state.started_ms for state in own if state.started_ms is not None]
+    newest = PreparedTxnState(last.producer_id, last.epoch, incarnation, tuple(by_place.values()))
+    return Known(newest, max(started) if len(started) == len(own) else None)
+
+
+def look_up(known: Known, view: TransactionView) -> Lookup:
+    """What the coordinator's view of an incarnation says of decisions that the database has lost.
+
+    Args:
+        known: What the database names of it.
+        view: What the coordinator shows of its Kafka id.
+    """
+    if known.newest is None:
+        return Lookup.LOST if view.status in _COMMITTED else Lookup.NOTHING
+    if _shows_commit_of(view, known.newest) and known.started_ms is not None and view.newest_started_ms is not None:
+        return Lookup.LOST if view.newest_started_ms > known.started_ms else Lookup.NOTHING
+    return Lookup.READ if known.newest.first_offsets else Lookup.NOTHING
+
+
+def lost_decision(
+    known: Known, view: TransactionView, incarnation: int, answer: Lookup, later: Later | None
+) -> PreparedTxnState | None:
+    """The newest decision of an incarnation that the database has lost, if any; it names where it was seen.
+
+    A commit that the coordinator shows may have been written to other partitions than those whose logs were read. If it began
+    long after the producer was done with these, it is no known one.
+
+    Args:
+        known: What the database names of the incarnation.
+        view: What the coordinator shows of its Kafka id.
+        incarnation: The incarnation.
+        answer: As :func:`look_up` has it.
+        later: What the logs show after the known transactions; None if they were not read.
+    """
+    commit, idle_since_ms = (later.commit, later.idle_since_ms) if later is not None else (None, None)
+    newest = known.newest
+    shows_commit = newest is not None and _shows_commit_of(view, newest)
+    started_ms = view.newest_started_ms if shows_commit or answer is Lookup.LOST else None
+    began_later = started_ms is not None and idle_since_ms is not None and started_ms > idle_since_ms + CLOCKS_DIFFER_MS
+    if answer is Lookup.LOST or (answer is Lookup.READ and (commit is not None or began_later)):
+        firsts = commit.first_offsets if commit is not None else ()
+        producer = newest if newest is not None and answer is Lookup.READ else view
+        return PreparedTxnState(producer.producer_id, producer.epoch, incarnation, firsts, started_ms)
+    return None
+
+
+def contradiction(
+    incarnation: int, newest: PreparedTxnState, shown_incarnation: int, shown: PreparedTxnState
+) -> str | None:
+    """Why a row cannot follow from what its owner knows, for people; None if it can.
+
+    Nobody but the owner changes the state as long as the incarnation is its own.
+
+    Args:
+        incarnation: The owner's own.
+        newest: The newest decision that the owner knows.
+        shown_incarnation: The row's.
+        shown: The row's newest decision.
+    """
+    if shown_incarnation > incarnation:
+        return None  # another owner's by now
+    if shown != newest:
+        return f"the row shows {str(shown) or 'none'!r} as the newest decision, which was {str(newest) or 'none'!r}"
+    if shown_incarnation < incarnation:
+        return f"the row names incarnation {shown_incarnation}, although {incarnation} was claimed"
+    return None
+
+
+def _shows_commit_of(view: TransactionView, state: PreparedTxnState) -> bool:
+    same_producer = (view.producer_id, view.epoch) == (state.producer_id, state.epoch)
+    return same_producer and view.status in _COMMITTED
