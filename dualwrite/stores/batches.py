@@ -20,8 +20,10 @@ class Batch:
         sink: Name of the sink.
         batch_id: Name of the batch.
         phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and the
-            driver has noted so. A batch that was completed by somebody else (``dualwrite recover``) stays ``decided``.
-        partition_count: How many partitions it has, those without rows not counted where it is decided as one.
+            driver has noted so; ``failed``: something is missing, and the last run that ended has failed. A batch that was
+            completed by somebody else (``dualwrite recover``) stays ``decided``, one whose driver was killed ``writing``.
+        partition_count: How many partitions it has, those without rows not counted where it is decided as one; 1 until that
+            is decided.
         written_partitions: How many of them are committed.
         row_count: Rows that are committed.
         message_count: Messages in the transactions that are decided.
@@ -30,6 +32,7 @@ class Batch:
         completed_at: When the driver saw that Kafka has all of it; None where that was not noted.
         decided_after_s: Seconds from its start until it was decided.
         completed_after_s: Seconds from its start until it was completed.
+        failed_at: When its last run failed; None while one is under way, and where all of it is written.
     """
 
     sink: str
@@ -44,6 +47,7 @@ class Batch:
     completed_at: datetime | None
     decided_after_s: float | None
     completed_after_s: float | None
+    failed_at: datetime | None
 
 
 def read_batches(

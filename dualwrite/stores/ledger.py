@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import Connection, Engine, bindparam, exc, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists, func, select, update
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.batch_entry import Destination, Entry, Recorded, Way, mismatch_of, next_entry
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.rows import check_name
@@ -18,6 +19,8 @@ from dualwrite.stores.tables import declare_tables
 
 WHOLE_BATCH: Final = -1
 """The partition id of a batch that is written as one whole."""
+BEGUN: Final = -2
+"""The partition id of the row that says where a batch is written to, and with how many partitions it was begun."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class Ledger:
         self._ledger = ledger = declare_tables(schema).ledger
         of_batch = (ledger.c.sink == bindparam("sink_"), ledger.c.batch_id == bindparam("batch_"))
         self._seen = select(exists().where(*of_batch, ledger.c.partition_id == bindparam("partition_")))
-        self._started = select(ledger.c.partition_count).where(*of_batch).limit(1)
+        self._of_batch = of_batch
+        # Not of the row of a whole batch: it counts the partitions of one run, and the next one may have others.
+        self._started = select(ledger.c.partition_count).where(*of_batch, ledger.c.partition_id != WHOLE_BATCH).limit(1)
         self._written = select(
             func.count(),
             func.coalesce(func.sum(ledger.c.row_count), 0),
@@ -88,6 +93,33 @@ class Ledger:
             failpoints.hit("ledger.checked")
         return seen
 
+    def require(self, connection: Connection, sink: str, batch_id: str, destination: Destination) -> int | None:
+        """Make sure, inside the transaction that writes a partition, that the batch is written to that destination.
+
+        Returns:
+            With how many partitions it was begun; None if it was not.
+
+        Raises:
+            ConfigurationError: It is not; or as :meth:`seen`.
+            Unavailable, TransactionAborted: As :meth:`seen`.
+        """
+        ledger = self._ledger
+        statement = select(ledger.c.partition_count, ledger.c.destination).where(
+            *self._of_batch, ledger.c.partition_id == BEGUN
+        )
+        try:
+            begun = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).one_or_none()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine, self._schema) from error
+        if begun is None:
+            return None
+        former = None if begun.destination is None else Destination.parse(begun.destination)
+        if former not in {None, destination}:
+            raise other_destination(
+                sink, batch_id, Recorded(begun=True, destination=former, whole_written=False), destination
+            )
+        return int(begun.partition_count)
+
     def started(self, database: Connection | Engine, sink: str, batch_id: str) -> int | None:
         """The number of partitions with which the batch was begun, None if nothing of it is committed.
 
@@ -101,6 +133,106 @@ class Ledger:
                 return database.scalar(self._started, bound)
             with database.connect() as connection:
                 return connection.scalar(self._started, bound)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, engine, self._schema) from error
+
+    def begin(
+        self,
+        database: Connection | Engine,
+        sink: str,
+        batch_id: str,
+        destination: Destination,
+        *,
+        partition_count: int = 1,
+    ) -> None:
+        """Record where a batch is written to, before anything of it is written, or compare it with what is recorded.
+
+        Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed.
+
+        Args:
+            database: A connection inside a transaction, at READ COMMITTED on PostgreSQL; or the engine, for a transaction of
+                its own.
+            sink: Name of the sink.
+            batch_id: Name of the batch.
+            destination: Where it is written to.
+            partition_count: How many partitions it has, where each of them is decided on its own.
+
+        Raises:
+            ConfigurationError: The batch is for another destination, was written in another way, or was begun with another
+                number of partitions; a name cannot be a key; the table or a right is missing.
+            Unavailable: The database does not answer.
+            TransactionAborted: The transaction cannot go on.
+        """
+        check_name(sink, "the name of a sink")
+        check_name(batch_id, "the name of a batch")
+        engine = database if isinstance(database, Engine) else database.engine
+        try:
+            if isinstance(database, Connection):
+                self._begin(database, sink, batch_id, destination, partition_count)
+            else:
+                with database.begin() as connection:
+                    self._begin(connection, sink, batch_id, destination, partition_count)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, engine, self._schema) from error
+
+    def _begin(
+        self, connection: Connection, sink: str, batch_id: str, destination: Destination, partition_count: int
+    ) -> None:
+        bound = {"sink_": sink, "batch_": batch_id}
+        insert = dialect_of(connection.engine).insert_if_missing(self._ledger)
+        first = insert.values(
+            sink=sink, batch_id=batch_id, partition_id=BEGUN, row_count=0, message_count=0, written_at=database_now(),
+            destination=destination.text(), partition_count=partition_count,
+        ).returning(self._ledger.c.partition_id)  # fmt: skip
+        recorded = self._recorded(connection, bound)
+        entry = next_entry(recorded, destination)
+        if entry is Entry.FIRST:
+            if connection.execute(first).one_or_none() is not None:
+                return
+            recorded = self._recorded(connection, bound)  # another run was faster
+            entry = next_entry(recorded, destination)
+        if entry is Entry.REFUSED:
+            raise other_destination(sink, batch_id, recorded, destination)
+        if entry is Entry.INSTEAD:
+            self._change_begun(
+                connection, bound, destination=destination.text(), partition_count=partition_count, failed_at=None
+            )
+            return
+        if destination.way is Way.PARTITIONS:
+            check_partition_count(sink, batch_id, connection.scalar(self._started, bound), partition_count)
+        self._change_begun(connection, bound, self._ledger.c.failed_at.is_not(None), failed_at=None)
+
+    def _recorded(self, connection: Connection, bound: dict[str, str]) -> Recorded:
+        ledger = self._ledger
+        rows = connection.execute(
+            select(ledger.c.partition_id, ledger.c.destination)
+            .where(*self._of_batch, ledger.c.partition_id.in_([BEGUN, WHOLE_BATCH]))
+            .order_by(ledger.c.partition_id)
+            .with_for_update(),
+            bound,
+        )
+        texts: dict[int, str | None] = {row.partition_id: row.destination for row in rows}
+        text = texts.get(BEGUN)
+        return Recorded(BEGUN in texts, None if text is None else Destination.parse(text), WHOLE_BATCH in texts)
+
+    def _change_begun(
+        self, connection: Connection, bound: dict[str, str], *only: ColumnElement[bool], **values: object
+    ) -> None:
+        ledger = self._ledger
+        connection.execute(
+            update(ledger).where(*self._of_batch, ledger.c.partition_id == BEGUN, *only).values(**values), bound
+        )
+
+    def fail(self, engine: Engine, sink: str, batch_id: str) -> None:
+        """Note, for people who look at batches, that a run of the batch has failed. Nothing rests on it.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`seen`.
+        """
+        bound = {"sink_": sink, "batch_": batch_id}
+        try:
+            with engine.begin() as connection:
+                self._change_begun(connection, bound, failed_at=database_now())
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, engine, self._schema) from error
 
@@ -158,7 +290,8 @@ class Ledger:
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
-        check_partition_count(sink, batch_id, self.started(connection, sink, batch_id), partition_count)
+        if partition_id != WHOLE_BATCH:
+            check_partition_count(sink, batch_id, self.started(connection, sink, batch_id), partition_count)
         row = {
             "sink": sink,
             "batch_id": batch_id,
@@ -231,3 +364,12 @@ def check_partition_count(sink: str, batch_id: str, recorded: int | None, presen
             next_step=f"run it with {recorded} partitions again, made the same way (repartition({recorded}, ...) by a key, "
             "or a checkpointed input); or, if nothing of it is to be kept, undo its rows and use a new batch id",
         )
+
+
+def other_destination(sink: str, batch_id: str, recorded: Recorded, present: Destination) -> ConfigurationError:
+    """The error for a batch that is for another destination than its former run."""
+    return ConfigurationError(
+        f"batch {batch_id!r} of sink {sink!r} {mismatch_of(recorded, present)}: nothing of it was written now",
+        next_step="give each table, topic and way a sink name of its own, also where one foreachBatch writes to several; or "
+        "run the batch again where it was begun",
+    )

@@ -145,6 +145,9 @@ def _ledger(metadata: MetaData) -> Table:
         Column("written_at", UtcDateTime(), nullable=False, server_default=func.now()),
         Column("started_at", UtcDateTime()),
         Column("completed_at", UtcDateTime()),
+        Column("destination", Text),
+        Column("rows_digest", BigInteger),
+        Column("failed_at", UtcDateTime()),
         PrimaryKeyConstraint("sink", "batch_id", "partition_id", name="dualwrite_ledger_pkey"),
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
@@ -181,4 +184,5 @@ def _batch(schema: str | None) -> Table:
         Column("completed_at", UtcDateTime()),
         Column("decided_after_s", Float),
         Column("completed_after_s", Float),
+        Column("failed_at", UtcDateTime()),
     )

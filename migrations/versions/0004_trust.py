@@ -1,9 +1,11 @@
-"""Which run of a batch may still write."""
+"""Which run of a batch may still write, what it is written to, which rows were, and whether its last run has failed."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic.operations import Operations
+
+from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
 
 revision = "0004"
 down_revision = "0003"
@@ -21,7 +23,15 @@ def upgrade(op: Operations, schema: str | None) -> None:
         sa.PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
         schema=schema,
     )
+    op.add_column("dualwrite_ledger", sa.Column("destination", sa.Text), schema=schema)
+    op.add_column("dualwrite_ledger", sa.Column("rows_digest", sa.BigInteger), schema=schema)
+    op.add_column("dualwrite_ledger", sa.Column("failed_at", sa.DateTime(timezone=True)), schema=schema)
+    create_batch_view(op, schema, failed=True, replace=True)
 
 
 def downgrade(op: Operations, schema: str | None) -> None:
+    drop_batch_view(op, schema)
+    for name in ("failed_at", "rows_digest", "destination"):
+        op.drop_column("dualwrite_ledger", name, schema=schema)
+    create_batch_view(op, schema, failed=False)
     op.drop_table("dualwrite_run", schema=schema)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,13 @@ class DriverSide:
         """As :func:`read_layout`."""
         return _read_layout(self._options, schema, self._engine, self._coordinator)
 
+    def _note_failed(self) -> None:
+        """For people who look at batches; nothing rests on it, so it may fail."""
+        try:
+            self._ledger.fail(self._engine, self._options.sink, self._batch_id)
+        except DualWriteError as error:
+            logger.warning("%s: failed, and that could not be noted in the ledger: %s", self.name, error)
+
     def _settle(self) -> Sequence[StateRow]:
         """Settle the slots that nobody holds any more, and those that tasks of this batch have left.
 
@@ -185,7 +193,8 @@ def _read_layout(
             table = read_table(connection, options.table)
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine, options.schema) from error
-    return registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
+    planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
+    return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
 
 
 def _identity(incident: Incident) -> tuple[str, str]:

@@ -8,26 +8,24 @@ from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
-
-from sqlalchemy import exc
+from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
 from dualwrite.errors import DualWriteError
+from dualwrite.protocol.batch_entry import Way
+from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.task import PartitionReport, PartitionTask
-from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.ledger import check_partition_count
+from dualwrite.stores.ledger import BEGUN
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
     from typing_extensions import Self
 
-logger = logging.getLogger(__name__)
+    from dualwrite.sinks.spark.layout import Layout
 
-STARTED: Final = -2
-"""The partition id of the ledger's row that says with how many partitions a batch was begun."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,8 @@ class BatchJob(DriverSide):
         ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: From entering, as :meth:`settle_left`.
     """
 
+    _layout: Layout
+    _begun = False
     _finished = False
 
     def __enter__(self) -> Self:
@@ -76,6 +76,8 @@ class BatchJob(DriverSide):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._begun:
+            self._note_failed()
         try:
             if not self._finished:
                 self._settle()
@@ -92,33 +94,22 @@ class BatchJob(DriverSide):
         Raises:
             ConfigurationError, Unavailable: As :meth:`layout`.
         """
-        return PartitionTask(self._options, self.layout(schema), schema, self._batch_id)
+        self._layout = self.layout(schema)
+        return PartitionTask(self._options, self._layout, schema, self._batch_id)
 
     def begin(self, partition_count: int) -> None:
-        """Record with how many partitions the batch is begun, before any of them is written.
+        """Record where the batch goes, as planned, and in how many partitions, before any of them is written.
 
         Raises:
-            ConfigurationError: It was begun with another number before.
+            ConfigurationError: It was begun for another destination, or with another number of partitions, before.
             Unavailable: The database does not answer.
         """
-        sink = self._options.sink
         if partition_count:
-            try:
-                with self._engine.begin() as connection:
-                    self._ledger.insert(
-                        connection,
-                        sink,
-                        self._batch_id,
-                        STARTED,
-                        row_count=0,
-                        message_count=0,
-                        partition_count=partition_count,
-                    )
-                    # Another driver may have been faster, with another number.
-                    recorded = self._ledger.started(connection, sink, self._batch_id)
-                    check_partition_count(sink, self._batch_id, recorded, partition_count)
-            except exc.SQLAlchemyError as error:
-                raise map_database_error(error, self._engine, self._options.schema) from error
+            destination = destination_of(self._options, self._layout, Way.PARTITIONS)
+            self._ledger.begin(
+                self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
+            )
+            self._begun = True
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
 
@@ -138,7 +129,7 @@ class BatchJob(DriverSide):
                 f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
                 next_step="the ledger was changed by somebody else while the batch ran: find out what else was changed",
             )
-        self._note_completed(STARTED, None)
+        self._note_completed(BEGUN, None)
         self._finished = True
         report = BatchReport(
             sink=self._options.sink,

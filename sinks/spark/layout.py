@@ -95,6 +95,7 @@ class Layout:
         message: Where the parts of a message stand.
         table: Schema and name of the table.
         table_columns: The table's columns that are written.
+        cluster_id: The Kafka cluster that the driver has found; empty before it has looked.
     """
 
     projected: tuple[Projected, ...]
@@ -102,6 +103,7 @@ class Layout:
     message: MessageColumns
     table: tuple[str, str]
     table_columns: tuple[Copied, ...]
+    cluster_id: str = ""
 
     @property
     def arrow_schema(self) -> pa.Schema:

@@ -98,6 +98,7 @@ class DualWriteDataSource(DataSource):
             batch.settle_left()
             layout = batch.layout(schema)
             staging = batch.uses_staging(layout, moves=overwrite or bool(options.upsert_keys))
+            batch.begin(layout)
             logger.info("%s: writing", batch.name)
         return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite, staging=staging)
 

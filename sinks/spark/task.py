@@ -20,8 +20,10 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
 )
+from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
@@ -167,7 +169,8 @@ class _Writing:
 
     def _record(self, connection: Connection, started_at: datetime) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
-        partition_count = attempt.ledger.started(connection, sink, batch_id)
+        destination = destination_of(self._task.options, self._task.layout, Way.PARTITIONS)
+        partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
         if partition_count is None or attempt.partition >= partition_count:
             raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
         if not attempt.ledger.insert(

@@ -19,7 +19,9 @@ from dualwrite import failpoints
 from dualwrite.block import Ending, dual_write
 from dualwrite.errors import TransactionAborted
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
+from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.prepared import bound_waiting, waited_in_vain
 from dualwrite.sinks.spark.progress import Progress, shown
@@ -96,11 +98,14 @@ def prepare_partition(
         What is for the driver to decide. None if the batch is written already, or the partition is empty.
 
     Raises:
+        ConfigurationError: The batch was written to another destination.
         DualWriteError: This attempt has prepared nothing that could be decided.
     """
     failpoints.hit("spark.task_started")
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number)
+        # Of a stream no driver can: it learns the batch's name from the tasks.
+        attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
             return None

@@ -18,6 +18,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.protocol.batch_entry import Way
+from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.prepared import choose_staging, require_prepared
 from dualwrite.sinks.spark.progress import shown
@@ -42,6 +44,16 @@ class WholeBatch(DriverSide):
         """As :func:`choose_staging`."""
         return choose_staging(self._engine, self._options.database_leg, layout.table[0], moves=moves)
 
+    def begin(self, layout: Layout) -> None:
+        """Record where the batch is written to, before anything of it is written.
+
+        Raises:
+            ConfigurationError: It was written to another destination, or partition by partition.
+            Unavailable: The database does not answer.
+        """
+        destination = destination_of(self._options, layout, Way.WHOLE)
+        self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
+
     def decide(self, layout: Layout, prepared: Collection[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
         """Decide on all that the tasks have prepared, in one database transaction; then bring Kafka in line.
 
@@ -57,6 +69,7 @@ class WholeBatch(DriverSide):
             Whether this call has written the batch. False if it was written already.
 
         Raises:
+            ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
             TransactionAborted: Nothing of the batch is written. Run it again.
             Fenced: Another driver of the same batch has taken over; it decides.
             TransactionInDoubt: The database's answer is missing, and it does not answer. Run the batch again: what is written
@@ -94,7 +107,7 @@ class WholeBatch(DriverSide):
                 if prepared:
                     # A driver that is paused from here on loses its session, and its locks with it.
                     self._store.read_incarnation(connection, prepared[0].transactional_id)
-                if not self._record(connection, prepared):
+                if not self._record(connection, layout, prepared):
                     logger.info("%s: already written", self.name)
                     self._store.rollback(connection)
                     return False
@@ -128,7 +141,9 @@ class WholeBatch(DriverSide):
         )
         return True
 
-    def _record(self, connection: Connection, prepared: Sequence[Undecided]) -> bool:
+    def _record(self, connection: Connection, layout: Layout, prepared: Sequence[Undecided]) -> bool:
+        destination = destination_of(self._options, layout, Way.WHOLE)
+        self._ledger.begin(connection, self._options.sink, self._batch_id, destination)
         if self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH):
             return False
         rows = sum(one.rows for one in prepared)
@@ -214,6 +229,7 @@ class WholeBatch(DriverSide):
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
         """
+        self._note_failed()
         slots = self._settle()
         self._drop_staging(layout, slots)
         self._raise_new_incidents()

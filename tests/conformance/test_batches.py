@@ -18,14 +18,15 @@ from sqlalchemy import Engine, select
 
 from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.batch_entry import Destination, Way
 from dualwrite.stores.batches import Batch, read_batches
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.ledger import WHOLE_BATCH, Ledger
+from dualwrite.stores.ledger import BEGUN, WHOLE_BATCH, Ledger
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import throughput
 
-BEGUN = -2
+WHOLE = Destination(Way.WHOLE, "orders", "orders", "cluster")
 
 
 @pytest.fixture
@@ -118,6 +119,30 @@ def test_a_batch_decided_as_one(database: Database, engine: Engine, ledger: Ledg
     assert abs(batch.completed_at - batch.decided_at - timedelta(seconds=10)) <= timedelta(milliseconds=2)
     assert batch.decided_after_s is not None
     assert batch.completed_after_s == pytest.approx(batch.decided_after_s + 10, abs=0.005)
+
+
+def test_a_batch_whose_run_has_failed_is_shown_until_it_is_written(
+    database: Database, engine: Engine, ledger: Ledger
+) -> None:
+    ledger.fail(engine, "sink", "b")  # never begun: nothing to note it in
+    ledger.begin(engine, "sink", "b", WHOLE)
+    begun = only(database, engine)
+    assert (begun.phase, begun.written_partitions, begun.failed_at) == ("writing", 0, None)
+    ledger.fail(engine, "sink", "b")
+    failed = only(database, engine)
+    assert failed.phase == "failed"
+    assert failed.failed_at is not None
+    assert begun.started_at == failed.started_at <= failed.failed_at  # type: ignore[operator]
+
+    ledger.begin(engine, "sink", "b", WHOLE)
+    assert only(database, engine) == begun  # it is tried again
+    ledger.fail(engine, "sink", "b")  # another run of it
+    record(engine, ledger, "b", WHOLE_BATCH, rows=5, of=4, started_at=now(engine))
+    decided = only(database, engine)
+    assert (decided.phase, decided.partition_count, decided.failed_at) == ("decided", 4, None)
+    assert decided.started_at is not None
+    assert begun.started_at is not None
+    assert decided.started_at > begun.started_at  # of the run that has written it
 
 
 def test_the_moment_of_a_decision_is_not_the_begin_of_its_transaction(

@@ -10,9 +10,14 @@ from harness.databases import Database, Thread, wait_until_blocked
 from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.protocol.batch_entry import Destination, Way
 from dualwrite.stores.ledger import WHOLE_BATCH, Ledger
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
+ORDERS = Destination(Way.PARTITIONS, "orders", "orders", "cluster")
+ITEMS = Destination(Way.PARTITIONS, "items", "items", "cluster")
+WHOLE = Destination(Way.WHOLE, "orders", "orders", "cluster")
+WHOLE_ITEMS = Destination(Way.WHOLE, "items", "items", "cluster")
 
 
 @pytest.fixture
@@ -95,6 +100,56 @@ def test_a_changed_number_of_partitions_is_refused(database: Database, ledger: L
     assert not ledger.seen(connection, "sink", "another", 1, partition_count=5)
 
 
+def test_a_batch_that_is_for_another_destination_is_refused(ledger: Ledger, connection: Connection) -> None:
+    ledger.begin(connection.engine, "sink", "batch", ORDERS, partition_count=4)
+    ledger.begin(connection.engine, "sink", "batch", ORDERS, partition_count=4)
+    ledger.begin(connection.engine, "fan-out", "batch", ITEMS, partition_count=4)  # each destination in its own name
+    with pytest.raises(ConfigurationError, match="4 partitions and now has 5"):
+        ledger.begin(connection.engine, "sink", "batch", ORDERS, partition_count=5)
+    assert ledger.require(connection, "sink", "batch", ORDERS) == 4
+    assert ledger.require(connection, "sink", "another", ORDERS) is None
+    calls: list[Any] = [
+        lambda: ledger.begin(connection, "sink", "batch", ITEMS, partition_count=4),
+        lambda: ledger.begin(connection, "sink", "batch", WHOLE),
+        lambda: ledger.require(connection, "sink", "batch", ITEMS),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ConfigurationError, match="begun for table orders and topic 'orders'.* is now for"
+        ) as caught:
+            call()
+        assert "a sink name of its own" in str(caught.value)
+        connection.rollback()
+
+
+def test_a_whole_batch_goes_elsewhere_until_it_is_written(ledger: Ledger, connection: Connection) -> None:
+    for destination in (WHOLE, WHOLE_ITEMS):
+        ledger.begin(connection.engine, "sink", "batch", destination)
+    assert ledger.require(connection, "sink", "batch", WHOLE_ITEMS) == 1
+    with pytest.raises(ConfigurationError):
+        ledger.require(connection, "sink", "batch", WHOLE)
+    ledger.begin(connection, "sink", "batch", WHOLE_ITEMS)
+    assert ledger.insert(connection, "sink", "batch", WHOLE_BATCH, **COUNTS)
+    connection.commit()
+    ledger.begin(connection.engine, "sink", "batch", WHOLE_ITEMS)
+    for destination in (WHOLE, ITEMS, ORDERS):
+        with pytest.raises(ConfigurationError, match="as one; and is now for"):
+            ledger.begin(connection.engine, "sink", "batch", destination)
+
+
+@pytest.mark.postgresql
+def test_of_two_destinations_at_once_one_is_written(postgres: Database) -> None:
+    ledger = Ledger()
+    with postgres.engine().connect() as one, postgres.engine().connect() as two:
+        ledger.begin(one, "sink", "batch", WHOLE)
+        assert ledger.insert(one, "sink", "batch", WHOLE_BATCH, **COUNTS)
+        second = Thread(lambda: ledger.begin(two, "sink", "batch", WHOLE_ITEMS))
+        wait_until_blocked(postgres)
+        one.commit()
+        with pytest.raises(ConfigurationError, match="'orders', as one; and is now for table items"):
+            second.result()
+
+
 @pytest.mark.parametrize(("sink", "batch"), [("", "b"), ("s", ""), ("x" * 256, "b"), ("s", "x" * 256), ("s", "a\x00")])
 def test_names_that_cannot_be_keys_are_refused(ledger: Ledger, connection: Connection, sink: str, batch: str) -> None:
     with pytest.raises(ConfigurationError, match="the name of a"):
@@ -113,6 +168,9 @@ def test_a_missing_table_names_the_command(database: Database, ledger: Ledger, c
         lambda: ledger.seen(connection, "sink", "batch", 0),
         lambda: ledger.started(connection, "sink", "batch"),
         lambda: ledger.started(connection.engine, "sink", "batch"),
+        lambda: ledger.require(connection, "sink", "batch", ORDERS),
+        lambda: ledger.begin(connection.engine, "sink", "batch", ORDERS),
+        lambda: ledger.fail(connection.engine, "sink", "batch"),
         lambda: ledger.insert(connection, "sink", "batch", 0, **COUNTS),
     ]
     for call in calls:

@@ -107,6 +107,7 @@ def test_another_number_of_partitions_is_refused_and_says_what_to_do(spark, numb
 
 def test_the_number_of_partitions_is_kept_although_none_was_written(spark, numbers):
     with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
+        batch.plan(numbered(spark).schema)
         batch.begin(7)
     with pytest.raises(ConfigurationError, match="begun with 7 partitions"):
         write_batch(numbered(spark), batch_id="1", **numbers.settings)

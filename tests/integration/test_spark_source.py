@@ -50,7 +50,7 @@ def test_a_batch_is_on_both_sides_and_the_ledger_tells(spark, numbers, write):
     assert (seen.phase, seen.written_partitions, seen.row_count) == ("completed", PARTITIONS, ROWS)
     assert seen.started_at < seen.decided_at < seen.completed_at
     ledger = numbers.execute("SELECT partition_id, row_count, message_count, partition_count FROM dualwrite_ledger")
-    assert ledger == [(-1, ROWS, ROWS, PARTITIONS)]
+    assert sorted(ledger) == [(-2, 0, 0, 1), (-1, ROWS, ROWS, PARTITIONS)]
     nothing_is_left(numbers)
 
 
@@ -247,7 +247,7 @@ def test_a_stream_writes_each_micro_batch_once(numbers, stream):
     stream()
     stream()
     numbers.verify()
-    batches = [batch for (batch,) in numbers.execute("SELECT batch_id FROM dualwrite_ledger ORDER BY 1")]
+    batches = [batch for (batch,) in numbers.execute("SELECT DISTINCT batch_id FROM dualwrite_ledger ORDER BY 1")]
     assert [batch.partition("/")[2] for batch in batches] == ["0", "1", "2", "3", "4"]
     assert len({batch.partition("/")[0] for batch in batches}) == 1
     nothing_is_left(numbers)

@@ -1,0 +1,88 @@
+"""The view that shows the ledger batch by batch, as the migrations make and change it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from alembic.operations import Operations
+
+# The ledger's row -1 stands for all of a batch that is decided as one, -2 for the beginning of a batch.
+_VIEW: Final = """
+{create} VIEW {view} AS
+SELECT sink, batch_id,
+  CASE WHEN completed_at IS NOT NULL THEN 'completed'
+       WHEN decided_at IS NOT NULL THEN 'decided'{failed_phase}
+       ELSE 'writing' END AS phase,
+  partition_count, written_partitions, row_count, message_count, started_at, decided_at, completed_at,
+  {decided_after_s} AS decided_after_s,
+  {completed_after_s} AS completed_after_s{failed_shown}
+FROM (
+  SELECT sink, batch_id, partition_count, written_partitions, row_count, message_count, started_at, completed_at,
+    CASE WHEN written_partitions >= partition_count THEN last_written_at END AS decided_at{failed_at}
+  FROM (
+    SELECT sink, batch_id,
+      MAX(partition_count) AS partition_count,
+      CAST(SUM(CASE WHEN partition_id = -1 THEN partition_count WHEN partition_id >= 0 THEN 1 ELSE 0 END) AS INTEGER)
+        AS written_partitions,
+      CAST(SUM(row_count) AS BIGINT) AS row_count,
+      CAST(SUM(message_count) AS BIGINT) AS message_count,
+      {started_at} AS started_at,
+      MAX(CASE WHEN partition_id >= -1 THEN written_at END) AS last_written_at,
+      MAX(completed_at) AS completed_at{failed_max}
+    FROM {ledger} GROUP BY sink, batch_id
+  ) AS summed
+) AS judged
+"""
+_STARTED: Final = "MIN(CASE WHEN partition_id = -2 THEN written_at ELSE started_at END)"
+
+
+def create_batch_view(op: Operations, schema: str | None, *, failed: bool, replace: bool = False) -> None:
+    """Make the view.
+
+    Args:
+        op: Of the migration.
+        schema: Where the tables are.
+        failed: Whether it shows batches whose last run has failed, and a batch that is decided as one before its decision.
+        replace: Whether it is there already, with fewer columns. Where the database can, its grants stay.
+    """
+    prefix = prefix_of(op, schema)
+    view = f"{prefix}dualwrite_batch"
+    create = "CREATE"
+    if op.get_context().dialect.name == "postgresql":
+        create = "CREATE OR REPLACE" if replace else "CREATE"
+        ledger = f"{prefix}dualwrite_ledger"
+        seconds = "CAST(EXTRACT(EPOCH FROM {later} - started_at) AS DOUBLE PRECISION)"
+    else:
+        if replace:
+            drop_batch_view(op, schema)
+        # Unqualified: SQLite binds it to the view's own database, which may be attached under another name next time.
+        ledger, seconds = "dualwrite_ledger", "(julianday({later}) - julianday(started_at)) * 86400.0"
+    op.execute(
+        _VIEW.format(
+            create=create,
+            view=view,
+            ledger=ledger,
+            decided_after_s=seconds.format(later="decided_at"),
+            completed_after_s=seconds.format(later="completed_at"),
+            # A batch that is decided as one begins again with each run of it.
+            started_at=f"COALESCE(MAX(CASE WHEN partition_id = -1 THEN started_at END), {_STARTED})"
+            if failed
+            else _STARTED,
+            failed_phase="\n       WHEN failed_at IS NOT NULL THEN 'failed'" if failed else "",
+            failed_shown=",\n  CASE WHEN decided_at IS NULL THEN failed_at END AS failed_at" if failed else "",
+            failed_at=", failed_at" if failed else "",
+            failed_max=",\n      MAX(failed_at) AS failed_at" if failed else "",
+        )
+    )
+
+
+def drop_batch_view(op: Operations, schema: str | None) -> None:
+    """Drop the view."""
+    op.execute(f"DROP VIEW {prefix_of(op, schema)}dualwrite_batch")
+
+
+def prefix_of(op: Operations, schema: str | None) -> str:
+    """Of names in that schema, quoted."""
+    if schema is None:
+        return ""
+    return f"{op.get_context().dialect.identifier_preparer.quote_schema(schema)}."
