@@ -104,6 +104,10 @@ class Dialect(Protocol):
         """Make what waits for the database in the block fail after so long, if at all; the connection may be lost then."""
         ...
 
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """Whether a name begins with exactly that prefix: a condition that an index on the names answers."""
+        ...
+
     def insert_if_missing(self, table: Table) -> Insert:
         """An INSERT of one row that does nothing where a row of that key exists."""
         ...

@@ -252,6 +252,10 @@ class PostgreSQL:
             )
         return cast("str", name)
 
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
+
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return postgresql.insert(table).on_conflict_do_nothing()

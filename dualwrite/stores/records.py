@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, func, select, update
 from dualwrite.observations import Outcome
 from dualwrite.ports import Incident
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.rows import begins_with, digest, in_chunks
+from dualwrite.stores.rows import digest, in_chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Row, Select
@@ -106,7 +106,7 @@ class Records:
 
     def incidents(self, connection: Connection, prefix: str, *, acknowledged: bool) -> Sequence[Incident]:
         """The incidents of ids with that prefix, oldest first."""
-        statement = self._incidents().where(begins_with(self._incident.c.transactional_id, prefix))
+        statement = self._incidents().where(self._dialect.begins_with(self._incident.c.transactional_id, prefix))
         if not acknowledged:
             statement = statement.where(self._incident.c.acknowledged_at.is_(None))
         return _by_age(connection.execute(statement).all())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.mismatch import gone_back
@@ -21,7 +21,7 @@ from dualwrite.stores.tables import MAX_ID_LENGTH
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import Connection
 
     from dualwrite.stores.tables import Tables
 
@@ -185,8 +185,3 @@ def read_rows(
             connection.execute(statement.where(state.c.transactional_id.in_(chunk))).mappings().all(),
         )
     ]
-
-
-def begins_with(name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-    """Whether a name begins with the prefix. Not LIKE: it ignores case on SQLite and depends on collations elsewhere."""
-    return func.substr(name, 1, len(prefix)) == prefix

@@ -34,7 +34,7 @@ from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.rows import begins_with, check_name, in_chunks
+from dualwrite.stores.rows import check_name, in_chunks
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.tables import MAX_ID_LENGTH, declare_tables
 
@@ -275,7 +275,7 @@ class SlotPool:
 
     def held_by(self, owner_prefix: str) -> Sequence[Lease]:
         """The leases, over or not, whose owner's name begins so: of one worker, or of all workers of one job."""
-        return self._list(begins_with(self._slot.c.lease_owner, owner_prefix))
+        return self._list(self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
 
     def held_in(self, connection: Connection, owners: Mapping[str, str]) -> set[str]:
         """Of the slots by owner, those that this owner still holds now; asked inside the caller's transaction.

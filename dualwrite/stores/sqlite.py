@@ -7,6 +7,7 @@ might read an old row and fail at its first write.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -128,6 +129,10 @@ class SQLite:
         finally:
             with suppress(sqlite3.ProgrammingError):  # closed meanwhile
                 driver.execute(f"PRAGMA busy_timeout = {present_ms}").fetchall()
+
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case here."""
+        return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

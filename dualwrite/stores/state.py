@@ -18,7 +18,7 @@ from dualwrite.stores.clock import database_now
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
-from dualwrite.stores.rows import begins_with, check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
+from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
     PAUSED_OWNER_TIMEOUT_S,
@@ -302,7 +302,7 @@ class SqlStateStore:
     def find(self, prefix: str) -> Sequence[StateRow]:
         """See :meth:`dualwrite.ports.StateStore.find`."""
         state = self._tables.state
-        statement = select(state).where(begins_with(state.c.transactional_id, prefix))
+        statement = select(state).where(self._dialect.begins_with(state.c.transactional_id, prefix))
         return self._own.read(
             lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all())
         )

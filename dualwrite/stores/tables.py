@@ -11,6 +11,7 @@ from sqlalchemy import (
     CheckConstraint,
     Column,
     Float,
+    Index,
     Integer,
     MetaData,
     PrimaryKeyConstraint,
@@ -95,6 +96,12 @@ def _state(metadata: MetaData) -> Table:
             "settled_incarnation >= 0 AND settled_incarnation <= incarnation", name="kafka_transaction_state_settled"
         ),
         CheckConstraint("completed IN ('committed', 'lost', 'unverifiable')", name="kafka_transaction_state_completed"),
+        # The key's own index is in the order of the database's collation, which cannot find the names with a prefix.
+        Index(
+            "kafka_transaction_state_names",
+            "transactional_id",
+            postgresql_ops={"transactional_id": "varchar_pattern_ops"},
+        ),
     )
 
 

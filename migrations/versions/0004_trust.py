@@ -27,9 +27,17 @@ def upgrade(op: Operations, schema: str | None) -> None:
     op.add_column("dualwrite_ledger", sa.Column("rows_digest", sa.BigInteger), schema=schema)
     op.add_column("dualwrite_ledger", sa.Column("failed_at", sa.DateTime(timezone=True)), schema=schema)
     create_batch_view(op, schema, failed=True, replace=True)
+    op.create_index(
+        "kafka_transaction_state_names",
+        "kafka_transaction_state",
+        ["transactional_id"],
+        schema=schema,
+        postgresql_ops={"transactional_id": "varchar_pattern_ops"},
+    )
 
 
 def downgrade(op: Operations, schema: str | None) -> None:
+    op.drop_index("kafka_transaction_state_names", "kafka_transaction_state", schema=schema)
     drop_batch_view(op, schema)
     for name in ("failed_at", "rows_digest", "destination"):
         op.drop_column("dualwrite_ledger", name, schema=schema)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness.databases import CLUSTER, Database, Thread, prepared
+from sqlalchemy import Connection, event
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
@@ -208,12 +209,15 @@ def test_an_unusual_id_is_a_key_as_any_other(database: Database, store: SqlState
 
 
 def test_a_prefix_is_taken_literally(database: Database, store: SqlStateStore) -> None:
-    ids = ["a#1", "a#2", "A#3", "a_1", "a%", "ab"]
+    special = ["a*", "a?", "a[b]", "a\\", "a]"]
+    ids = ["a#1", "a#2", "A#3", "a_1", "a%", "ab", *special]
     store.claim(ids, owner="me", cluster_id=CLUSTER)
     assert [row.transactional_id for row in store.find("a#")] == ["a#1", "a#2"]
     assert [row.transactional_id for row in store.find("a%")] == ["a%"]
     assert [row.transactional_id for row in store.find("a_")] == ["a_1"]
-    assert len(store.find("")) == 6
+    for name in special:
+        assert [row.transactional_id for row in store.find(name)] == [name]
+    assert len(store.find("")) == len(ids)
 
 
 def test_more_ids_than_a_statement_can_bind(database: Database, store: SqlStateStore) -> None:
@@ -254,3 +258,35 @@ def test_work_under_the_locks_of_rows_is_done_by_one_after_the_other(database: D
     first.result()
     second.result()
     assert done == ["first", "second"]
+
+
+def test_the_names_of_one_writer_are_found_by_an_index(database: Database, store: SqlStateStore) -> None:
+    """A pool of lanes and slots has many thousand names, and every opening looks for those of one writer."""
+    made = ", ".join(column.name for column in store._tables.state.columns if column.name != "transactional_id")
+    row = database.claim(store, "others")
+    numbers = "WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 20000) "
+    database.execute(
+        f"INSERT INTO {database.state_table} (transactional_id, {made}) {numbers if database.kind == 'sqlite' else ''}"
+        f"SELECT 'other#' || n, {made} FROM {database.state_table}, "
+        f"{'numbers' if database.kind == 'sqlite' else 'generate_series(1, 20000) AS numbers (n)'} "
+        f"WHERE transactional_id = 'others'"
+    )
+    database.execute(f"ANALYZE {database.state_table}" if database.kind == "postgresql" else "ANALYZE")
+    for name in ("mine#1", "mine#2"):
+        database.claim(store, name)
+    plans: list[str] = []
+    explain = "EXPLAIN " if database.kind == "postgresql" else "EXPLAIN QUERY PLAN "
+
+    def note_plan(connection: Connection, cursor: Any, statement: str, parameters: Any, *_: object) -> None:
+        if "kafka_transaction_state" in statement:
+            cursor.execute(explain + statement, parameters)
+            plans.append("\n".join(str(line) for line in cursor.fetchall()))
+
+    event.listen(store.engine, "before_cursor_execute", note_plan)
+    assert [found.transactional_id for found in store.find("mine#")] == ["mine#1", "mine#2"]
+    assert store.find("others") == [row]
+    assert plans
+    for plan in plans:
+        assert "index" in plan.lower(), plan
+        assert "seq scan" not in plan.lower(), plan
+        assert "scan kafka_transaction_state" not in plan.lower(), plan

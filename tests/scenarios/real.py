@@ -282,6 +282,11 @@ class RealStage:
         """Whether the network holds something of the actor's, or another session its lock."""
         return any(rule.taken for rule in player.rules) or self._is_blocked(player)
 
+    def asks_in_vain(self, actor: str) -> None:
+        player, log = self._players[actor], self._directory / f"{actor}.log"
+        self._until(lambda: player.link.poll(0.01) or "asked again" in log.read_text(), f"{actor} asks nobody")
+        assert not player.link.poll(0), f"{actor} gave up: {player.link.recv()}"
+
     def _is_blocked(self, player: _Player) -> bool:
         waiting = text(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
@@ -386,7 +391,13 @@ class RealStage:
     # The database
 
     def database_is_killed(self) -> None:
+        self.database_stops()
+        self.database_starts()
+
+    def database_stops(self) -> None:
         self._postgres.kill()
+
+    def database_starts(self) -> None:
         self._postgres.restart()
         self._engine.dispose()
 
