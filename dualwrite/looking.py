@@ -16,6 +16,7 @@ from dualwrite.protocol.settle import (
     SettleStep,
     belongs,
     compared,
+    initial,
     is_open,
     looked,
     next_step,
@@ -55,9 +56,7 @@ def unsettled(row: StateRow, upto: int) -> list[Unsettled]:
 
 
 def _initial_knowledge(row: StateRow, incarnation: int) -> Knowledge:
-    if not belongs(row.prepared, incarnation):
-        return Knowledge()
-    return Knowledge(prepared=row.prepared, recorded=row.completed)
+    return initial(row.prepared, row.completed) if belongs(row.prepared, incarnation) else Knowledge()
 
 
 class Asking:

@@ -27,8 +27,10 @@ yes      anything else                          proof not committed or aborted, 
                                                 not asked
 yes      no such id, or another producer id     it is still open somewhere      wait, look again: nobody can end it there
 yes      Ongoing, its id, epoch, start, places  it is, evidence did not match   wait, look again: it may be ending
+yes      Ongoing, its id and epoch              all of it is its own, again     commit: a late request has begun it again
 yes      not retired                            it is still open somewhere      retire
 yes      retired                                it is still open somewhere      end what was forgotten (*)
+yes      anything else                          it is not, by then              prove again: it may just have ended
 yes      CompleteCommit, its id and epoch       proof open or unknowable        record committed
 yes      anything else                          proof committed or partly       record committed
 yes      anything else                          proof aborted                   record lost
@@ -107,6 +109,7 @@ class Knowledge:
         still_open: Where the id's producer still has something open among ``suspects``, and from which offset on; None where
             not asked in this round.
         ended: Whether the partitions have shown, in an earlier round, that ``prepared`` is not open any more in all of them.
+        confirmed: Whether the log was read after the partitions were asked what is still open.
     """
 
     prepared: PreparedTxnState | None = None
@@ -119,6 +122,7 @@ class Knowledge:
     tainted: frozenset[Partition] = _NONE
     still_open: OpenPlaces | None = None
     ended: bool = False
+    confirmed: bool = False
 
     @property
     def is_pending(self) -> bool:
@@ -164,6 +168,19 @@ _RECORD = {
 def belongs(state: PreparedTxnState, incarnation: int) -> bool:
     """Whether the state was prepared by that incarnation."""
     return state.has_transaction and state.incarnation == incarnation
+
+
+def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Knowledge:
+    """What is known before anything was asked.
+
+    Whoever has recorded anything but a commit may have died before it ended what was forgotten of that transaction.
+
+    Args:
+        prepared: The row's state if it belongs to this incarnation, else None.
+        recorded: The outcome recorded for it, if any.
+    """
+    unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else _own(prepared)
+    return Knowledge(prepared=prepared, recorded=recorded if prepared is not None else None, suspects=unended)
 
 
 def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
@@ -253,6 +270,7 @@ def looked(known: Knowledge, view: TransactionView) -> Knowledge:
         evidence=None,
         proof=None,
         still_open=None,
+        confirmed=False,
         ended=known.ended or known.evidence is False,
         suspects=known.suspects | seen,
         tainted=known.tainted | seen if view.status in _ABORTING else known.tainted,
@@ -270,7 +288,7 @@ def proved(known: Knowledge, proof: LogProof) -> Knowledge:
     """What is known after the log was read: where it does not show commit markers everywhere, something may be open."""
     assert known.prepared is not None
     unended = _NONE if proof is LogProof.COMMITTED else _own(known.prepared)
-    return replace(known, proof=proof, suspects=known.suspects | unended)
+    return replace(known, proof=proof, suspects=known.suspects | unended, confirmed=known.still_open is not None)
 
 
 def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:
@@ -338,15 +356,24 @@ def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:
     if known.proof is None:
         return SettleStep.PROVE
     if known.proof in _MAY_BE_OPEN:
-        if known.still_open is None:
-            return SettleStep.LOOK_FOR_OPEN
-        if own_among(state, known.still_open):
-            if view.producer_id != state.producer_id or known.evidence is False:
-                return SettleStep.WAIT  # in the latter case: it may be what was ongoing, and be ending just now
-            return _step_to_end(known, view) if known.is_retired else SettleStep.RETIRE
+        step = _step_for_unended(known, view, state)
+        if step is not None:
+            return step
     if _coordinator_says_committed(view, state) and known.proof in _LOG_IS_SILENT:
         return SettleStep.RECORD_COMMITTED
     return _RECORD[known.proof]
+
+
+def _step_for_unended(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> SettleStep | None:
+    if known.still_open is None:
+        return SettleStep.LOOK_FOR_OPEN
+    if not own_among(state, known.still_open):
+        return None if known.confirmed else SettleStep.PROVE
+    if view.producer_id != state.producer_id or known.evidence is False:
+        return SettleStep.WAIT  # in the latter case: it may be what was ongoing, and be ending just now
+    if known.is_retired:
+        return _step_to_end(known, view)
+    return SettleStep.COMMIT if _is_own_again(known, view, state) else SettleStep.RETIRE
 
 
 def _step_for_ongoing(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> SettleStep | None:
@@ -362,6 +389,22 @@ def _step_for_ongoing(known: Knowledge, view: TransactionView, state: PreparedTx
         shown = {key for key, _ in known.still_open if key in view.partitions}
         return SettleStep.COMMIT if shown and shown <= own else None
     return None
+
+
+def _is_own_again(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> bool:
+    """Whether what is ongoing holds nothing but the state's own records, which the broker has forgotten to end there.
+
+    A late copy of the transaction's own request has begun it again. No owner has: it begins nothing before it knows that its
+    last transaction has ended everywhere.
+    """
+    assert known.still_open is not None
+    if view.status is not TransactionStatus.ONGOING or (view.producer_id, view.epoch) != (
+        state.producer_id,
+        state.epoch,
+    ):
+        return False
+    shown = {key for key, _ in known.still_open if key in view.partitions}
+    return bool(shown) and shown <= own_among(state, known.still_open) - known.tainted
 
 
 def _coordinator_says_committed(view: TransactionView, state: PreparedTxnState) -> bool:

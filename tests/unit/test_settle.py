@@ -14,6 +14,7 @@ from dualwrite.protocol.settle import (
     SettleStep,
     belongs,
     compared,
+    initial,
     is_older,
     is_open,
     looked,
@@ -32,6 +33,7 @@ OWN = frozenset({P0, P1})
 Status = TransactionStatus
 TRANSITION = {Status.PREPARE_COMMIT, Status.PREPARE_ABORT, Status.DEAD, Status.PREPARE_EPOCH_FENCE}
 AT_REST = {Status.EMPTY, Status.COMPLETE_COMMIT, Status.COMPLETE_ABORT}
+RECORDS = {SettleStep.RECORD_COMMITTED, SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}
 CONTRARY = {True: Status.COMPLETE_ABORT, False: Status.COMPLETE_COMMIT}
 IDS = [(42, 3), (42, 4), (43, 3)]
 
@@ -42,7 +44,18 @@ VIEWS = [
     )
 ]
 ALL = [
-    Knowledge(prepared, recorded, view, evidence, proof, ids, suspects, still_open=still_open, ended=ended)
+    Knowledge(
+        prepared,
+        recorded,
+        view,
+        evidence,
+        proof,
+        ids,
+        suspects,
+        still_open=still_open,
+        ended=ended,
+        confirmed=still_open is not None,
+    )
     for (prepared, recorded), view, evidence, proof, ids, suspects, still_open, ended in product(
         [(None, None), (S, None), (S, Outcome.COMMITTED), (S, Outcome.LOST)],
         [None, *VIEWS],
@@ -101,6 +114,8 @@ def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of th
         if left_open:
             if ids[0] != 42 or k.evidence is False:
                 return SettleStep.WAIT
+            if k.view.status is Status.ONGOING and ids == (42, 3) and k.view.partitions:
+                return SettleStep.COMMIT
             fenced = k.view.status in AT_REST - {Status.COMPLETE_ABORT} and ids == (42, 4)
             return SettleStep.END_FORGOTTEN if fenced else SettleStep.RETIRE
     if k.view.status is Status.COMPLETE_COMMIT and ids == (42, 3) and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
@@ -138,9 +153,7 @@ def test_nothing_is_committed_without_evidence_of_the_very_transaction():
     for k in commits:
         assert k.view.status is Status.ONGOING
         assert k.view.producer_id == S.producer_id
-        if k.view.epoch == S.epoch:
-            assert k.evidence is True
-        else:
+        if k.evidence is not True:
             assert set(k.view.partitions) & own_among(S, k.still_open)
 
 
@@ -182,8 +195,38 @@ def test_a_commit_beside_deleted_records_is_looked_at_before_it_counts_for_the_w
     known = looked(Knowledge(prepared=S), view(Status.COMPLETE_COMMIT))
     known = proved(known, combined(S, places))
     assert next_step(known) is SettleStep.LOOK_FOR_OPEN
-    assert next_step(replace(known, still_open=())) is SettleStep.RECORD_COMMITTED
     assert next_step(replace(known, still_open=((P0, 17),))) is SettleStep.RETIRE
+    known = replace(known, still_open=())
+    assert next_step(known) is SettleStep.PROVE
+    assert next_step(proved(known, LogProof.PARTLY)) is SettleStep.RECORD_COMMITTED
+
+
+def test_what_was_open_when_the_log_was_read_and_is_not_any_more_is_proved_again():
+    """It may have been aborted in between: by a time-out of whoever was ending it there."""
+    for k in ALL:
+        unproved = (
+            k.is_pending and k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE} and k.still_open == ()
+        )
+        if unproved and next_step(k) in RECORDS:
+            assert next_step(replace(k, confirmed=False)) is SettleStep.PROVE, k
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.UNVERIFIABLE])
+def test_whoever_comes_after_a_settler_that_has_recorded_a_loss_looks_what_it_has_left_open(outcome):
+    known = retired(initial(S, outcome), (42, 4))
+    assert next_step(known) is SettleStep.LOOK_FOR_OPEN
+    assert next_step(replace(known, still_open=((P0, 17),))) is SettleStep.END_FORGOTTEN
+    assert next_step(retired(initial(S, Outcome.COMMITTED), (42, 4))) is SettleStep.FINISH
+
+
+def test_a_late_request_that_begins_a_forgotten_transaction_again_is_committed_with_it():
+    known = looked(Knowledge(prepared=S), view(Status.ONGOING, 3, P0))
+    known = replace(proved(known, LogProof.PARTLY), still_open=((P0, 17),))
+    assert next_step(known) is SettleStep.COMMIT
+    assert next_step(replace(known, tainted=frozenset({P0}))) is SettleStep.RETIRE
+    assert next_step(replace(known, still_open=((P0, 17), (ELSEWHERE, 5)))) is SettleStep.COMMIT
+    beside = replace(known, view=view(Status.ONGOING, 3, P0, ELSEWHERE), still_open=((P0, 17), (ELSEWHERE, 5)))
+    assert next_step(beside) is SettleStep.RETIRE
 
 
 @pytest.mark.parametrize("proof", [LogProof.UNKNOWABLE, LogProof.OPEN])
