@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from dualwrite.dual_write import DualWrite
 from dualwrite.protocol.write_life import WriteState
+from dualwrite.telling import noting_told
 from dualwrite.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def dual_write(
         DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
     """
     write = DualWrite(lane, ground, connection, session_factory=session_factory, margin_s=margin_s, timeout_s=timeout_s)
-    write.begin()
+    with noting_told(ground.store):
+        write.begin()
     try:
         try:
             yield Transaction(write)
@@ -69,7 +71,8 @@ def dual_write(
             write.abort()
             raise
         if ending is Ending.COMMIT:
-            write.commit()
+            with noting_told(ground.store):
+                write.commit()
         else:
             write.hand_over(prepared=ending is Ending.PREPARE)
     finally:

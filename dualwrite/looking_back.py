@@ -70,7 +70,7 @@ def lost_decisions(
 def _named(rows: Collection[StateRow], store: StateStore) -> dict[str, list[PreparedTxnState]]:
     named = {row.transactional_id: [row.prepared] for row in rows}
     for incident in store.incidents_of(named.keys()):
-        named[incident.transactional_id].append(PreparedTxnState.from_string(incident.prepared_transaction_state))
+        named[incident.transactional_id].append(incident.state)
     return named
 
 

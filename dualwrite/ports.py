@@ -83,6 +83,7 @@ class Incident:
         detail: What was seen, for people to read.
         detected_at: When it was recorded, by the database's clock.
         acknowledged_at: When a person has acknowledged it; None until then.
+        told_at: When a caller was told of it by an error or a report; None until then.
     """
 
     transactional_id: str
@@ -91,6 +92,12 @@ class Incident:
     detail: str
     detected_at: datetime
     acknowledged_at: datetime | None
+    told_at: datetime | None = None
+
+    @property
+    def state(self) -> PreparedTxnState:
+        """The transaction."""
+        return PreparedTxnState.from_string(self.prepared_transaction_state)
 
 
 class TransactionCoordinator(Protocol):
@@ -302,6 +309,10 @@ class StateStore(Protocol):
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
         """All incidents of these ids, oldest first, also the acknowledged ones."""
+        ...
+
+    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """Note of incidents, by id and transaction, that a caller is told of them now. Does nothing where there is none."""
         ...
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.telling import note_told, untold
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -74,7 +75,8 @@ class RecoveryReport:
         planned: The ids that needed recovery, with what was found.
         settled: The ids that are settled now.
         rolled_forward: Those whose decided transaction was committed in Kafka now.
-        losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents.
+        losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Also those that
+            another process has recorded, and ended before it told anybody.
         skipped: Ids that would need recovery, whose transaction was not open for long enough.
     """
 
@@ -158,7 +160,7 @@ def recover(
     Source: KIP-939, "recovery recipe".
     """
     with _connected(engine, schema) as store:
-        return recover_rows(
+        report = recover_rows(
             partial(_select, store, transactional_id, prefix),
             store=store,
             connect=partial(_coordinator, kafka),
@@ -170,6 +172,20 @@ def recover(
             on_settled=on_settled,
             on_planned=on_planned,
         )
+        if not dry_run:
+            _tell(report, _select(store, transactional_id, prefix), store)
+        return report
+
+
+def _tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore) -> None:
+    """Report also what somebody else has found lost who ended before telling anybody."""
+    by_id = {row.transactional_id: row for row in rows}
+    reported = {(loss.row.transactional_id, loss.row.prepared) for loss in report.losses}
+    for found in untold(store.incidents_of(by_id.keys())):
+        if (found.transactional_id, found.state) not in reported:
+            row = replace(by_id[found.transactional_id], prepared=found.state)
+            report.losses.append(Loss(row, found.outcome, found.detail))
+    note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
 
 
 def recover_rows(

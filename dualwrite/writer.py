@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.telling import noting_told, telling_at_open
 from dualwrite.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class DualWriter:
             DatabaseWentBack: The database has lost what it had decided. If it has lost a claim, nothing was changed, and every
                 ``open()`` fails until ``dualwrite recover --after-restore``; else it is recorded, and the next one goes on.
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the
-                next ``open()`` goes on.
+                next ``open()`` goes on. Also if another process has found that, and ended before it could tell anybody.
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
@@ -157,7 +158,8 @@ class DualWriter:
 
     def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
         count = min(_LANES_FROM_THE_START, self._max_lanes)
-        rows = claim_lanes(ground, self.transactional_id, count, deadline)
+        with telling_at_open(ground.store, self.transactional_id):
+            rows = claim_lanes(ground, self.transactional_id, count, deadline)
         lanes = [self._new_lane(number) for number in range(count)]
         for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
@@ -266,7 +268,8 @@ class DualWriter:
         if os.getpid() != self._pid:
             return
         try:
-            self._lanes.close()
+            with noting_told(self._ground.store) if self._ground is not None else nullcontext():
+                self._lanes.close()
         finally:
             if self._ground is not None:
                 self._ground.coordinator.close()

@@ -129,7 +129,23 @@ class Records:
             incident.c.detail,
             incident.c.detected_at,
             incident.c.acknowledged_at,
+            incident.c.told_at,
         )
+
+    def note_told(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """Note that a caller is told now, where none was before."""
+        incident = self._incident
+        keys = sorted((transactional_id, digest(state)) for transactional_id, state in losses)
+        for transactional_id, key in keys:
+            connection.execute(
+                update(incident)
+                .where(
+                    incident.c.transactional_id == transactional_id,
+                    incident.c.state_sha256 == key,
+                    incident.c.told_at.is_(None),
+                )
+                .values(told_at=database_now())
+            )
 
     def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
         """Note that a person has looked; whether there was something to look at."""
@@ -155,6 +171,7 @@ def _by_age(rows: Iterable[Row[Any]]) -> Sequence[Incident]:
             row.detail,
             row.detected_at,
             row.acknowledged_at,
+            row.told_at,
         )
         for row in rows
     ]

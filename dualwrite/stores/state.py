@@ -352,6 +352,11 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.StateStore.incidents_of`."""
         return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))
 
+    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.note_told`."""
+        if losses:
+            self._own.run(lambda connection: self._records.note_told(connection, losses))
+
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """See :meth:`dualwrite.ports.StateStore.acknowledge`."""
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))

@@ -117,6 +117,7 @@ def _incident(metadata: MetaData) -> Table:
         Column("detail", Text, nullable=False),
         Column("detected_at", UtcDateTime(), nullable=False, server_default=func.now()),
         Column("acknowledged_at", UtcDateTime()),
+        Column("told_at", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", "state_sha256", name="dualwrite_incident_pkey"),
         CheckConstraint("outcome IN ('lost', 'unverifiable')", name="dualwrite_incident_outcome"),
     )

@@ -1,4 +1,7 @@
-"""Which run of a batch may still write, what it is written to, which rows were, and whether its last run has failed."""
+"""Which run of a batch may still write, what it is written to, which rows were, and whether its last run has failed.
+
+And which losses a caller was told of.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,11 @@ def upgrade(op: Operations, schema: str | None) -> None:
         schema=schema,
         postgresql_ops={"transactional_id": "varchar_pattern_ops"},
     )
+    op.add_column("dualwrite_incident", sa.Column("told_at", sa.DateTime(timezone=True)), schema=schema)
 
 
 def downgrade(op: Operations, schema: str | None) -> None:
+    op.drop_column("dualwrite_incident", "told_at", schema=schema)
     op.drop_index("kafka_transaction_state_names", "kafka_transaction_state", schema=schema)
     drop_batch_view(op, schema)
     for name in ("failed_at", "rows_digest", "destination"):

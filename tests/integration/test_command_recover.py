@@ -1,6 +1,7 @@
 """``dualwrite status``, ``recover`` and ``acknowledge``, as an operator and as a script runs them."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from confluent_kafka import Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
 
+from dualwrite import DecidedTransactionLost, DualWriter
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -82,6 +84,38 @@ def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left,
     assert dualwrite("status").returncode == 4
     assert dualwrite("acknowledge", "case", "--all").returncode == 0
     assert dualwrite("status").returncode == 0
+
+
+def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(
+    dualwrite, left, kafka, engine, monkeypatch
+):
+    (row,) = SqlStateStore(engine).read(["case"])
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
+    with monkeypatch.context() as dying:
+        dying.setenv("DUALWRITE_FAILPOINT", "settle.recorded")
+        assert dualwrite("recover", "case").returncode == -signal.SIGKILL
+    assert dualwrite("status").returncode == 4
+    with pytest.raises(DecidedTransactionLost, match="ended before it told anybody"):
+        DualWriter("case", kafka=kafka, engine=engine).open()
+    with DualWriter("case", kafka=kafka, engine=engine):  # once is enough
+        pass
+    assert dualwrite("recover", "case").returncode == 0
+    assert dualwrite("status").returncode == 4
+
+
+@pytest.mark.thorough
+def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_recovery(
+    dualwrite, left, kafka, engine, monkeypatch
+):
+    (row,) = SqlStateStore(engine).read(["case"])
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
+    with monkeypatch.context() as dying:
+        dying.setenv("DUALWRITE_FAILPOINT", "settle.recorded")
+        assert dualwrite("recover", "case").returncode == -signal.SIGKILL
+    found = dualwrite("recover", "case", "--json")
+    assert found.returncode == 4, found.stderr
+    assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["lost"]
+    assert dualwrite("recover", "case").returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [["recover"], ["recover", "a", "--all"], ["recover", "--all", "-X", "nonsense"]])

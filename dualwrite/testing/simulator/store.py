@@ -400,6 +400,10 @@ class SimulatedStore:
             lambda: [found for key, found in self._database.incidents.items() if key[0] in transactional_ids]
         )
 
+    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See :meth:`dualwrite.ports.StateStore.note_told`. What processes are told is noted by the model."""
+        del losses
+
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """See :meth:`dualwrite.ports.StateStore.acknowledge`: there is no person here."""
         raise NotImplementedError

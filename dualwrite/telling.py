@@ -1,0 +1,101 @@
+"""Which losses somebody was told of. One whose finder died before it could tell is told by the next opening or recovery."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from dualwrite.observations import Outcome
+from dualwrite.prepared_state import PreparedTxnState
+
+if TYPE_CHECKING:
+    from dualwrite.ports import Incident, StateStore
+
+logger = logging.getLogger(__name__)
+
+LOSSES: Final = (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable)
+"""What a loss is told with."""
+
+
+def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+    """Note that a caller is told of these losses now. If that cannot be noted, they are told once more later.
+
+    Args:
+        store: The database.
+        losses: Transactional ids with the transactions that were lost.
+    """
+    if not losses:
+        return
+    try:
+        store.note_told(losses)
+    except DualWriteError as error:
+        logger.warning("could not note which losses were told, so they are told once more: %s", error)
+
+
+@contextmanager
+def noting_told(store: StateStore) -> Generator[None, None, None]:
+    """Note of a loss that leaves the block that its caller is told of it."""
+    try:
+        yield
+    except LOSSES as loss:
+        if loss.state is not None and loss.transactional_id is not None:
+            note_told(store, [(loss.transactional_id, PreparedTxnState.from_string(loss.state))])
+        raise
+
+
+@contextmanager
+def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
+    """Tell of every loss of a writer that nobody was told of: one error for all of them, so that the next opening goes on.
+
+    Args:
+        store: The database.
+        name: The writer's transactional id; its lanes' losses are its own.
+
+    Raises:
+        DecidedTransactionLost, OutcomeUnverifiable: The first loss that nobody was told of.
+    """
+    try:
+        yield
+    except LOSSES:
+        note_told(store, [(found.transactional_id, found.state) for found in untold(_incidents(store, name))])
+        raise
+    incidents = _incidents(store, name)
+    left = [found for found in incidents if found.acknowledged_at is None]
+    if left:
+        logger.error(
+            "%s: %d losses that nobody has acknowledged: `dualwrite status` shows them, `dualwrite acknowledge` notes that a "
+            "person has looked",
+            name,
+            len(left),
+        )
+    new = untold(incidents)
+    note_told(store, [(found.transactional_id, found.state) for found in new])
+    if new:
+        raise _as_error(new[0], others=len(new) - 1)
+
+
+def untold(incidents: Iterable[Incident]) -> Sequence[Incident]:
+    """Those of them that no caller was told of, and that no person has looked at."""
+    return [found for found in incidents if found.told_at is None and found.acknowledged_at is None]
+
+
+def _incidents(store: StateStore, name: str) -> Sequence[Incident]:
+    return [
+        found
+        for found in store.incidents(name)
+        if found.transactional_id == name or found.transactional_id.startswith(f"{name}#")
+    ]
+
+
+def _as_error(incident: Incident, *, others: int) -> DecidedTransactionLost | OutcomeUnverifiable:
+    kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
+    more = f"; {others} more: see `dualwrite status`" if others else ""
+    return kind(
+        f"{incident.detail} (found at {incident.detected_at:%Y-%m-%d %H:%M:%S} by a process that ended before it told "
+        f"anybody{more})",
+        transactional_id=incident.transactional_id,
+        state=incident.prepared_transaction_state,
+    )
