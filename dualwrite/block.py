@@ -46,6 +46,7 @@ def dual_write(
     margin_s: float,
     timeout_s: float,
     ending: Ending = Ending.COMMIT,
+    permit: Callable[[Connection], None] = lambda _: None,
 ) -> Generator[Transaction, None, None]:
     """One dual write on a lane that is ready: the block's end commits both sides, or hands them over; an exception aborts both.
 
@@ -57,6 +58,7 @@ def dual_write(
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         timeout_s: Bounds the ending, in seconds.
         ending: What the end of the block does.
+        permit: For an end that hands over; see :meth:`Transaction.hand_over`.
 
     Raises:
         DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
@@ -74,7 +76,7 @@ def dual_write(
             with noting_told(ground.store):
                 write.commit()
         else:
-            write.hand_over(prepared=ending is Ending.PREPARE)
+            write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
     finally:
         write.release()
         if write.state not in _ENDED:

@@ -169,7 +169,7 @@ class DualWrite:
         if interruption is not None:
             raise interruption
 
-    def hand_over(self, *, prepared: bool = False) -> None:
+    def hand_over(self, *, prepared: bool = False, permit: Callable[[Connection], None] = lambda _: None) -> None:
         """End the dual write undecided: prepare Kafka, and commit what the database has, without naming it in the row.
 
         For writes that somebody else decides together with others. On return the rows are durable, :attr:`prepared` is the
@@ -178,6 +178,7 @@ class DualWrite:
         Args:
             prepared: Prepare the database's transaction (``PREPARE TRANSACTION``), for whoever settles the row to end.
                 Otherwise it is committed, and the rows must stand where nobody reads them.
+            permit: Called as the last statement of the database's transaction. Where it raises, both sides are aborted.
 
         Raises:
             TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may stand where they are, and
@@ -188,6 +189,7 @@ class DualWrite:
         failpoints.hit("write.body_done")
         try:
             state = self._prepare()
+            permit(self._connection)
             answer_s = self._timeout_s / 2
             if prepared:
                 self._ground.store.prepare(self._connection, self._lane.row, state, answer_s=answer_s)

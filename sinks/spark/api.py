@@ -10,6 +10,7 @@ from dualwrite.sinks.spark.batches import without_unused
 from dualwrite.sinks.spark.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.progress import described
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.task import PartitionReport
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     """
     _require_classic(df)
     options = SinkOptions(**settings)
-    with BatchJob(options, batch_id) as job, described(df.sparkSession.sparkContext, f"dualwrite: {job.name}"):
+    context = df.sparkSession.sparkContext
+    jobs = SparkJobs(context)
+    with BatchJob(options, batch_id, jobs) as job, described(context, f"dualwrite: {job.name}"), jobs.started():
         task = job.plan(df.schema)
         reports = without_unused(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
         # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's
@@ -83,6 +86,7 @@ def foreach_partition(
     with BatchJob(options, batch_id) as job:
         task = job.plan(df.schema)
         job.begin(df.rdd.getNumPartitions())
+        job.leave_to_caller()
     return task.run_rows
 
 

@@ -16,10 +16,14 @@ from dualwrite.lane import Lane
 from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger
+from dualwrite.stores.runs import Runs
 from dualwrite.stores.slots import SlotPool
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from dualwrite.sinks.spark.kept import Servers
+    from dualwrite.stores.runs import Run
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +51,21 @@ class Attempt:
         batch_id: Name of the batch.
         partition: Number of the partition.
         number: Number of the attempt, for people.
+        run: The run of the batch that the attempt belongs to; None where nobody knows it.
     """
 
-    def __init__(self, servers: Servers, batch_id: str, partition: int, number: int) -> None:
+    def __init__(self, servers: Servers, batch_id: str, partition: int, number: int, run: Run | None) -> None:
         self.options = options = servers.options
         self.batch_id = batch_id
         self.partition = partition
         self.engine = servers.engine
         self.ledger = Ledger(options.schema)
         self._servers = servers
+        self._run = run
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
         who = f"attempt {number} {secrets.token_hex(4)} {default_owner()}"
-        self._owner = owner_prefix(batch_id, partition) + who
+        self._prefix = owner_prefix(run.name if run is not None else batch_id, partition)
+        self._owner = self._prefix + who
 
     def seen(self, partition_id: int) -> bool:
         """Whether the ledger has that partition of the batch.
@@ -80,6 +87,15 @@ class Attempt:
             logger.info("%s: written all the same; this attempt failed: %s", self.name, error)
         return seen
 
+    def require_run(self, connection: Connection) -> None:
+        """Go on only while the run has not been given up; as :meth:`Runs.require`.
+
+        Raises:
+            Fenced, ConfigurationError, Unavailable, TransactionAborted: As there.
+        """
+        if self._run is not None:
+            Runs(self.engine, self.options.schema).require(connection, self._run)
+
     def settle_former(self) -> None:
         """Settle what other attempts at this partition have left: they are fenced, and what they have prepared is undone.
 
@@ -87,8 +103,9 @@ class Attempt:
             ConfigurationError, Unavailable: It could not be settled.
         """
         pool = self._pool()
-        former = pool.held_by(owner_prefix(self.batch_id, self.partition))
-        settle_leases(self._servers.ground, pool, former, Deadline(self.options.timeout_s), self.name)
+        former = pool.held_by(self._prefix)
+        deadline = Deadline(self.options.timeout_s)
+        settle_leases(self._servers.ground, pool, former, deadline, name=self.name, prefix=self._prefix)
 
     def _pool(self) -> SlotPool:
         options = self.options
@@ -101,14 +118,17 @@ class Attempt:
         When the block has ended well, the lane rests again. After an error it is thrown away.
 
         Raises:
-            Unavailable, ConfigurationError, Fenced: It could not be had.
+            Unavailable, ConfigurationError: It could not be had.
+            Fenced: The run was given up, or the slot was settled meanwhile.
         """
-        servers, lease_s = self._servers, self.options.lease_s
-        with leased_slot(self._pool(), self._owner, lease_s, preferred=servers.resting()) as slot:
+        servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
+        with leased_slot(pool, self._owner, lease_s, preferred=servers.resting(), require=self.require_run) as slot:
             lane = servers.take(slot.lease.transactional_id)
             slot.rests = servers.has_room
             try:
                 self._make_ready(lane)
+                # If it is not ours any more, whoever settles may have claimed the slot before us, and would not come again.
+                pool.renew(slot.lease, lease_s)
                 yield Workplace(lane, servers.ground, slot)
             except BaseException:
                 lane.discard()

@@ -7,13 +7,19 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
 from dualwrite.claiming import Ground, unique_owner
-from dualwrite.deadline import Deadline
-from dualwrite.errors import ConfigurationError, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from dualwrite.deadline import Deadline, pause
+from dualwrite.errors import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    OutcomeUnverifiable,
+    Unavailable,
+)
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.observations import Outcome
 from dualwrite.settling import end_participants
@@ -26,6 +32,7 @@ from dualwrite.sinks.spark.table import read_table
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.rows import check_name
+from dualwrite.stores.runs import Runs
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
@@ -38,8 +45,11 @@ if TYPE_CHECKING:
     from dualwrite.ports import Incident, StateRow, TransactionCoordinator
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.stores.runs import Run
 
 logger = logging.getLogger(__name__)
+
+_LOOKS_AGAIN_S: Final = 0.05
 
 
 class DriverSide:
@@ -47,26 +57,32 @@ class DriverSide:
 
     Attributes:
         name: Sink and batch, for logs.
+        run: The run that may write, since :meth:`settle_left`; None where runs are not known.
 
     Args:
         options: The sink's settings.
         batch_id: Name of the batch.
+        run_name: What is run: the batch, or the stream that it belongs to; None where nobody knows the stream.
 
     Raises:
         ConfigurationError: From entering: a name, a right, or the schema is not as it should be.
         Unavailable: From entering: the database does not answer.
     """
 
-    def __init__(self, options: SinkOptions, batch_id: str) -> None:
+    run: Run | None = None
+
+    def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None) -> None:
         check_name(batch_id, "the name of a batch")
         self._options = options
         self._batch_id = batch_id
+        self._run_name = run_name
         self.name = f"sink {options.sink!r} batch {batch_id!r}"
         self._engine = connect_engine(options)
         self._coordinator = KafkaCoordinator(options.kafka_config())
         self._store = SqlStateStore(self._engine, schema=options.schema)
         self._ledger = Ledger(options.schema)
         self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+        self._runs = Runs(self._engine, options.schema)
         self._known_incidents: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
@@ -84,7 +100,9 @@ class DriverSide:
         self._close()
 
     def settle_left(self) -> None:
-        """Settle what runs of this batch have left, also tasks that still run, and slots that nobody holds any more.
+        """End the present run, settle what it has left, also tasks that still run, and slots that nobody holds any more.
+
+        From its return on, no task of a former run can write, and :attr:`run` is the one whose tasks can.
 
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run goes on.
@@ -110,16 +128,36 @@ class DriverSide:
             logger.warning("%s: failed, and that could not be noted in the ledger: %s", self.name, error)
 
     def _settle(self) -> Sequence[StateRow]:
-        """Settle the slots that nobody holds any more, and those that tasks of this batch have left.
+        """Begin the next run; settle the slots that nobody holds any more, and those that former runs have left.
 
-        Tasks of this batch that still run, of a former driver or of a cancelled job, are fenced by it.
+        Tasks that still run, of a former driver or of a job that has failed, are fenced: on their slots by the claim, where
+        they have none yet by the run's end. What is prepared holds a lock on the run until it is ended here; a task that is
+        handing over holds it until it has, and then that is found here, too.
 
         Returns:
             The rows of all the sink's slots, as they are after that.
         """
-        leases = [*self._pool.expired(), *self._pool.held_by(owner_prefix(self._batch_id))]
+        deadline = Deadline(self._options.timeout_s)
+        while True:
+            has_begun = self._begin_run()
+            rows = self._settle_slots(deadline)
+            if has_begun:
+                return rows
+            if deadline.expired:
+                raise Unavailable(f"{self.name}: a task of a former run stands still where it hands its rows over")
+            pause(_LOOKS_AGAIN_S)
+
+    def _begin_run(self) -> bool:
+        if self._run_name is None:
+            return True
+        self.run = self._runs.replace(self._options.sink, self._run_name)
+        return self.run is not None
+
+    def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
+        prefix = owner_prefix(self._run_name or self._batch_id)
+        leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
         ground = Ground(self._coordinator, self._store, unique_owner())
-        settle_leases(ground, self._pool, leases, Deadline(self._options.timeout_s), self.name)
+        settle_leases(ground, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
         # A task that was paused may have prepared something after its slot was settled.
         rows = self._store.find(f"{self._pool.pool}#")
         found = self._store.participants(rows)
@@ -169,6 +207,20 @@ def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) ->
     with _servers(options) as (engine, coordinator):
         layout = _read_layout(options, schema, engine, coordinator)
         return layout, choose_staging(engine, options.database_leg, layout.table[0], moves=moves)
+
+
+def present_run(options: SinkOptions, name: str) -> Run:
+    """The run of a stream whose tasks may write now: that of its present micro-batch, which nothing replaces but its end.
+
+    Raises:
+        ConfigurationError, Unavailable: As :meth:`Runs.present`.
+    """
+    engine = connect_engine(options)
+    try:
+        check_schema(engine, options.schema)
+        return Runs(engine, options.schema).present(options.sink, name)
+    finally:
+        engine.dispose()
 
 
 @contextmanager

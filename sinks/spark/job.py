@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
+from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.destinations import destination_of
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.sinks.spark.spark_jobs import SparkJobs
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,11 @@ class BatchReport:
 class BatchJob(DriverSide):
     """One run of one batch whose partitions are written each on its own. Settles when it is entered, finished, or else left.
 
+    Args:
+        options: The sink's settings.
+        batch_id: Name of the batch.
+        jobs: The run's Spark jobs, which end with it; None where they are somebody else's.
+
     Raises:
         ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: From entering, as :meth:`settle_left`.
     """
@@ -63,6 +71,10 @@ class BatchJob(DriverSide):
     _layout: Layout
     _begun = False
     _finished = False
+
+    def __init__(self, options: SinkOptions, batch_id: str, jobs: SparkJobs | None = None) -> None:
+        super().__init__(options, batch_id, run_name=batch_id)
+        self._jobs = jobs
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -76,11 +88,11 @@ class BatchJob(DriverSide):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self._begun:
-            self._note_failed()
         try:
             if not self._finished:
-                self._settle()
+                self._give_up()
+            if error is not None and self._begun:
+                self._note_failed()
         except DualWriteError as unsettled:
             if error is None:
                 raise
@@ -88,14 +100,26 @@ class BatchJob(DriverSide):
         finally:
             self._close()
 
+    def _give_up(self) -> None:
+        self._settle()
+        if self._jobs is not None:
+            # None of them can write any more. What they leave when they are killed is settled after that.
+            self._jobs.end(self.name, Deadline(self._options.timeout_s))
+            self._settle()
+
     def plan(self, schema: spark.StructType) -> PartitionTask:
         """Check topic, table and every column; nothing is written.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`layout`.
         """
+        assert self.run is not None
         self._layout = self.layout(schema)
-        return PartitionTask(self._options, self._layout, schema, self._batch_id)
+        return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
+
+    def leave_to_caller(self) -> None:
+        """Let the tasks of this run write after the block, too: the caller runs them, and nobody learns of their end."""
+        self._finished = True
 
     def begin(self, partition_count: int) -> None:
         """Record where the batch goes, as planned, and in how many partitions, before any of them is written.

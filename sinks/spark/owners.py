@@ -17,21 +17,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def owner_prefix(batch_id: str, partition: int | None = None) -> str:
-    """How the names of the lease owners of a batch begin, or of a partition of it, and of no other."""
-    prefix = f"{json.dumps(batch_id)} "
+def owner_prefix(name: str, partition: int | None = None) -> str:
+    """How the names of the lease owners of a batch or a stream begin, or of a partition of it, and of no other."""
+    prefix = f"{json.dumps(name)} "
     return prefix if partition is None else f"{prefix}partition {partition} "
 
 
-def settle_leases(ground: Ground, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, name: str) -> None:
-    """Claim the slots of these leases, settle them, and free them. Whoever still writes on one is fenced.
+def settle_leases(
+    ground: Ground, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
+) -> None:
+    """Take these leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
+
+    Args:
+        ground: The two servers.
+        pool: The slots.
+        leases: As they were seen.
+        deadline: Bounds the call.
+        name: For the log.
+        prefix: How our own name begins, so that those who come after us find what we could not finish.
 
     Raises:
         ConfigurationError, Unavailable: They could not be settled.
     """
-    if not leases:
+    # Before the claim: a task that was given its slot, and claims it after us, finds by its lease that it is too late.
+    taken = pool.take_over(leases, f"{prefix}settled by {ground.owner}", deadline.remaining_s())
+    if not taken:
         return
-    rows = claim_rows(ground, sorted({lease.transactional_id for lease in leases}), deadline)
+    rows = claim_rows(ground, sorted({lease.transactional_id for lease in taken}), deadline)
     report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline)
-    pool.release({lease.transactional_id: lease.owner for lease in leases})
+    pool.release({lease.transactional_id: lease.owner for lease in taken})
     logger.info("%s: settled %d slots, %d transactions rolled forward", name, len(rows), len(report.rolled_forward))

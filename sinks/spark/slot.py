@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from dualwrite.deadline import now_s
 from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.stores.slots import Lease, SlotPool
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,12 @@ class Slot:
 
 @contextmanager
 def leased_slot(
-    pool: SlotPool, owner: str, lease_s: float, *, preferred: Sequence[str] = ()
+    pool: SlotPool,
+    owner: str,
+    lease_s: float,
+    *,
+    preferred: Sequence[str] = (),
+    require: Callable[[Connection], None] = lambda _: None,
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
@@ -58,13 +67,14 @@ def leased_slot(
         owner: Who we are; see :meth:`SlotPool.lease`.
         lease_s: How long a lease lasts, in seconds.
         preferred: Slots that the worker could go on with.
+        require: See :meth:`SlotPool.lease`.
 
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
         Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
         Unavailable: From leaving the block, where the slot was to be kept: the database does not answer.
     """
-    lease = pool.lease(owner, lease_s, preferred=preferred)
+    lease = pool.lease(owner, lease_s, preferred=preferred, require=require)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
     stop = threading.Event()
     renewer = threading.Thread(

@@ -22,7 +22,7 @@ from pyspark.sql.datasource import (
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.driver import read_plan
+from dualwrite.sinks.spark.driver import present_run, read_plan
 from dualwrite.sinks.spark.progress import log_to_stderr
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.source_options import SourceOptions
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import types as spark
 
     from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.stores.runs import Run
 
 try:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
@@ -94,13 +95,14 @@ class DualWriteDataSource(DataSource):
                 next_step='name the batch: .option("batchId", "2026-01-01"); a batch that is run again under the same name is '
                 "written once",
             )
-        with WholeBatch(options.sink, options.batch_id) as batch:
+        with WholeBatch(options.sink, options.batch_id, run_name=options.batch_id) as batch:
             batch.settle_left()
             layout = batch.layout(schema)
             staging = batch.uses_staging(layout, moves=overwrite or bool(options.upsert_keys))
             batch.begin(layout)
             logger.info("%s: writing", batch.name)
-        return _BatchWriter(options, options.batch_id, schema, layout, overwrite=overwrite, staging=staging)
+            assert batch.run is not None
+        return _BatchWriter(options, batch.run, schema, layout, overwrite=overwrite, staging=staging)
 
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
         """Plan a micro-batch, or its end: as :meth:`writer`.
@@ -118,7 +120,8 @@ class DualWriteDataSource(DataSource):
                 next_step='use outputMode("append"); with upsertKeys it replaces rows of the same key',
             )
         layout, staging = read_plan(options.sink, schema, moves=bool(options.upsert_keys))
-        return _StreamWriter(options, schema, layout, staging=staging)
+        run = None if options.stream is None else present_run(options.sink, options.stream)
+        return _StreamWriter(options, run, schema, layout, staging=staging)
 
 
 def register(session: SparkSession) -> None:
@@ -144,7 +147,7 @@ class _BatchWriter(DataSourceArrowWriter):
     def __init__(
         self,
         options: SourceOptions,
-        batch_id: str,
+        run: Run,
         schema: spark.StructType,
         layout: Layout,
         *,
@@ -152,7 +155,7 @@ class _BatchWriter(DataSourceArrowWriter):
         staging: bool,
     ) -> None:
         self._options = options
-        self._batch_id = batch_id
+        self._run = run
         self._schema = schema
         self._layout = layout
         self._overwrite = overwrite
@@ -161,26 +164,29 @@ class _BatchWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
         batches = projected_batches(whole_input(iterator), self._schema, self._layout)
-        return _write(self._options, self._layout, self._batch_id, batches, staging=self._staging)
+        return _write(self._options, self._layout, self._run.name, batches, run=self._run, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when all tasks have ended well: decide."""
         log_to_stderr()
         options = self._options
-        with WholeBatch(options.sink, self._batch_id) as batch:
+        with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
             batch.decide(self._layout, _undecided(messages), truncate=self._overwrite, upsert=options.upsert_keys)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when a task has failed for good, or the decision has failed."""
         log_to_stderr()
         del messages  # what was prepared is found by its leases, also of tasks whose message was lost
-        with WholeBatch(self._options.sink, self._batch_id) as batch:
+        with WholeBatch(self._options.sink, self._run.name, run_name=self._run.name) as batch:
             batch.give_up(self._layout)
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
-    def __init__(self, options: SourceOptions, schema: spark.StructType, layout: Layout, *, staging: bool) -> None:
+    def __init__(
+        self, options: SourceOptions, run: Run | None, schema: spark.StructType, layout: Layout, *, staging: bool
+    ) -> None:
         self._options = options
+        self._run = run
         self._schema = schema
         self._layout = layout
         self._staging = staging
@@ -195,7 +201,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 next_step="use a version of PySpark that this library is tested with",
             )
         batches = _stream_batches(whole_input(iterator), self._schema, self._layout)
-        return _write(self._options, self._layout, f"{query}/{number}", batches, staging=self._staging)
+        return _write(self._options, self._layout, f"{query}/{number}", batches, run=self._run, staging=self._staging)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when all tasks of the micro-batch have ended well: decide."""
@@ -203,21 +209,29 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         batch_id = _batch_of(messages, batchId)
         if batch_id is None:
             return  # no partitions, no rows
-        with WholeBatch(self._options.sink, batch_id) as batch:
+        with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
             batch.decide(self._layout, _undecided(messages), truncate=False, upsert=self._options.upsert_keys)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when the micro-batch has failed."""
         log_to_stderr()
         batch_id = _batch_of(messages, batchId)
-        if batch_id is None:
-            return  # no task has ended well: what others have left is settled when the micro-batch is run again
-        with WholeBatch(self._options.sink, batch_id) as batch:
+        if batch_id is None:  # no task has ended well
+            if self._options.stream is None:
+                return  # what tasks have left is settled when the micro-batch is run again
+            batch_id = f"{self._options.stream}/{batchId}"
+        with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
             batch.give_up(self._layout)
 
 
 def _write(
-    options: SourceOptions, layout: Layout, batch_id: str, batches: Iterable[pa.RecordBatch], *, staging: bool
+    options: SourceOptions,
+    layout: Layout,
+    batch_id: str,
+    batches: Iterable[pa.RecordBatch],
+    *,
+    run: Run | None,
+    staging: bool,
 ) -> TaskMessage:
     task = _task()
     prepared = prepare_partition(
@@ -227,6 +241,7 @@ def _write(
         batches,
         partition=task.partitionId(),
         number=task.attemptNumber(),
+        run=run,
         staging=staging,
     )
     return TaskMessage(batch_id, prepared)

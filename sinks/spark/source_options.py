@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ OPTION_NAMES: Final = {
 }
 """Option by option, the setting of `SinkOptions` that it is."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")
-_SPARKS: Final = frozenset({"checkpointlocation", "queryname"})
+_CHECKPOINT: Final = "checkpointlocation"
+_SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
 """What Spark itself puts among the options of a stream."""
 _WHOLE: Final = frozenset({"max_slots"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
@@ -63,11 +65,14 @@ class SourceOptions:
         sink: The sink's settings.
         batch_id: Name of the batch; None where Spark names it.
         upsert_keys: Key columns of the table; empty where rows are only added.
+        stream: Names the stream, the same in each of Spark's processes; None of a batch, and of a stream whose checkpoint is
+            not among its options.
     """
 
     sink: SinkOptions
     batch_id: str | None
     upsert_keys: tuple[str, ...]
+    stream: str | None
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
@@ -102,7 +107,14 @@ class SourceOptions:
             sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
             upsert_keys=tuple(_listed(options.get("upsertKeys", ""))),
+            stream=_stream(given),
         )
+
+
+def _stream(given: Mapping[str, str]) -> str | None:
+    """By its checkpoint, which no two streams share: nothing else of a stream is known to all of Spark's processes."""
+    checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
+    return None if checkpoint is None else f"stream {hashlib.sha256(checkpoint.encode()).hexdigest()}"
 
 
 def _refuse(key: str, known: Mapping[str, str]) -> NoReturn:

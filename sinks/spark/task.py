@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dualwrite.lane import Lane
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.stores.runs import Run
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +75,14 @@ class PartitionTask:
         layout: Which column goes where.
         schema: The DataFrame's own schema.
         batch_id: Name of the batch.
+        run: The run of the batch.
     """
 
     options: SinkOptions
     layout: Layout
     schema: spark.StructType
     batch_id: str
+    run: Run
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields what became of it."""
@@ -115,7 +119,7 @@ def write_partition(
     """
     failpoints.hit("spark.task_started")
     with servers(task.options) as found:
-        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt)).run(batches)
+        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run)).run(batches)
     failpoints.hit("spark.task_done")
     return report
 
@@ -155,6 +159,20 @@ class _Writing:
         return PartitionReport(partition, rows, size, written=True)
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
+        source = iter(batches)
+        first = next(source, None)
+        if first is None:
+            self._write_nothing()
+        else:
+            self._write_rows(chain([first], source))
+
+    def _write_nothing(self) -> None:
+        """Of a partition without rows only the ledger knows: it needs no slot and no producer."""
+        with self._attempt.engine.begin() as connection:
+            self._attempt.require_run(connection)
+            self._record(connection, None)
+
+    def _write_rows(self, batches: Iterable[pa.RecordBatch]) -> None:
         attempt, options, layout = self._attempt, self._task.options, self._task.layout
         with attempt.workplace() as place:
             with (
@@ -167,7 +185,7 @@ class _Writing:
                 self._record(transaction.connection, place.slot.leased_at)
             self._record_completed(place.lane)
 
-    def _record(self, connection: Connection, started_at: datetime) -> None:
+    def _record(self, connection: Connection, started_at: datetime | None) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
         destination = destination_of(self._task.options, self._task.layout, Way.PARTITIONS)
         partition_count = attempt.ledger.require(connection, sink, batch_id, destination)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.attempt import Workplace
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
+    from dualwrite.stores.runs import Run
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def prepare_partition(
     *,
     partition: int,
     number: int,
+    run: Run | None,
     staging: bool,
 ) -> Undecided | None:
     """Bring one partition to both servers, undecided.
@@ -92,6 +95,7 @@ def prepare_partition(
         batches: The projected rows; its normal end means that they are all.
         partition: Number of the partition.
         number: Number of the attempt, from 0.
+        run: The run that the task belongs to; None where nobody knows it.
         staging: Whether the rows go into a staging table, rather than into the target in a prepared transaction.
 
     Returns:
@@ -103,7 +107,7 @@ def prepare_partition(
     """
     failpoints.hit("spark.task_started")
     with servers(options) as found:
-        attempt = Attempt(found, batch_id, partition, number)
+        attempt = Attempt(found, batch_id, partition, number, run)
         # Of a stream no driver can: it learns the batch's name from the tasks.
         attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
         if attempt.seen(WHOLE_BATCH):
@@ -113,14 +117,9 @@ def prepare_partition(
         first = next(source, None)
         if first is None:
             return None
-        undecided = _prepare(attempt, layout, _joined(first, source), staging=staging)
+        undecided = _prepare(attempt, layout, chain([first], source), staging=staging)
     failpoints.hit("spark.task_done")
     return undecided
-
-
-def _joined(first: pa.RecordBatch, others: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    yield first
-    yield from others
 
 
 def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool) -> Undecided:
@@ -138,6 +137,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
+                    permit=attempt.require_run,
                 ) as transaction,
             ):
                 staged = _staging_for(transaction.connection, layout, place) if staging else None

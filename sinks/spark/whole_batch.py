@@ -226,6 +226,8 @@ class WholeBatch(DriverSide):
     def give_up(self, layout: Layout) -> None:
         """Abort what tasks have prepared and nobody has decided. What was decided is completed.
 
+        Tasks that still run can prepare nothing any more.
+
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
         """

@@ -189,8 +189,8 @@ def task(ground: Ground, brokers: int) -> dict[str, int]:
         seen["database_sessions"] = _sessions(ground)
 
     rows = projected_batches(batches(), schema, layout)
-    prepare_partition(options, layout, "1", rows, partition=0, number=0, staging=True)
-    with WholeBatch(options, "1") as whole:
+    prepare_partition(options, layout, "1", rows, partition=0, number=0, run=None, staging=True)
+    with WholeBatch(options, "1", run_name="1") as whole:
         whole.give_up(layout)
     print(f"a task with {brokers} brokers: {seen}", flush=True)
     return seen

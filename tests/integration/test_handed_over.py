@@ -1,10 +1,9 @@
 """Transactions that were handed over, on real servers: when their owner may go on with its producer, and when it must not."""
 
 from contextlib import ExitStack
-from datetime import datetime, timezone
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 
 from dualwrite.block import Ending, dual_write
 from dualwrite.claiming import Ground, claim_rows, unique_owner
@@ -17,7 +16,7 @@ from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.settling import settle
-from dualwrite.stores.slots import Lease, SlotPool
+from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
@@ -235,8 +234,11 @@ def test_who_comes_after_a_decider_claims_what_it_has_decided(
         rows = decide(hand_over(1))
         with pytest.raises(Unavailable):
             complete(through, rows, Deadline(2))
-        lease = Lease("orders", "slots", "the first driver", datetime.now(timezone.utc))
-        settle_leases(ground, SlotPool(engine, "slots"), [lease], soon(), "the second driver")
+        pool = SlotPool(engine, "slots")
+        pool.lease("task", 60)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE dualwrite_slot SET transactional_id = 'orders'"))
+        settle_leases(ground, pool, pool.held_by("task"), soon(), name="the second driver", prefix="")
         assert not lane.may_go_on(), "the owner went on while a request may come"
         held.release()
         held.wait_answered()

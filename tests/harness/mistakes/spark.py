@@ -1,5 +1,7 @@
 """Mistakes of the Spark sink. PySpark is imported where one is planted: most processes have no use for it."""
 
+from functools import partial
+
 import pytest
 
 from harness.mistakes.registry import Check, mistake
@@ -60,6 +62,40 @@ def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)
 
 
+_RUNS = "integration/test_spark_runs.py"
+_GOES_ON = f"{_RUNS}::test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing"
+
+
+def _without(name, function, *arguments, **options):
+    """Call it without that option."""
+    del options[name]
+    return function(*arguments, **options)
+
+
+@mistake(Check(f"{_GOES_ON}[staging-write.prepared]", "nothing_is_left"))
+def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
+    """A task hands its rows over without a look whether its run was given up meanwhile."""
+    from dualwrite.sinks.spark import undecided
+
+    patch.setattr(undecided, "dual_write", partial(_without, "permit", undecided.dual_write))
+
+
+@mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "DID NOT RAISE"))
+def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
+    """A task leases a slot without a look whether its run was given up before."""
+    from dualwrite.sinks.spark import attempt
+
+    patch.setattr(attempt, "leased_slot", partial(_without, "require", attempt.leased_slot))
+
+
+@mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "DID NOT RAISE"))
+def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
+    """A task goes on with a slot that it has claimed after whoever settles had, without a look at its lease."""
+    from dualwrite.sinks.spark.attempt import SlotPool
+
+    patch.setattr(SlotPool, "renew", lambda _, lease, *__: lease)
+
+
 @mistake(
     Check(
         f"{_REFUSED}test_rows_that_a_trigger_leaves_out_are_not_told_as_written[write_batch]",
@@ -73,3 +109,25 @@ def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(copying, "require_all_taken", lambda *_, **__: None)
     patch.setattr(job, "PartitionTask", SameTask)
+
+
+@mistake(
+    Check(
+        f"{_RUNS}::test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that[prepared]",
+        "no longer holds the slot",
+    )
+)
+def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
+    """Giving up does not wait for a task that was let through, and looks for what it leaves before it is there."""
+    from sqlalchemy.sql.selectable import Select
+
+    from dualwrite.stores.runs import Runs
+
+    real = Runs.require
+
+    def require(self, connection, run):
+        with patch.context() as unlocked:
+            unlocked.setattr(Select, "with_for_update", lambda statement, **_: statement)
+            real(self, connection, run)
+
+    patch.setattr(Runs, "require", require)

@@ -1,0 +1,245 @@
+"""A job fails while one of its tasks goes on: nothing of that task is left open when the run is given up, or is left later."""
+
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from harness.patience import PATIENCE_S
+from harness.spark import SPARKS_ERRORS
+from harness.spark import numbers as numbered
+from harness.spark_source import nothing_is_left, options, write_with
+from pyspark import TaskContext
+from pyspark.sql.types import LongType, StringType, StructType
+
+from dualwrite import DualWriteError, Fenced, failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.sinks.spark import SinkOptions, foreach_batch, register, write_batch
+from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.job import BatchJob
+from dualwrite.sinks.spark.spark_jobs import SparkJobs
+from dualwrite.sinks.spark.task import write_partition
+from dualwrite.sinks.spark.undecided import prepare_partition
+from dualwrite.sinks.spark.whole_batch import WholeBatch
+from dualwrite.stores.runs import Runs
+
+SCHEMA = StructType().add("id", LongType()).add("name", StringType())
+ROWS = 100
+
+
+class Job:
+    """One run of a batch of one partition, without Spark.
+
+    Args:
+        case: The sink.
+        way: "staging", "prepared" or "write_batch".
+    """
+
+    def __init__(self, case, way):
+        self._case = case
+        self._way = way
+        self._options = SinkOptions(**case.settings)
+
+    def begin(self):
+        with self._driver() as driver:
+            if self._way == "write_batch":
+                self._task = driver.plan(SCHEMA)
+                driver.begin(1)
+                driver.leave_to_caller()
+            else:
+                driver.settle_left()
+            self._layout, self._run = driver.layout(SCHEMA), driver.run
+
+    def run_task(self):
+        batch = pa.RecordBatch.from_pydict({"id": range(ROWS), "name": [f"row {number}" for number in range(ROWS)]})
+        rows = projected_batches([batch], SCHEMA, self._layout)
+        if self._way == "write_batch":
+            return write_partition(self._task, 0, 0, rows)
+        return prepare_partition(
+            self._options, self._layout, "1", rows, partition=0, number=0, run=self._run, staging=self._way == "staging"
+        )
+
+    def fail(self):
+        """As Spark's driver does it, when another task has failed for good."""
+        if self._way == "write_batch":
+            with pytest.raises(ZeroDivisionError), self._driver():
+                raise ZeroDivisionError
+            return
+        with self._driver() as driver:
+            driver.give_up(self._layout)
+
+    def finish(self):
+        """Run the batch again."""
+        self.begin()
+        done = self.run_task()
+        if self._way != "write_batch":
+            with self._driver() as driver:
+                driver.decide(self._layout, [done], truncate=False, upsert=())
+        self._case.verify(ROWS)
+
+    def _driver(self):
+        if self._way == "write_batch":
+            return BatchJob(self._options, "1")
+        return WholeBatch(self._options, "1", run_name="1")
+
+
+@pytest.fixture(params=["staging", "prepared", "write_batch"])
+def job(numbers, request):
+    made = Job(numbers, request.param)
+    made.begin()
+    return made
+
+
+@contextmanager
+def failing_at(point, job):
+    """Let the job fail when the task first passes a point."""
+    passed = []
+
+    def observe(name):
+        if name == point and not passed:
+            passed.append(name)
+            job.fail()
+
+    with failpoints.watched(observe):
+        yield
+    assert passed
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "spark.task_started",
+        "claim.before",
+        "write.prepared",
+        *(
+            pytest.param(point, marks=pytest.mark.thorough)
+            for point in ("slot.leased", "claim.row_raised", "claim.initialized", "write.begun", "write.checked", "write.produced")
+        ),
+    ],
+)  # fmt: skip
+def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job, point):
+    with pytest.raises(DualWriteError), failing_at(point, job):
+        job.run_task()
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+    job.finish()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("job", ["staging", "prepared"], indirect=True)
+def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(numbers, job, monkeypatch):
+    """The task was let through, and its transaction is not prepared or committed yet: nobody could see what it leaves."""
+    waits, real_replace, real_require = threading.Event(), Runs.replace, Runs.require
+    failing = threading.Thread(target=job.fail)
+
+    def replace(self, sink, name):
+        run = real_replace(self, sink, name)
+        if run is None:
+            waits.set()
+        return run
+
+    def require(self, connection, run):
+        real_require(self, connection, run)
+        if passed:  # the second time: the first was for the lease
+            failing.start()
+            while failing.is_alive() and not waits.wait(0.05):
+                pass
+        passed.append(run)
+
+    passed = []
+    monkeypatch.setattr(Runs, "replace", replace)
+    monkeypatch.setattr(Runs, "require", require)
+    handed_over = job.run_task()
+    failing.join(PATIENCE_S)
+    assert not failing.is_alive()
+    assert handed_over is not None
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("job", ["staging", "write_batch"], indirect=True)
+def test_the_tasks_of_a_former_run_write_nothing_when_another_has_begun(job):
+    """Two drivers for one batch: the second one's tasks count."""
+    former = Job(job._case, job._way)
+    former.begin()
+    job.begin()
+    with pytest.raises(Fenced, match="another one has begun"):
+        former.run_task()
+    job.finish()
+
+
+LAST_ATTEMPT = 2
+"""Of the session that the tests share, which runs a task three times."""
+
+
+def half_failing(flag, fails_after_s, ends_after_s):
+    """Rows of two partitions: when the last attempt at one of them has begun, one fails after a time, the other ends after a time.
+
+    Args:
+        flag: A file to be made by the one, for which the other waits.
+        fails_after_s: In seconds; so long rows of the one are awaited.
+        ends_after_s: In seconds.
+    """
+
+    def pass_through(batches):
+        context = TaskContext.get()
+        for batch in batches:
+            if context.partitionId() == 1:
+                if context.attemptNumber() == LAST_ATTEMPT:
+                    Path(flag).touch()
+                    time.sleep(fails_after_s)
+                raise RuntimeError("a task fails")
+            yield batch
+            ends_at = None
+            while ends_at is None or time.monotonic() < ends_at:
+                if ends_at is None and Path(flag).exists():
+                    ends_at = time.monotonic() + ends_after_s
+                time.sleep(0.01)
+
+    return pass_through
+
+
+WAYS = ["write_batch", "staging", "prepared"]
+STREAMS = ["foreach_batch", "staging_stream", "prepared_stream"]
+LATER = [pytest.param(number, marks=pytest.mark.thorough) for number in range(1, 50)]
+"""When one task fails and the other ends: fifty times."""
+
+
+def write_in(way, numbers, spark, fail, tmp_path):
+    """Write a batch, or the first micro-batch of a stream, in that way."""
+    leg = {"databaseLeg": way.partition("_")[0]}
+    if way == "write_batch":
+        write_batch(fail(numbered(spark, partitions=2)), batch_id="1", **numbers.settings)
+        return
+    if way in WAYS:
+        write_with(numbers, fail(numbered(spark, partitions=2)), batchId="1", **leg)
+        return
+    numbered(spark, partitions=2).write.parquet(str(tmp_path / "source"))
+    rows = fail(spark.readStream.schema("id long, name string").parquet(str(tmp_path / "source")))
+    stream = rows.writeStream.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+    if way == "foreach_batch":
+        stream = stream.foreachBatch(foreach_batch(**numbers.settings))
+    else:
+        stream = stream.format("dualwrite").options(**options(numbers, **leg))
+    stream.start().awaitTermination()
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, *LATER])
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.thorough) for way in STREAMS)])
+def test_a_job_of_which_a_task_fails_leaves_nothing_when_its_tasks_have_ended(
+    spark, numbers, tmp_path, dualwrite_topic, way, number
+):
+    register(spark)
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    source = half_failing(str(tmp_path / "flag"), 0.3, 0.3 + 0.05 * (number % 50) * (1 if number % 2 else -0.12))
+    jobs = SparkJobs(spark.sparkContext)
+    with pytest.raises(SPARKS_ERRORS), jobs.started():
+        write_in(way, numbers, spark, lambda df: df.mapInArrow(source, "id long, name string"), tmp_path)
+    if way not in {"write_batch", "foreach_batch"}:  # these have waited themselves
+        jobs.end(way, Deadline(PATIENCE_S))
+    nothing_is_left(numbers)
+    assert numbers.rows() == numbers.messages()
