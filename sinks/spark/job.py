@@ -91,13 +91,13 @@ class BatchJob(DriverSide):
         try:
             if not self._finished:
                 self._give_up()
-            if error is not None and self._begun:
-                self._note_failed()
         except DualWriteError as unsettled:
             if error is None:
                 raise
             logger.warning("%s: not settled after a failure; the next run does it: %s", self.name, unsettled)
         finally:
+            if error is not None and self._begun:
+                self._note_failed()
             self._close()
 
     def _give_up(self) -> None:
