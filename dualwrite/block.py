@@ -47,6 +47,7 @@ def dual_write(
     timeout_s: float,
     ending: Ending = Ending.COMMIT,
     permit: Callable[[Connection], None] = lambda _: None,
+    savepoints: bool = True,
 ) -> Generator[Transaction, None, None]:
     """One dual write on a lane that is ready: the block's end commits both sides, or hands them over; an exception aborts both.
 
@@ -58,12 +59,22 @@ def dual_write(
         margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
         timeout_s: Bounds the ending, in seconds.
         ending: What the end of the block does.
-        permit: For an end that hands over; see :meth:`Transaction.hand_over`.
+        permit: For an end that hands over; see :meth:`DualWrite.hand_over`.
+        savepoints: Whether messages wait for savepoints. False where the block's code opens none: then it may produce in the
+            middle of a COPY, too.
 
     Raises:
         DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
     """
-    write = DualWrite(lane, ground, connection, session_factory=session_factory, margin_s=margin_s, timeout_s=timeout_s)
+    write = DualWrite(
+        lane,
+        ground,
+        connection,
+        session_factory=session_factory,
+        margin_s=margin_s,
+        timeout_s=timeout_s,
+        savepoints=savepoints,
+    )
     with noting_told(ground.store):
         write.begin()
     try:

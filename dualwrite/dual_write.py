@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
@@ -15,6 +15,7 @@ from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
+    IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
@@ -33,11 +34,9 @@ if TYPE_CHECKING:
     from dualwrite.claiming import Ground
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.lane import Lane
+    from dualwrite.ports import Message, SavepointWatch
 
 logger = logging.getLogger(__name__)
-
-Message: TypeAlias = "Callable[[TransactionalProducer], None]"
-"""Hands one message, many, or offsets to the producer that it is called with."""
 
 
 class DualWrite:
@@ -55,6 +54,7 @@ class DualWrite:
         session_factory: Callable[..., Session],
         margin_s: float,
         timeout_s: float,
+        savepoints: bool = True,
     ) -> None:
         self._lane = lane
         self._ground = ground
@@ -65,6 +65,8 @@ class DualWrite:
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
         self._session: Session | None = None
         self._produced = False
+        self._uses_savepoints = savepoints
+        self._savepoints: SavepointWatch | None = None
         self._refusal: DualWriteError | None = None
         self._database_transaction: str | None = None
         self.prepared: PreparedTxnState | None = None
@@ -93,8 +95,17 @@ class DualWrite:
             self._session = self._session_factory(bind=self._connection)
         return self._session
 
-    def send(self, message: Message) -> None:
-        """Hand a message, many, or offsets to the producer.
+    @property
+    def holds(self) -> bool:
+        """Whether what is sent now waits for a savepoint."""
+        return self._savepoints is not None and self._savepoints.holds
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None = None) -> None:
+        """Hand a message, many, or offsets to the producer: at once, or when the savepoint is released that is open now.
+
+        Args:
+            message: What to hand over.
+            check: Raises what the producer would certainly raise, for a message that waits.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -103,14 +114,30 @@ class DualWrite:
         """
         self._machine.apply(WriteEvent.PRODUCE)
         try:
-            if not self._produced:
-                self._lane.producer.begin_transaction()
-                self._produced = True
-            message(self._lane.producer)
+            if self._savepoints is None or self._savepoints.direct:
+                self._hand_to_producer(message)
+            else:
+                if check is not None and self._savepoints.holds:
+                    check(self._lane.producer)
+                self._savepoints.add(message)
+                self._send_released()
+        except IllegalStateError:
+            raise  # it has changed nothing
         except DualWriteError as error:
             self._refusal = self._refusal or error
             raise
         failpoints.hit("write.produced")
+
+    def _hand_to_producer(self, message: Message) -> None:
+        if not self._produced:
+            self._lane.producer.begin_transaction()
+            self._produced = True
+        message(self._lane.producer)
+
+    def _send_released(self) -> None:
+        if self._savepoints is not None:
+            for message in self._savepoints.take():
+                self._hand_to_producer(message)
 
     def begin(self) -> None:
         """Begin the database transaction and read the row, before anything can be produced.
@@ -129,6 +156,8 @@ class DualWrite:
             )
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
+            if self._uses_savepoints:
+                self._savepoints = store.watch_savepoints(self._connection, self.transactional_id)
             self._machine.apply(WriteEvent.CHECK)
             failpoints.hit("write.checked")
         except DatabaseWentBack as error:
@@ -208,6 +237,9 @@ class DualWrite:
         self._require_no_refusal()
         if self._session is not None:
             self._session.flush()
+        if self._savepoints is not None:
+            self._savepoints.finish()
+            self._send_released()
         # While the last messages are on their way. What ran in COMMIT would take its time after the last look at the clock.
         self._ground.store.run_deferred(self._connection, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self._produced else PreparedTxnState()
@@ -335,6 +367,7 @@ class DualWrite:
         if self._machine.state is WriteState.ABORTED:
             return
         failpoints.hit("write.before_abort")
+        self._stop_watching()
         self._ground.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")
         if self._produced:
@@ -347,8 +380,13 @@ class DualWrite:
 
     def release(self) -> None:
         """Let go of the session, once the block has ended. Its objects stay readable."""
+        self._stop_watching()
         if self._session is not None:
             self._session.close()
+
+    def _stop_watching(self) -> None:
+        if self._savepoints is not None:
+            self._savepoints.stop()
 
     def _fenced(self, found: int | None) -> Fenced:
         shown = "no longer names" if found is None else f"names incarnation {found} instead of"

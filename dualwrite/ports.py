@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from dualwrite.prepared_state import PreparedTxnState
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.deadline import Deadline
+    from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionView
     from dualwrite.protocol.doubt import DatabaseVerdict
     from dualwrite.protocol.lost_decisions import Later
@@ -213,6 +214,51 @@ class TransactionCoordinator(Protocol):
         ...
 
 
+Message: TypeAlias = "Callable[[TransactionalProducer], None]"
+"""Hands one message, many, or offsets to the producer that it is called with."""
+
+
+class SavepointWatch(Protocol):
+    """The savepoints that are open on the connection of a dual write, and the messages that wait for them."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether a message may go to the producer at once, without :meth:`add`."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message that is added now waits for a savepoint."""
+        ...
+
+    def add(self, message: Message) -> None:
+        """A message is produced: it is given back by :meth:`take` now, or when its savepoint is released, or never.
+
+        Raises:
+            TransactionAborted: Which savepoint it belongs to cannot be known: both sides must abort.
+            IllegalStateError: That cannot be asked now: the driver's connection is in the middle of a COPY.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def take(self) -> Sequence[Message]:
+        """The messages to send now, in the order in which they were produced; each is taken once."""
+        ...
+
+    def finish(self) -> None:
+        """The database is about to commit: what is still open counts as released. Stops watching.
+
+        Raises:
+            TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Stop watching. May be called more than once."""
+        ...
+
+
 class StateStore(Protocol):
     """The rows in the user's database. Methods that take a connection run inside the caller's transaction there."""
 
@@ -321,6 +367,13 @@ class StateStore(Protocol):
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """The database's own word about a transaction that :meth:`decide` named."""
+        ...
+
+    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch | None:
+        """Watch the savepoints of the transaction that :meth:`begin` began, until the watch is finished or stopped.
+
+        None where the connection has none.
+        """
         ...
 
     def begin(self, connection: Connection) -> None:

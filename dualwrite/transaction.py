@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dualwrite.kafka.early import refuse_early
+
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message, TopicPartition
     from sqlalchemy import Connection
@@ -44,7 +46,7 @@ class Transaction:
     def connection(self) -> Connection:
         """The SQLAlchemy connection, inside the database transaction. Never commit or roll it back yourself.
 
-        Savepoints (``connection.begin_nested()``) are yours to use.
+        Savepoints (``connection.begin_nested()``) are yours to use: messages go with them as rows do, see :meth:`produce`.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -77,6 +79,10 @@ class Transaction:
 
         Nothing is durable on return. A message that fails later makes the whole dual write abort when the block ends.
 
+        Inside a savepoint (``begin_nested()`` of :attr:`connection` or :attr:`session`, or ``SAVEPOINT`` as text) it waits in
+        memory: it is sent when the outermost savepoint is released, and forgotten, its ``on_delivery`` not called, when the
+        savepoint is rolled back.
+
         Args:
             topic: Topic name.
             value: Payload; a string is encoded as UTF-8.
@@ -89,7 +95,8 @@ class Transaction:
 
         Raises:
             IllegalStateError: The block has ended.
-            TransactionAborted: The producer refuses the message; leave the block, both sides abort.
+            TransactionAborted: The producer refuses the message, or a savepoint was rolled back unseen; leave the block, both
+                sides abort.
             Fenced: Another owner took over.
         """
         self._dual_write.send(
@@ -101,7 +108,8 @@ class Transaction:
                 headers=headers,
                 timestamp_ms=timestamp_ms,
                 on_delivery=on_delivery,
-            )
+            ),
+            lambda producer: refuse_early(producer, topic, [value], [key], on_delivery=on_delivery),
         )
 
     def produce_many(
@@ -118,10 +126,17 @@ class Transaction:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.
             ValueError: There are not as many keys as values.
         """
-        self._dual_write.send(lambda producer: producer.produce_many(topic, values, keys))
+        if self._dual_write.holds:
+            values, keys = list(values), None if keys is None else list(keys)  # the caller may change theirs
+        self._dual_write.send(
+            lambda producer: producer.produce_many(topic, values, keys),
+            lambda producer: refuse_early(producer, topic, values, keys),
+        )
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
+
+        Inside a savepoint they wait for it, as messages do.
 
         Args:
             offsets: The next offset to consume, by partition.

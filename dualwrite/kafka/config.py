@@ -100,11 +100,13 @@ _SHOWN: Final = tls.KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.
 """The only keys whose values ``repr`` shows: the names of all secrets, of plugins too, cannot be known."""
 
 _DEFAULT_RETRY_BACKOFF_MS: Final = 1000
+_DEFAULT_MAX_MESSAGE_BYTES: Final = 1_000_000
 _MAX_INT: Final = 2**31 - 1
 _NUMBERS: Final = {
     "retry.backoff.ms": (1, 300_000),
     "retry.backoff.max.ms": (1, 300_000),
     "transaction.timeout.ms": (1000, _MAX_INT),
+    "message.max.bytes": (1000, 1_000_000_000),
     "socket.timeout.ms": (10, 300_000),
     "socket.connection.setup.timeout.ms": (1000, _MAX_INT),
     "socket.send.buffer.bytes": (0, 100_000_000),
@@ -170,6 +172,11 @@ class KafkaConfig:
         It waits 0.8 to 1.2 times ``retry.backoff.ms`` at first, and never more than ``retry.backoff.max.ms``.
         """
         return 0.8 * min(self._retry_backoff_ms()) / 1000
+
+    @property
+    def max_message_bytes(self) -> int:
+        """What librdkafka bounds messages to: ``message.max.bytes``."""
+        return self._number("message.max.bytes") or _DEFAULT_MAX_MESSAGE_BYTES
 
     def _retry_backoff_ms(self) -> tuple[int, int]:
         first, longest = self._number("retry.backoff.ms"), self._number("retry.backoff.max.ms")

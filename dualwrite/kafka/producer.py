@@ -118,6 +118,16 @@ class TransactionalProducer:
         return self._evidence.ids[1] if self._evidence.ids else None
 
     @property
+    def bulk(self) -> bool:
+        """Whether it is in bulk mode."""
+        return self._bulk
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest key and value together that librdkafka takes (``message.max.bytes``)."""
+        return self._config.max_message_bytes
+
+    @property
     def epoch_may_rise(self) -> bool:
         """Whether an aborted transaction had failed, after which librdkafka may raise the epoch."""
         return self._instance.epoch_may_rise

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.doubt import DatabaseVerdict
     from dualwrite.stores.tables import Tables
+    from dualwrite.stores.witness import Witness
 
 
 class Standing(Enum):
@@ -29,6 +30,8 @@ class Dialect(Protocol):
     """One kind of database through one driver."""
 
     name: str
+    quotes_keep_case: bool
+    """Whether names in quotes that differ in case name different savepoints."""
 
     def begin(self, connection: Connection, tables: Tables) -> None:
         """Begin a transaction that can hold a decision.
@@ -106,6 +109,10 @@ class Dialect(Protocol):
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """Whether a name begins with exactly that prefix: a condition that an index on the names answers."""
+        ...
+
+    def witness(self, connection: Connection) -> Witness:
+        """Begin to notice what runs on the driver's connection past SQLAlchemy."""
         ...
 
     def insert_if_missing(self, table: Table) -> Insert:

@@ -21,12 +21,14 @@ from dualwrite.stores.dialect import Standing
 from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
 from dualwrite.stores.watchdog import WATCHDOG
+from dualwrite.stores.witness import PsycopgWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.tables import Tables
+    from dualwrite.stores.witness import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ class PostgreSQL:
     """
 
     name = "postgresql"
+    quotes_keep_case = True
 
     def __init__(self, paused_owner_timeout_s: float | None) -> None:
         self._limit_idle = _limit_idle(paused_owner_timeout_s)
@@ -255,6 +258,10 @@ class PostgreSQL:
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
+
+    def witness(self, connection: Connection) -> Witness:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return PsycopgWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

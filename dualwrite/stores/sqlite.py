@@ -20,12 +20,14 @@ from sqlalchemy.dialects import sqlite
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
 from dualwrite.stores.dialect import Standing
+from dualwrite.stores.witness import SqliteWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.tables import Tables
+    from dualwrite.stores.witness import Witness
 
 _OLDEST: Final = (3, 35, 0)  # RETURNING
 _FULL: Final = 2
@@ -47,6 +49,7 @@ class SQLite:
     """The adapter for SQLite. It decides one transaction at a time, whatever the number of connections."""
 
     name = "sqlite"
+    quotes_keep_case = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for the write lock as the driver's ``timeout`` says."""
@@ -133,6 +136,10 @@ class SQLite:
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case here."""
         return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
+
+    def witness(self, connection: Connection) -> Witness:
+        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        return SqliteWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

@@ -19,6 +19,7 @@ from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
+from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
     PAUSED_OWNER_TIMEOUT_S,
@@ -133,6 +134,10 @@ class SqlStateStore:
                 raise
             connection.info[_DECIDED] = set()
             committing.refuse_commits(connection)
+
+    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
+        """See :meth:`dualwrite.ports.StateStore.watch_savepoints`."""
+        return SavepointWatch(connection, self._dialect, transactional_id)
 
     def read_incarnation(
         self,

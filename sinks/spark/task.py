@@ -178,7 +178,12 @@ class _Writing:
             with (
                 attempt.engine.connect() as connection,
                 dual_write(
-                    place.lane, place.ground, connection, margin_s=options.margin_s, timeout_s=options.timeout_s
+                    place.lane,
+                    place.ground,
+                    connection,
+                    margin_s=options.margin_s,
+                    timeout_s=options.timeout_s,
+                    savepoints=False,
                 ) as transaction,
             ):
                 write_rows(transaction, batches, layout, layout.table, options, progress=self._progress)

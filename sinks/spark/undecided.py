@@ -136,6 +136,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                     connection,
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,
+                    savepoints=False,
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
                     permit=attempt.require_run,
                 ) as transaction,

@@ -11,7 +11,9 @@ from dualwrite.lane import Lane
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.doubt import Doubt, DoubtStep
 from dualwrite.settling import SettleReport
+from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.witness import PsycopgWitness
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -148,3 +150,25 @@ def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
 def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
     """An owner that closes does not compare its newest decision with the row."""
     patch.setattr(Lane, "compare_with_row", lambda _: None)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_write_savepoints.py::test_insert_or_skip[postgresql-add_by_session]",
+        "'again'",
+    )
+)
+def messages_sent_out_of_savepoints(patch: pytest.MonkeyPatch) -> None:
+    """A message that is produced inside a savepoint is sent at once, whatever becomes of the savepoint."""
+    patch.setattr(SavepointWatch, "direct", True)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_write_savepoints.py::test_a_savepoint_that_the_library_cannot_see_aborts_both[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def driver_trusted_to_open_no_savepoint(patch: pytest.MonkeyPatch) -> None:
+    """An owner takes it that no savepoint is opened past SQLAlchemy, and asks the database for no witness."""
+    patch.setattr(PsycopgWitness, "doubtful", property(lambda _: False, lambda *_: None), raising=False)

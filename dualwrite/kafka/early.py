@@ -1,0 +1,46 @@
+"""Messages that wait for a savepoint: what the producer would refuse is refused when they are produced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from confluent_kafka import KafkaError
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.kafka.failures import Phase, failure_of
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import TransactionalProducer
+
+
+def refuse_early(
+    producer: TransactionalProducer,
+    topic: str,
+    values: Sequence[str | bytes | None],
+    keys: Sequence[str | bytes | None] | None = None,
+    *,
+    on_delivery: object = None,
+) -> None:
+    """Raise what the producer would certainly raise for these messages. It is not touched, and takes nothing.
+
+    Raises:
+        TransactionAborted: A message is greater than ``message.max.bytes``.
+        IllegalStateError: There is an ``on_delivery``, and the producer is in bulk mode.
+        ValueError: There are not as many keys as values.
+    """
+    if producer.bulk and on_delivery is not None:
+        raise IllegalStateError(
+            "a producer in bulk mode calls no on_delivery", transactional_id=producer.transactional_id
+        )
+    if keys is not None and len(keys) != len(values):
+        raise ValueError(f"{len(values)} values, {len(keys)} keys")
+    for value, key in zip(values, keys or repeat(None), strict=False):
+        if _size(value) + _size(key) > producer.max_message_bytes:
+            error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+            raise failure_of(error, Phase.PRODUCE, transactional_id=producer.transactional_id, subject=topic).error
+
+
+def _size(part: str | bytes | None) -> int:
+    return 0 if part is None else len(part.encode() if isinstance(part, str) else part)

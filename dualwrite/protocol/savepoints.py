@@ -1,0 +1,236 @@
+"""The savepoints of a dual write's database transaction, and the messages that wait for them.
+
+A message belongs to the savepoint that was open when it was produced, as a row does: it is sent once the outermost savepoint
+around it is released, and dropped when one around it is rolled back. A message that was sent cannot be taken back.
+
+Savepoints are read from the statements that the database has executed. What runs past the library is found out by a
+*witness*: a number that the database keeps inside the transaction, and that a rollback to a savepoint takes back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+Message = TypeVar("Message")
+
+_LONGEST_NAME: Final = 63  # bytes: PostgreSQL cuts longer ones, so that two may be one
+
+
+class Move(Enum):
+    """What a statement does with savepoints."""
+
+    OPEN = "SAVEPOINT"
+    RELEASE = "RELEASE SAVEPOINT"
+    ROLL_BACK = "ROLLBACK TO SAVEPOINT"
+
+
+class NotUnderstood(Exception):
+    """Which savepoints are open, and what became of their messages, cannot be told any more: both sides must abort."""
+
+
+# A statement can move savepoints only if it begins so; or if there are several in one text.
+_MAY_BEGIN: Final = re.compile(r"\s*(?:savepoint|release|rollback|--|/\*)", re.IGNORECASE)
+_WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
+_COMMENT: Final = re.compile(r"/\*|\*/")
+_TOKEN: Final = re.compile(
+    r"""
+      (?P<skipped>\s+|--[^\n]*)
+    | (?P<comment>/\*)
+    | (?P<quoted>"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[[^\]]*\])
+    | (?P<text>[eE]'(?:[^'\\]|''|\\.)*'|'(?:[^']|'')*')
+    | (?P<dollar>\$(?P<tag>(?:[^\W\d]\w*)?)\$.*?\$(?P=tag)\$)
+    | (?P<word>[^\W\d][\w$]*)
+    | (?P<end>;)
+    | (?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def moves_of(statement: str, *, quotes_keep_case: bool = True) -> Sequence[tuple[Move, str]]:
+    """What a text of one or more SQL statements does with savepoints, once it was executed.
+
+    Words inside texts, identifiers, comments and the bodies of functions are none.
+
+    Args:
+        statement: What is sent to the database.
+        quotes_keep_case: Whether names in quotes that differ in case are different (PostgreSQL), or the same (SQLite).
+
+    Returns:
+        The moves with the names of the savepoints, in order.
+
+    Raises:
+        NotUnderstood: One of the statements is about savepoints in a way that this function cannot read.
+    """
+    several = ";" in statement
+    if not several and _MAY_BEGIN.match(statement) is None:
+        return ()
+    if _WORDS.search(statement) is None:
+        return ()
+    found = (_move(tokens, quotes_keep_case=quotes_keep_case) for tokens in _statements(statement))
+    return [move for move in found if move is not None]
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+
+    def is_word(self, *words: str) -> bool:
+        return self.kind == "word" and self.text.lower() in words
+
+
+def _statements(text: str) -> Sequence[Sequence[_Token]]:
+    statements: list[list[_Token]] = [[]]
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        assert match is not None  # the last alternative takes any character
+        at = match.end()
+        kind = match.lastgroup if match.lastgroup != "tag" else "dollar"
+        if kind == "comment":
+            at = _end_of_comment(text, at)
+        elif kind == "end":
+            statements.append([])
+        elif kind not in {None, "skipped"}:
+            statements[-1].append(_Token(str(kind), match.group()))
+    return [tokens for tokens in statements if tokens]
+
+
+def _end_of_comment(text: str, at: int) -> int:
+    """Comments nest in PostgreSQL, and not in SQLite, where a savepoint behind nested ones is left to the witness."""
+    depth = 1
+    while depth and (match := _COMMENT.search(text, at)) is not None:
+        depth += 1 if match.group() == "/*" else -1
+        at = match.end()
+    return at if not depth else len(text)
+
+
+def _move(tokens: Sequence[_Token], *, quotes_keep_case: bool) -> tuple[Move, str] | None:
+    if any(token.kind == "text" and "\\'" in token.text and token.text[0] == "'" for token in tokens):
+        # Where it ends depends on PostgreSQL's standard_conforming_strings.
+        raise NotUnderstood("a text with savepoints and with a backslash before a quote")
+    first, rest = tokens[0], list(tokens[1:])
+    if first.is_word("savepoint"):
+        move = Move.OPEN
+    elif first.is_word("release"):
+        move = Move.RELEASE
+    elif first.is_word("rollback"):
+        if rest and rest[0].is_word("work", "transaction"):
+            rest.pop(0)
+        if not (rest and rest[0].is_word("to")):
+            return None  # of the whole transaction: found out elsewhere
+        rest.pop(0)
+        move = Move.ROLL_BACK
+    else:
+        return None
+    if move is not Move.OPEN and len(rest) > 1 and rest[0].is_word("savepoint"):
+        rest.pop(0)
+    if len(rest) != 1:
+        raise NotUnderstood(f"{move.value} with a name that cannot be read")
+    return move, _name(rest[0], quotes_keep_case=quotes_keep_case)
+
+
+def _name(token: _Token, *, quotes_keep_case: bool) -> str:
+    text = token.text
+    if token.kind == "word":
+        name = _lowered(text)
+    elif token.kind in {"quoted", "text"} and not text[0].isalpha():
+        quote = text[-1]
+        name = text[1:-1].replace(quote * 2, quote)
+        name = name if quotes_keep_case else _lowered(name)
+    else:
+        raise NotUnderstood(f"a savepoint's name that cannot be read: {text}")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise NotUnderstood(f"a savepoint's name of more than {_LONGEST_NAME} bytes")
+    return name
+
+
+def _lowered(name: str) -> str:
+    """As databases do: the letters of ASCII only."""
+    return name.encode().lower().decode()
+
+
+@dataclass
+class _Savepoint(Generic[Message]):
+    name: str
+    witness: int
+    messages: list[Message] = field(default_factory=list)
+
+
+class Savepoints(Generic[Message]):
+    """The open savepoints, the messages that belong to each, and those that may be sent.
+
+    Attributes:
+        witness: The number that the database must show now; 0 where it has none.
+    """
+
+    def __init__(self) -> None:
+        self.witness = 0
+        self._numbered = 0
+        self._open: list[_Savepoint[Message]] = []
+        self._free: list[Message] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether a message may be sent at once: no savepoint is open, and no other message comes before it."""
+        return not self._open and not self._free
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message waits: a savepoint is open."""
+        return bool(self._open)
+
+    @property
+    def needs_witness(self) -> bool:
+        """Whether a rollback to the innermost savepoint that runs unseen would take no witness back."""
+        return bool(self._open) and self.witness == self._open[-1].witness
+
+    def new_witness(self) -> int:
+        """The next number to give to the database; :attr:`witness` from now on. No number is used twice."""
+        self._numbered += 1
+        self.witness = self._numbered
+        return self.witness
+
+    def add(self, message: Message) -> None:
+        """A message is produced."""
+        (self._open[-1].messages if self._open else self._free).append(message)
+
+    def apply(self, move: Move, name: str) -> None:
+        """The database has executed a statement about a savepoint.
+
+        Raises:
+            NotUnderstood: It was opened in a way that was not seen.
+        """
+        if move is Move.OPEN:
+            self._open.append(_Savepoint(name, self.witness))
+            return
+        at = next((n for n in reversed(range(len(self._open))) if self._open[n].name == name), None)
+        if at is None:
+            raise NotUnderstood(f"{move.value} {name}, which was not seen to be opened")
+        if move is Move.RELEASE:
+            self._release(at)
+        else:
+            # The savepoint itself stays open; those inside it are gone.
+            self.witness = self._open[at].witness
+            self._open[at].messages.clear()
+            del self._open[at + 1 :]
+
+    def _release(self, at: int) -> None:
+        released = [message for savepoint in self._open[at:] for message in savepoint.messages]
+        del self._open[at:]
+        (self._open[-1].messages if self._open else self._free).extend(released)
+
+    def take(self) -> Sequence[Message]:
+        """The messages to send now, in the order in which they were produced; each is taken once."""
+        taken, self._free = self._free, []
+        return taken
+
+    def end(self) -> None:
+        """The database commits: what is still open counts as released."""
+        if self._open:
+            self._release(0)

@@ -1,0 +1,175 @@
+"""The savepoints of a connection, seen in the statements that it executes; and what runs past it, found out by a witness."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
+
+from sqlalchemy import Connection, event, exc
+from sqlalchemy.orm import Session
+
+from dualwrite.errors import IllegalStateError, TransactionAborted
+from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
+from dualwrite.stores.dialect import Standing
+from dualwrite.stores.failures import map_database_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy.orm import SessionTransaction
+
+    from dualwrite.ports import Message
+    from dualwrite.stores.dialect import Dialect
+
+_STEP: Final = (
+    "use connection.begin_nested() or session.begin_nested(), or execute SAVEPOINT, RELEASE and ROLLBACK TO one by one through "
+    "the SQLAlchemy connection"
+)
+
+
+_watched: WeakSet[Connection] = WeakSet()
+
+
+def _open_now(session: Session, transaction: SessionTransaction) -> None:
+    """Send a session's SAVEPOINT when its ``begin_nested()`` is called.
+
+    It would be sent with the session's next statement, and a message that is produced before that would not belong to it.
+    """
+    if transaction.nested and session.bind in _watched:
+        session.connection()
+
+
+class SavepointWatch:
+    """Watches one connection during one dual write. Implements :class:`dualwrite.ports.SavepointWatch`."""
+
+    def __init__(self, connection: Connection, dialect: Dialect, transactional_id: str) -> None:
+        self._connection = connection
+        self._dialect = dialect
+        self._id = transactional_id
+        self._savepoints: Savepoints[Message] = Savepoints()
+        self._witness = dialect.witness(connection)
+        self._unanswered: str | None = None
+        self._lost_track: str | None = None
+        if not event.contains(Session, "after_transaction_create", _open_now):
+            event.listen(Session, "after_transaction_create", _open_now)  # of all sessions: users bind their own, too
+        _watched.add(connection)
+        event.listen(connection, "before_cursor_execute", self._before)
+        event.listen(connection, "after_cursor_execute", self._after)
+
+    @property
+    def direct(self) -> bool:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        return self._savepoints.idle and not self._witness.doubtful and self._lost_track is None
+
+    @property
+    def holds(self) -> bool:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        return self._savepoints.holds
+
+    def add(self, message: Message) -> None:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        self._require_track()
+        if self._witness.doubtful or self._savepoints.needs_witness:
+            self._renew_witness()
+        self._savepoints.add(message)
+
+    def _renew_witness(self) -> None:
+        known = self._savepoints.witness
+        number = self._savepoints.new_witness()
+        driver = self._connection.connection.dbapi_connection
+        if driver is None or self._dialect.standing(driver) is not Standing.OPEN:
+            return  # nothing can be asked: unless it is rolled back in sight, this number will be missed at the end
+        try:
+            kept = self._witness.keep(self._connection, known, number)
+        except IllegalStateError:
+            self._savepoints.witness = known
+            raise
+        except exc.SQLAlchemyError as error:
+            raise self._mapped(error) from error
+        if not kept:
+            self._lost_track = _TAKEN_BACK
+            self._require_track()
+
+    def take(self) -> Sequence[Message]:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        return self._savepoints.take()
+
+    def finish(self) -> None:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        self._judge_unanswered()
+        self._require_track()
+        if self._savepoints.witness:
+            try:
+                shown = self._witness.shows(self._connection, self._savepoints.witness)
+            except exc.SQLAlchemyError as error:
+                raise self._mapped(error) from error
+            if not shown:
+                self._lost_track = _TAKEN_BACK
+                self._require_track()
+        self._savepoints.end()
+        self.stop()
+
+    def stop(self) -> None:
+        """See :class:`dualwrite.ports.SavepointWatch`."""
+        _watched.discard(self._connection)
+        for name, listener in (("before_cursor_execute", self._before), ("after_cursor_execute", self._after)):
+            if event.contains(self._connection, name, listener):
+                event.remove(self._connection, name, listener)
+        self._witness.stop()
+
+    def _before(self, connection: object, cursor: object, statement: str, *others: object) -> None:
+        del connection, cursor
+        self._judge_unanswered()
+        self._unanswered = statement
+        self._witness.expect(many=_is_executemany(others))
+
+    def _after(self, connection: object, cursor: object, statement: str, *others: object) -> None:
+        del connection, cursor
+        self._unanswered = None
+        self._witness.seen()
+        try:
+            moves = self._moves_of(statement)
+            if moves and _is_executemany(others):
+                raise NotUnderstood("a savepoint in executemany()")
+            for move, name in moves:
+                self._savepoints.apply(move, name)
+        except NotUnderstood as error:
+            self._lost_track = self._lost_track or str(error)
+
+    def _moves_of(self, statement: str) -> Sequence[tuple[Move, str]]:
+        return moves_of(statement, quotes_keep_case=self._dialect.quotes_keep_case)
+
+    def _judge_unanswered(self) -> None:
+        """A text of several statements that has failed may have executed the first of them."""
+        statement, self._unanswered = self._unanswered, None
+        if statement is None or ";" not in statement:
+            return
+        try:
+            moves = self._moves_of(statement)
+        except NotUnderstood as error:
+            self._lost_track = self._lost_track or str(error)
+            return
+        if moves:
+            self._lost_track = self._lost_track or "a text of several statements, savepoints among them, has failed"
+
+    def _require_track(self) -> None:
+        if self._lost_track is not None:
+            raise TransactionAborted(
+                f"which messages belong to a savepoint that was rolled back is not known: {self._lost_track}",
+                transactional_id=self._id,
+                next_step=_STEP,
+                retryable=False,
+            )
+
+    def _mapped(self, error: exc.SQLAlchemyError) -> Exception:
+        return map_database_error(error, self._connection.engine, transactional_id=self._id)
+
+
+def _is_executemany(arguments: Sequence[object]) -> bool:
+    """The last argument of SQLAlchemy's listeners."""
+    return bool(arguments[-1])
+
+
+_TAKEN_BACK: Final = (
+    "a savepoint, or the whole transaction, was rolled back past SQLAlchemy after a message was produced"
+)

@@ -1,0 +1,178 @@
+"""What the driver does past SQLAlchemy: noticed, and told from what a rollback to a savepoint has taken back.
+
+A *witness* is a number that the database keeps in the transaction that is open. A rollback to a savepoint takes it back as it
+does a row, whoever sends it and by whatever way.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from sqlalchemy import text
+
+from dualwrite.errors import IllegalStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from sqlalchemy import Connection
+
+_ACTIVE: Final = 1
+
+
+class Witness(Protocol):
+    """The witness of one dual write."""
+
+    doubtful: bool
+    """Whether a statement may have run past SQLAlchemy since the last :meth:`keep`."""
+
+    def expect(self, *, many: bool) -> None:
+        """SQLAlchemy is about to execute a statement, perhaps many times."""
+        ...
+
+    def seen(self) -> None:
+        """It has executed it."""
+        ...
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        """Let the database keep the number instead of the known one (0: none). False where it shows another one.
+
+        Raises:
+            IllegalStateError: The connection is busy with a COPY, or a pipeline.
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        """Whether the database shows that number.
+
+        Raises:
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Notice nothing any more. May be called more than once."""
+        ...
+
+
+class _Psycopg(Protocol):
+    """What is used of a ``psycopg.Connection``."""
+
+    @property
+    def pgconn(self) -> _PGconn: ...
+
+    def wait(self, gen: Generator[object, object, object], *args: object, **kwargs: object) -> object: ...
+
+
+class _PGconn(Protocol):
+    @property
+    def transaction_status(self) -> int: ...
+
+
+_SHOWN: Final = "coalesce(nullif(current_setting('dualwrite.witness', true), ''), '0') = :known"
+_KEEP: Final = text(f"SELECT CASE WHEN {_SHOWN} THEN set_config('dualwrite.witness', :number, true) END")
+_SHOWS: Final = text(f"SELECT {_SHOWN}")
+
+
+class PsycopgWitness:
+    """The witness is a setting of the transaction. A statement past SQLAlchemy is a call of ``wait`` that it did not expect.
+
+    psycopg passes everything that it exchanges with the server through ``Connection.wait``: cursors, COPY, and its own
+    ``transaction()``.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.doubtful = False
+        self._driver = cast("_Psycopg", connection.connection.dbapi_connection)
+        self._wait = self._driver.wait
+        self._expected = 0.0
+        self._driver.wait = self._noticing  # type: ignore[method-assign]
+
+    def _noticing(self, gen: Generator[object, object, object], *args: object, **kwargs: object) -> object:
+        if self._expected:
+            self._expected -= 1
+        else:
+            self.doubtful = True
+        try:
+            return self._wait(gen, *args, **kwargs)
+        except BaseException:
+            self._expected = 0
+            raise
+
+    def expect(self, *, many: bool) -> None:
+        """See :class:`Witness`. ``execute`` waits once, ``executemany`` for each batch."""
+        self._expected = float("inf") if many else 1
+
+    def seen(self) -> None:
+        """See :class:`Witness`."""
+        self._expected = 0
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        """See :class:`Witness`."""
+        if self._driver.pgconn.transaction_status == _ACTIVE:
+            raise IllegalStateError(
+                "whether a savepoint is open cannot be asked while the driver's connection is in a COPY or a pipeline",
+                next_step="produce before it begins or after it has ended",
+            )
+        found = connection.scalar(_KEEP, {"known": str(known), "number": str(number)})
+        self.doubtful = False
+        return found is not None
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        """See :class:`Witness`."""
+        return bool(connection.scalar(_SHOWS, {"known": str(number)}))
+
+    def stop(self) -> None:
+        """See :class:`Witness`."""
+        vars(self._driver).pop("wait", None)
+
+
+_MAKE: Final = "CREATE TEMPORARY TABLE IF NOT EXISTS dualwrite_witness (id INTEGER PRIMARY KEY, number INTEGER)"
+_BEGIN: Final = "INSERT OR REPLACE INTO temp.dualwrite_witness VALUES (1, ?)"
+_RENEW: Final = "UPDATE temp.dualwrite_witness SET number = ? WHERE id = 1 AND number = ?"
+_FIND: Final = "SELECT 1 FROM temp.dualwrite_witness WHERE id = 1 AND number = ?"
+
+
+class SqliteWitness:
+    """The witness is a row of a temporary table. The driver tells nobody of its statements, so each message renews it.
+
+    That costs microseconds: the database is in this process.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.doubtful = True
+        self._cursor = cast("sqlite3.Connection", connection.connection.dbapi_connection).cursor()
+
+    def expect(self, *, many: bool) -> None:
+        """Nothing to do."""
+        del many
+
+    def seen(self) -> None:
+        """Nothing to do."""
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        """See :class:`Witness`."""
+        del connection
+        if not known:
+            self._cursor.execute(_MAKE)
+            self._cursor.execute(_BEGIN, (number,))
+            return True
+        try:
+            self._cursor.execute(_RENEW, (number, known))
+        except sqlite3.OperationalError:  # the table was made after what was rolled back
+            return False
+        return self._cursor.rowcount == 1
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        """See :class:`Witness`."""
+        del connection
+        try:
+            return self._cursor.execute(_FIND, (number,)).fetchone() is not None
+        except sqlite3.OperationalError:
+            return False
+
+    def stop(self) -> None:
+        """See :class:`Witness`."""
+        self._cursor.close()
