@@ -234,9 +234,9 @@ class DualWrite:
         failpoints.hit("batch.handed_over")
 
     def _prepare(self) -> PreparedTxnState:
-        self._require_no_refusal()
         if self._session is not None:
             self._session.flush()
+        self._require_no_refusal()
         if self._savepoints is not None:
             self._savepoints.finish()
             self._send_released()
