@@ -22,6 +22,7 @@ from dualwrite.errors import (
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
+    from dualwrite.forgetting import ForgetReport, forget
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.recovery import RecoveryReport, recover
     from dualwrite.transaction import Transaction
@@ -36,6 +37,7 @@ __all__ = [
     "DualWriter",
     "Fenced",
     "FirstOffset",
+    "ForgetReport",
     "IllegalStateError",
     "OutcomeUnverifiable",
     "PreparedTxnState",
@@ -45,14 +47,17 @@ __all__ = [
     "TransactionInDoubt",
     "TransactionalProducer",
     "Unavailable",
+    "forget",
     "recover",
 ]
 
 _LAZY = {
     "DualWriter": "dualwrite.writer",
+    "ForgetReport": "dualwrite.forgetting",
     "RecoveryReport": "dualwrite.recovery",
     "Transaction": "dualwrite.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",
+    "forget": "dualwrite.forgetting",
     "recover": "dualwrite.recovery",
 }
 

@@ -10,6 +10,7 @@ import click
 COMMANDS: Final = {
     "acknowledge": ("dualwrite.cli.acknowledge", "Note that a person has looked at a loss."),
     "batches": ("dualwrite.cli.batches", "Show what Spark sinks have written, batch by batch."),
+    "forget": ("dualwrite.cli.forget", "Delete ids that never come back, and old incidents."),
     "migrate": ("dualwrite.cli.migrate", "Make or upgrade the library's tables."),
     "recover": ("dualwrite.cli.recover", "Settle what dead owners left."),
     "status": ("dualwrite.cli.status", "Show what is unsettled."),

@@ -33,7 +33,12 @@ def engine_of(engine: Engine | str) -> Engine:
         raise _no_engine(engine)
     with _refused():
         url = make_url(engine)
-        return create_engine(url, connect_args=liveness_of(url))
+        return create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+
+
+def _unprepared(url: URL) -> Mapping[str, None]:
+    """No URL can say it: no statements prepared by name, since a pooler may give the next transaction another connection."""
+    return {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
 
 
 def liveness_of(url: URL) -> Mapping[str, int]:

@@ -220,6 +220,16 @@ _ADVICE: Final = {
 }
 
 
+def grants_to_delete(error: BaseException | None, engine: Engine, schema: str | None) -> str | None:
+    """What allows to delete rows, if the error says that this right is missing."""
+    if not isinstance(error, exc.SQLAlchemyError) or meaning_of(error) is not Meaning.PRIVILEGE:
+        return None
+    prefix = f'"{schema}".' if schema is not None else ""
+    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE))
+    role = "the role" if engine.url.username is None else f'"{engine.url.username}"'
+    return f"as the owner of the tables: GRANT SELECT, DELETE ON {tables} TO {role}"
+
+
 def _grants(engine: Engine | None, schema: str | None) -> str:
     role = '"the application"' if engine is None or engine.url.username is None else f'"{engine.url.username}"'
     prefix = f'"{schema}".' if schema is not None else ""

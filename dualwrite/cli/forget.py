@@ -1,0 +1,80 @@
+"""``dualwrite forget``: delete what nobody needs any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import click
+
+from dualwrite import forgetting
+from dualwrite.cli.connection import database_options, kafka_options
+from dualwrite.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
+from dualwrite.cli.report import report_console
+from dualwrite.forgetting import UNTOUCHED_FOR_S
+
+_DAY_S = 86400.0
+
+
+@click.command()
+@click.argument("transactional_id", required=False)
+@click.option("--prefix", help="All ids that begin so.")
+@click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+@click.option(
+    "--untouched-for",
+    "untouched_for_days",
+    default=UNTOUCHED_FOR_S / _DAY_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Keep what was written, or acknowledged, less than this many days ago.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds for the questions to Kafka.")
+@database_options
+@kafka_options
+@exit_code_for_errors
+def forget(
+    *,
+    transactional_id: str | None,
+    prefix: str | None,
+    everything: bool,
+    untouched_for_days: float,
+    dry_run: bool,
+    as_json: bool,
+    timeout_s: float,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Delete the rows of ids that never come back, and incidents that were acknowledged long ago.
+
+    Ids with anything unsettled, with a loss that nobody has acknowledged, in use, or used not long ago stay, and all ids of
+    their writer with them. Needs the right to DELETE.
+
+    Exit code: 0 done (with --dry-run: shown), 3 something is unsettled and stays, 5 a server does not answer, 1 another error.
+    """
+    if sum([transactional_id is not None, prefix is not None, everything]) != 1:
+        raise click.UsageError("give one of: a transactional id, --prefix, --all")
+    report = forgetting.forget(
+        transactional_id,
+        kafka=kafka,
+        engine=url,
+        schema=schema,
+        prefix=prefix,
+        untouched_for_s=untouched_for_days * _DAY_S,
+        dry_run=dry_run,
+        timeout_s=timeout_s,
+    )
+    if as_json:
+        document = {"forgotten": report.forgotten, "kept": report.kept, "incidents": report.incidents}
+        click.echo(json.dumps(document, indent=2))
+    else:
+        out = report_console()
+        for name in report.forgotten:
+            out.print(f"{name}: {'would be forgotten' if dry_run else 'forgotten'}")
+        for name, why in report.kept.items():
+            out.print(f"{name}: stays: {why}")
+        out.print(f"{len(report.forgotten)} ids, {report.incidents} incidents; {len(report.kept)} ids stay")
+    if report.unsettled:
+        raise SystemExit(NEEDS_RECOVERY)

@@ -1,0 +1,137 @@
+"""Forgetting: ids whose writers will not come back, and incidents that somebody has looked at long ago.
+
+Every name that was ever used keeps its row, and every loss its incident. Where names come and go (one for each tenant, batch
+or host), the tables grow for ever without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from dualwrite import recovery
+from dualwrite.lane import lane_id
+from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
+from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.forgetting import Forgetting, before
+from dualwrite.stores.schema import check_schema
+from dualwrite.stores.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from dualwrite.ports import StateRow
+    from dualwrite.recovery import IdStatus
+
+UNTOUCHED_FOR_S: Final = 30 * 86400.0
+_ENDED: Final = frozenset(
+    {
+        TransactionStatus.EMPTY,
+        TransactionStatus.COMPLETE_COMMIT,
+        TransactionStatus.COMPLETE_ABORT,
+        TransactionStatus.NO_SUCH_ID,
+        TransactionStatus.DEAD,
+    }
+)
+
+
+@dataclass
+class ForgetReport:
+    """What :func:`forget` did, or, in a dry run, would do.
+
+    Attributes:
+        forgotten: The ids whose rows are gone.
+        kept: The ids that stay, and why.
+        unsettled: Those of them with something that recovery is to settle first.
+        incidents: How many acknowledged incidents are gone.
+    """
+
+    forgotten: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    unsettled: list[str] = field(default_factory=list)
+    incidents: int = 0
+
+
+def forget(
+    transactional_id: str | None = None,
+    *,
+    kafka: Mapping[str, object],
+    engine: Engine | str,
+    schema: str | None = None,
+    prefix: str | None = None,
+    untouched_for_s: float = UNTOUCHED_FOR_S,
+    dry_run: bool = False,
+    timeout_s: float = 60.0,
+) -> ForgetReport:
+    """Delete the rows of ids that never come back, and incidents that were acknowledged long ago.
+
+    An id stays if anything of it is unsettled, a loss of it is not acknowledged, a worker holds it, or its row was written not
+    long ago; and so do all ids of its writer. May be called at any time. A writer that is open all the same, and was idle for
+    so long, is fenced: its next dual write aborts on both sides. A name that was forgotten may be used again.
+
+    Args:
+        transactional_id: One writer's id, with its lanes; not together with ``prefix``.
+        kafka: librdkafka configuration.
+        engine: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
+        schema: The database schema of the library's tables.
+        prefix: All ids that begin so; all ids if neither is given.
+        untouched_for_s: How long nobody must have written the row, or looked at the incident, in seconds.
+        dry_run: Only find out what would be done.
+        timeout_s: Bounds the questions to Kafka, in seconds.
+
+    Returns:
+        The report. Durable on return.
+
+    Raises:
+        ConfigurationError: The tables, a row, the cluster or a right is not as it should be.
+        Unavailable: A server does not answer in time.
+    """
+    if transactional_id is not None and prefix is not None:
+        raise TypeError("transactional_id and prefix exclude each other")
+    used = engine_of(engine)
+    try:
+        check_schema(used, schema)
+        store, forgetting = SqlStateStore(used, schema=schema), Forgetting(used, schema)
+        now = forgetting.now()
+        rows = {row.transactional_id: row for row in _select(store, transactional_id, prefix)}
+        # Read before Kafka is asked: a row that anybody has written since is not deleted.
+        found = recovery.status(
+            transactional_id, kafka=kafka, engine=used, schema=schema, prefix=prefix, timeout_s=timeout_s
+        )
+        unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}
+        told = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
+        leased = forgetting.leased()
+        facts = {
+            name: Facts(
+                untouched_for_s=(now - row.updated_at).total_seconds(),
+                unsettled=name in unsettled,
+                leased=name in leased,
+                has_open_incident=name in told,
+            )
+            for name, row in rows.items()
+        }
+        report = ForgetReport(kept=dict(reasons_to_keep(facts, untouched_for_s)), unsettled=sorted(unsettled))
+        for names in by_writer(rows.keys() - report.kept.keys()).values():
+            if dry_run or forgetting.forget([rows[name] for name in names]):
+                report.forgotten += names
+            else:
+                report.kept |= dict.fromkeys(names, "used just now")
+        report.incidents = forgetting.forget_incidents(
+            prefix or "", before(now, untouched_for_s), dry_run=dry_run, name=transactional_id
+        )
+        return report
+    finally:
+        if used is not engine:
+            used.dispose()
+
+
+def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
+    if transactional_id is None:
+        return store.find(prefix or "")
+    return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
+
+
+def _is_unsettled(item: IdStatus) -> bool:
+    return item.needs_recovery or item.kafka_status not in _ENDED

@@ -1,0 +1,56 @@
+"""Which transactional ids may be forgotten: those that nobody uses, that have nothing unsettled and nothing untold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one id.
+
+    Attributes:
+        untouched_for_s: Since its row was last written.
+        unsettled: Whether recovery would change something, or a transaction of it is open in Kafka or the database.
+        leased: Whether a worker holds its slot, or may go on with it.
+        has_open_incident: Whether a loss of it is recorded that nobody has acknowledged.
+    """
+
+    untouched_for_s: float
+    unsettled: bool = False
+    leased: bool = False
+    has_open_incident: bool = False
+
+
+def reason_to_keep(facts: Facts, untouched_for_s: float) -> str | None:
+    """Why the id must stay, the most urgent reason first; None if it may go."""
+    if facts.unsettled:
+        return "unsettled: run dualwrite recover"
+    if facts.has_open_incident:
+        return "a loss that nobody has acknowledged: see dualwrite status"
+    if facts.leased:
+        return "a worker holds it"
+    if facts.untouched_for_s < untouched_for_s:
+        return f"used {facts.untouched_for_s / 86400:.1f} days ago"
+    return None
+
+
+def writer_of(transactional_id: str) -> str:
+    """The name of the writer, or of the pool, that an id belongs to: lanes and slots are ``name#number``."""
+    return transactional_id.partition("#")[0]
+
+
+def reasons_to_keep(facts: Mapping[str, Facts], untouched_for_s: float) -> Mapping[str, str]:
+    """Why ids must stay, by id. Those of one writer stay together: a lane without its first lane has no guard."""
+    own = {name: reason_to_keep(found, untouched_for_s) for name, found in facts.items()}
+    kept = {writer_of(name) for name, why in own.items() if why is not None}
+    return {name: why or "another id of its writer stays" for name, why in own.items() if writer_of(name) in kept}
+
+
+def by_writer(transactional_ids: Iterable[str]) -> Mapping[str, list[str]]:
+    """The ids of each writer, in order."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(transactional_ids):
+        found.setdefault(writer_of(name), []).append(name)
+    return found

@@ -1,0 +1,138 @@
+"""The SQL of forgetting: rows of ids that never come back, and incidents that somebody has looked at long ago."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.stores.clock import database_now
+from dualwrite.stores.failures import grants_to_delete
+from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
+from dualwrite.stores.tables import declare_tables
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from dualwrite.ports import StateRow
+
+Result = TypeVar("Result")
+
+
+class _InUseError(Exception):
+    """A row has changed since it was looked at."""
+
+
+class Forgetting:
+    """Deletes what nobody needs any more, in short transactions of its own.
+
+    Args:
+        engine: The database.
+        schema: The schema of the library's tables.
+
+    Raises:
+        ConfigurationError: From its methods: a right is missing; the message holds the ``GRANT``.
+        Unavailable: From its methods: the database does not answer.
+    """
+
+    def __init__(self, engine: Engine, schema: str | None = None) -> None:
+        self._engine = engine
+        self._dialect = dialect_of(engine)
+        self._tables = declare_tables(schema)
+        self._own = ShortTransactions(engine, self._dialect, self._tables)
+
+    def now(self) -> datetime:
+        """The database's time."""
+
+        def ask(connection: Connection) -> datetime:
+            moment: datetime = connection.execute(select(database_now())).scalar_one()
+            return moment
+
+        return self._own.read(ask)
+
+    def leased(self) -> set[str]:
+        """The ids of slots that somebody holds, or may go on with."""
+        slot = self._tables.slot
+        statement = select(slot.c.transactional_id).where(self._is_leased())
+        return self._own.read(lambda connection: set(connection.scalars(statement)))
+
+    def _is_leased(self) -> ColumnElement[bool]:
+        slot, now = self._tables.slot, database_now()
+        return or_(slot.c.lease_until > now, slot.c.kept_until > now)
+
+    def forget(self, rows: Sequence[StateRow]) -> bool:
+        """Delete the rows and their slots, all or none. Durable on return.
+
+        A writer that is open nevertheless is fenced by it: its next dual write aborts on both sides.
+
+        Returns:
+            False: somebody has used one of them since it was read, or holds its slot. Nothing was deleted.
+        """
+
+        def work(connection: Connection) -> bool:
+            state, slot = self._tables.state, self._tables.slot
+            for row in rows:
+                unchanged = and_(
+                    state.c.transactional_id == row.transactional_id,
+                    state.c.namespace == row.namespace,
+                    state.c.incarnation == row.incarnation,
+                    state.c.updated_at == row.updated_at,
+                )
+                if connection.execute(delete(state).where(unchanged)).rowcount != 1:
+                    raise _InUseError
+                of_row = slot.c.transactional_id == row.transactional_id
+                connection.execute(delete(slot).where(of_row, ~func.coalesce(self._is_leased(), False)))
+                if connection.scalar(select(func.count()).where(of_row)):
+                    raise _InUseError
+            return True
+
+        try:
+            return self._permitted(lambda: self._own.run(work))
+        except _InUseError:
+            return False
+
+    def forget_incidents(
+        self, prefix: str, acknowledged_before: datetime, *, dry_run: bool, name: str | None = None
+    ) -> int:
+        """Delete incidents that were acknowledged before that moment. Durable on return.
+
+        Args:
+            prefix: Of ids that begin so.
+            acknowledged_before: By the database's clock.
+            dry_run: Only count them.
+            name: One writer's id with its lanes, instead of the prefix.
+
+        Returns:
+            How many.
+        """
+        incident = self._tables.incident
+        column = incident.c.transactional_id
+        chosen = (
+            self._dialect.begins_with(column, prefix)
+            if name is None
+            else or_(column == name, self._dialect.begins_with(column, f"{name}#"))
+        )
+        old = and_(chosen, incident.c.acknowledged_at < acknowledged_before)
+        if dry_run:
+            count = select(func.count()).select_from(incident).where(old)
+            return self._own.read(lambda connection: connection.scalar(count) or 0)
+        return self._permitted(
+            lambda: self._own.run(lambda connection: connection.execute(delete(incident).where(old)).rowcount)
+        )
+
+    def _permitted(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except ConfigurationError as error:
+            step = grants_to_delete(error.__cause__, self._engine, self._tables.schema)
+            if step is None:
+                raise
+            raise ConfigurationError(error.what, next_step=step) from error
+
+
+def before(moment: datetime, seconds: float) -> datetime:
+    """So many seconds before."""
+    return moment - timedelta(seconds=seconds)

@@ -1,0 +1,166 @@
+"""``dualwrite forget``: what goes, what stays and why, on real servers."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from harness.checker import Case
+from sqlalchemy import insert, make_url, text
+
+from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
+from dualwrite.cli.group import commands
+from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing.reading import read_committed
+
+MONTH_S = 30 * 86400.0
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), partition=0)
+        tx.connection.execute(insert(orders).values(id=number))
+
+
+def names(engine):
+    return [row.transactional_id for row in SqlStateStore(engine).find("")]
+
+
+def age(engine, *, days=40):
+    """Make everything older, as time does."""
+    when = "now() - make_interval(days => :days)"
+    if engine.dialect.name == "sqlite":
+        when = "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || :days || ' days')"
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE kafka_transaction_state SET updated_at = {when}"), {"days": days})
+        connection.execute(
+            text(f"UPDATE dualwrite_incident SET acknowledged_at = {when} WHERE acknowledged_at IS NOT NULL"),
+            {"days": days},
+        )
+
+
+def test_a_writer_that_never_comes_back_is_forgotten_and_its_name_may_be_used_again(
+    kafka, engine, url, orders, dualwrite_topic
+):
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+    assert names(engine) == ["orders", "orders#1"]
+    assert forget("orders", kafka=kafka, engine=engine).kept.keys() == {"orders", "orders#1"}, "it is young"
+    age(engine)
+    assert forget("orders", kafka=kafka, engine=url, dry_run=True).forgotten == ["orders", "orders#1"]
+    assert names(engine) == ["orders", "orders#1"], "a dry run deletes nothing"
+    assert forget("orders", kafka=kafka, engine=url).forgotten == ["orders", "orders#1"]
+    assert names(engine) == []
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+        write(writer, dualwrite_topic, orders, 2)
+    assert sorted(record.value for record in read_committed(kafka, dualwrite_topic)) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, url, dualwrite_topic):
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    case.run(failpoint="write.decided:2", killed=True)
+    age(engine)
+    report = forget(kafka=kafka, engine=engine)
+    assert report.forgotten == []
+    assert "recover" in report.kept["case"]
+    assert report.unsettled == ["case"]
+    recover(kafka=kafka, engine=engine)
+    age(engine)
+    assert forget(kafka=kafka, engine=engine).kept == {}
+    assert {record.value for record in read_committed(kafka, dualwrite_topic)}
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_an_open_writer_that_was_idle_for_so_long_is_fenced_and_tears_nothing(kafka, engine, orders, dualwrite_topic):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        age(engine)
+        assert forget("orders", kafka=kafka, engine=engine).forgotten == ["orders"]
+        with pytest.raises(Fenced):
+            write(writer, dualwrite_topic, orders, 2)
+    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"1"]
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_writer_that_writes_meanwhile_stays(kafka, engine, orders, dualwrite_topic, monkeypatch):
+    from dualwrite import recovery
+
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        age(engine)
+        real = recovery.status
+
+        def status(*args, **kwargs):
+            found = real(*args, **kwargs)
+            write(writer, dualwrite_topic, orders, 2)
+            return found
+
+        monkeypatch.setattr(recovery, "status", status)
+        assert forget("orders", kafka=kafka, engine=engine).kept == {"orders": "used just now"}
+        write(writer, dualwrite_topic, orders, 3)
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody_holds_them(kafka, engine, url):
+    store = SqlStateStore(engine)
+    cluster_id = None
+    with DualWriter("probe", kafka=kafka, engine=engine, max_lanes=1):
+        cluster_id = store.read(["probe"])[0].cluster_id
+    with engine.begin() as connection:
+        for name, acknowledged in (("orders", "now()"), ("untold", "NULL")):
+            connection.execute(
+                text(
+                    "INSERT INTO dualwrite_incident (transactional_id, state_sha256, prepared_transaction_state, outcome, "
+                    f"detail, acknowledged_at) VALUES ('{name}', 'x', '', 'lost', 'd', {acknowledged})"
+                )
+            )
+    store.claim(["untold"], owner="test", cluster_id=cluster_id)
+    pool = SlotPool(engine, "pool")
+    held = pool.lease("worker 1", 600)
+    store.claim([held.transactional_id], owner="test", cluster_id=cluster_id)
+    age(engine)
+    report = forget(kafka=kafka, engine=url)
+    assert report.incidents == 1
+    assert report.forgotten == ["probe"]
+    assert set(report.kept) == {"pool#1", "untold"}
+    pool.release({held.transactional_id: held.owner})
+    free = forget(prefix="pool", kafka=kafka, engine=url)
+    assert free.forgotten == ["pool#1"]
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM dualwrite_slot")) == 0
+        assert connection.scalar(text("SELECT string_agg(transactional_id, ' ') FROM dualwrite_incident")) == "untold"
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka, engine, url):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1):
+        pass
+    age(engine)
+
+    def run(*arguments, at=url):
+        return CliRunner().invoke(
+            commands, ["forget", *arguments, "--url", at, "--bootstrap-server", kafka["bootstrap.servers"]]
+        )
+
+    assert run().exit_code == 2
+    dry = run("--all", "--dry-run")
+    assert (dry.exit_code, "orders: would be forgotten" in dry.output) == (0, True), dry.output
+    role = "clerk_" + make_url(url).database.rpartition("_")[2]
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'clerk'"))
+        connection.execute(text(f"GRANT SELECT, UPDATE ON ALL TABLES IN SCHEMA public TO {role}"))
+    as_clerk = make_url(url).set(username=role, password="clerk").render_as_string(hide_password=False)
+    with pytest.raises(
+        ConfigurationError, match=f'GRANT SELECT, DELETE ON .*dualwrite_incident.* TO "{role}"'
+    ) as caught:
+        forget("orders", kafka=kafka, engine=as_clerk)
+    grant = caught.value.next_step.partition(": ")[2]
+    with engine.begin() as connection:
+        connection.execute(text(grant))
+    done = run("orders", "--json", at=as_clerk)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output) == {"forgotten": ["orders"], "kept": {}, "incidents": 0}
+    with engine.begin() as connection:
+        connection.execute(text(f"DROP OWNED BY {role}"))
+        connection.execute(text(f"DROP ROLE {role}"))

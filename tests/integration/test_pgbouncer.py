@@ -1,0 +1,114 @@
+"""Behind a real PgBouncer, which gives each transaction another connection. Left out where it is not installed."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness.checker import Case
+from harness.patience import PATIENCE_S
+from harness.pgbouncer import PROGRAM, PgBouncer
+from sqlalchemy import create_engine, insert, select, text
+
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, failpoints, recover
+from dualwrite.testing import PostgresProxy
+from dualwrite.testing.reading import read_committed
+
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer"),
+    pytest.mark.parametrize("url", ["postgresql"], indirect=True),
+]
+
+
+@pytest.fixture
+def bouncer(tmp_path, url):
+    with PgBouncer(tmp_path, url) as bouncer:
+        yield bouncer
+
+
+def write(writer, topic, orders, number):
+    with writer.transaction() as tx:
+        tx.connection.execute(insert(orders).values(id=number))
+        tx.produce(topic, value=str(number), partition=0)
+
+
+def both(kafka, topic, engine, orders):
+    with engine.connect() as connection:
+        rows = sorted(connection.execute(select(orders.c.id)).scalars())
+    assert sorted(int(record.value) for record in read_committed(kafka, topic)) == rows
+    return rows
+
+
+def test_dual_writes_share_connections_and_leave_no_setting_on_them(bouncer, kafka, engine, orders, dualwrite_topic):
+    """By URL, as the commands connect too: no statement is prepared under a name on a connection that others get next."""
+    with DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=4) as writer, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: write(writer, dualwrite_topic, orders, number), range(40)))
+    assert both(kafka, dualwrite_topic, engine, orders) == list(range(40))
+    through = create_engine(bouncer.url, connect_args={"prepare_threshold": None})
+    with through.connect() as connection:
+        for name in ("idle_in_transaction_session_timeout", "transaction_timeout"):
+            assert connection.scalar(text(f"SHOW {name}")) == "0"
+        assert connection.scalar(text("SELECT count(*) FROM pg_prepared_statements")) == 0
+    through.dispose()
+
+
+def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_path, dualwrite_topic):
+    directory = tmp_path / "case"
+    directory.mkdir()
+    case = Case(directory, kafka, bouncer.url, dualwrite_topic)
+    case.run(failpoint="write.decided:2", killed=True)
+    assert recover(kafka=kafka, engine=bouncer.url).rolled_forward == ["case"]
+    assert case.verify() == {"w1-0", "w1-1"}
+
+
+def test_an_owner_that_is_paused_before_its_commit_has_decided_nothing(
+    bouncer, kafka, engine, orders, dualwrite_topic, monkeypatch
+):
+    hit = failpoints.hit
+
+    def paused(name):
+        hit(name)
+        if name == "write.recorded":
+            with engine.connect() as connection:  # until the server has ended the session
+                while connection.scalar(
+                    text(
+                        "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND pid <> pg_backend_pid()"
+                    )
+                ):
+                    connection.rollback()
+
+    with DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1, margin_s=0.5) as writer:
+        monkeypatch.setattr(failpoints, "hit", paused)
+        with pytest.raises(TransactionAborted):
+            write(writer, dualwrite_topic, orders, 1)
+        monkeypatch.setattr(failpoints, "hit", hit)
+        write(writer, dualwrite_topic, orders, 2)
+    assert both(kafka, dualwrite_topic, engine, orders) == [2]
+
+
+def test_a_pooler_that_is_killed_in_a_commit_is_asked_when_it_is_back(
+    tmp_path, dualwrite_postgres, kafka, url, engine, orders, dualwrite_topic
+):
+    with (
+        PostgresProxy(dualwrite_postgres) as proxy,
+        PgBouncer(tmp_path, proxy.url(url)) as bouncer,
+        DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1, timeout_s=PATIENCE_S) as writer,
+    ):
+        write(writer, dualwrite_topic, orders, 1)
+        rule = proxy.on("COMMIT").hold_answer()
+        thread = threading.Thread(target=write, args=(writer, dualwrite_topic, orders, 2))
+        thread.start()
+        rule.wait(PATIENCE_S)
+        bouncer.kill()
+        rule.cut()
+        bouncer.start()
+        thread.join(PATIENCE_S)
+        write(writer, dualwrite_topic, orders, 3)
+    assert both(kafka, dualwrite_topic, engine, orders) == [1, 2, 3]
+
+
+def test_pooling_by_statement_is_refused(tmp_path, kafka, url, engine, orders):
+    with (
+        PgBouncer(tmp_path, url, pool_mode="statement") as bouncer,
+        pytest.raises(ConfigurationError, match="pool_mode"),
+    ):
+        DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1).open()
