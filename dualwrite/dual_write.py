@@ -292,6 +292,7 @@ class DualWrite:
         self._machine.apply(WriteEvent.RECORD)
         failpoints.hit("write.recorded")
         if allowance is not None:
+            self._lane.producer.require_still_open()
             self._require_time(allowance if allowance.fits(self._left_s()) else None)
         return answer
 

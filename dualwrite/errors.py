@@ -127,10 +127,13 @@ class TransactionInDoubt(DualWriteError):
 
 
 class CompletionPending(DualWriteError):
-    """The database has committed; Kafka's messages will become visible, by this process or by the next recovery."""
+    """The database has committed; Kafka has not answered yet. This process or the next recovery completes it, or finds it lost.
+
+    ``outcome`` is ``decided`` where Kafka shows that it is going to be committed, and ``unknown`` where it could not be asked.
+    """
 
     outcome = "decided"
-    advice = "a success that will become visible: do not run the work again"
+    advice = "the messages will become visible: do not run the work again"
 
 
 class DecidedTransactionLost(DualWriteError):

@@ -7,35 +7,44 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.claiming import Ground, claim_rows
-from dualwrite.deadline import Deadline
+from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import (
     CompletionPending,
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
-    Fenced,
     OutcomeUnverifiable,
     Unavailable,
 )
+from dualwrite.kafka.ends import know_end
 from dualwrite.mismatch import gone_back
-from dualwrite.observations import LogProof, Outcome
+from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.handed_over import may_go_on
+from dualwrite.protocol.known_end import EndStep, PendingStep, next_pending_step
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.producer_life import ProducerState
-from dualwrite.protocol.settle import is_older
+from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.settling import settle
 
 if TYPE_CHECKING:
+    from dualwrite.end_watcher import EndWatcher
+    from dualwrite.kafka.ends import PendingEnd
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.settling import SettleReport
 
 logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+_PROVE_S: Final = 5.0
+"""Kafka is asked for so long what became of a decided transaction, also where the time for its ending is over."""
+_KNOW_END_S: Final = 5.0
+"""Bounds the wait for the end of a transaction before it is recorded as complete."""
 
 
 def lane_id(name: str, number: int) -> str:
@@ -83,6 +92,7 @@ class Lane:
         make_producer: Makes the producer for a claimed row; not yet initialised.
         claiming: Held around every claim of the lanes that guard each other.
         guard: What the first claim of this lane is conditional on, asked when it happens.
+        watcher: Finds out in the background how transactions have ended.
     """
 
     def __init__(
@@ -93,18 +103,21 @@ class Lane:
         *,
         claiming: threading.Lock | None = None,
         guard: Callable[[], tuple[str, int]] | None = None,
+        watcher: EndWatcher | None = None,
     ) -> None:
         self.transactional_id = transactional_id
         self._ground = ground
         self._make_producer = make_producer
         self._claiming = claiming or threading.Lock()
         self._guard = guard
+        self._watcher = watcher
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
         self._untold: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack | None = None
         self._is_fresh = False
         self._forgotten: str | None = None
+        self._undecided_in: dict[int, frozenset[Partition]] = {}
 
     @property
     def row(self) -> StateRow:
@@ -133,9 +146,50 @@ class Lane:
     def _is_usable(self) -> bool:
         if self._producer is None:
             return False
-        self._producer.notice_lost_connections()
         # What is open under a later epoch than an owner's first was begun by a settler: settling relies on it.
         return self._producer.state is ProducerState.READY and not self._producer.epoch_may_rise
+
+    @property
+    def pending_end(self) -> PendingEnd | None:
+        """The last transaction while its end is not known and could be."""
+        return self._producer.pending_end if self._producer is not None and self._is_usable() else None
+
+    def watch_end(self) -> None:
+        """Find out in the background how the last transaction has ended, once the dual write is over."""
+        if self._watcher is not None and (pending := self.pending_end) is not None:
+            self._watcher.watch(pending, self.note_end)
+
+    def know_end(self, deadline: Deadline) -> None:
+        """Find out how the last transaction has ended. If it cannot be known, the producer is not used any more.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
+        """
+        if self._watcher is not None and (pending := self.pending_end) is not None:
+            self._watcher.wait(pending, deadline)
+        if (pending := self.pending_end) is not None:
+            self.note_end(know_end(self._ground.coordinator, pending, deadline))
+
+    def note_end(self, step: EndStep) -> None:
+        """Go on after what was found out about :attr:`pending_end`.
+
+        Raises:
+            ConfigurationError, Unavailable: An aborted transaction came back, which could not be recorded. Ask again.
+        """
+        if step is EndStep.RECORD:
+            self._record_came_back()
+        self.producer.note_end(step)
+
+    def _record_came_back(self) -> None:
+        assert self.producer.pending_end is not None
+        row = replace(self.row, prepared=self.producer.pending_end.ended.state)
+        detail = (
+            "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
+        )
+        error = OutcomeUnverifiable(detail, transactional_id=self.transactional_id, state=str(row.prepared))
+        self._ground.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+        logger.error("%s", error)
+        self._untold = error
 
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
@@ -165,6 +219,8 @@ class Lane:
             except DualWriteError as error:
                 logger.info("%s: its producer does not go on: %s", self.transactional_id, error)
                 return False
+            if producer.pending_end is not None:
+                producer.note_end(EndStep.KNOWN)  # the decider has proved it before it said "completed" in the row
         return self._is_usable()
 
     def ready(self, deadline: Deadline) -> None:
@@ -176,6 +232,7 @@ class Lane:
             ConfigurationError, Unavailable: It could not be made usable now.
         """
         self.tell()
+        self.know_end(deadline)
         if self._is_usable():
             return
         if not self._is_fresh:
@@ -210,7 +267,7 @@ class Lane:
         """Commit in Kafka what the database has decided.
 
         Raises:
-            CompletionPending: No answer in time. Whoever settles next completes it.
+            CompletionPending: No answer in time. Whoever settles next completes it, or finds it lost.
             DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more.
         """
         if state.has_transaction:
@@ -227,44 +284,67 @@ class Lane:
     def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
         try:
             report = self._renew(deadline)
-        except Fenced:
-            self._complete_by_proof(state, deadline, cause)
-            return
         except (DecidedTransactionLost, OutcomeUnverifiable) as error:
             raise error from cause
         except DualWriteError as error:
+            logger.warning("%s: not settled: %s", self.transactional_id, error)
             self.discard()
-            raise self._pending(str(error)) from cause
+            try:
+                self._complete_by_proof(state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
+            except DualWriteError as found:
+                raise found from cause
+            return
         for loss in report.losses:
             if loss.row.prepared == state:
                 raise loss.as_error() from cause
 
-    def _complete_by_proof(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
-        """Another owner has claimed the id and settles our transaction; being fenced says nothing about its outcome."""
-        self.discard()
-        try:
-            [proof] = self._ground.coordinator.prove([state], deadline)
-        except DualWriteError as error:
-            raise self._pending(str(error)) from cause
-        if proof is LogProof.ABORTED:
-            raise DecidedTransactionLost(
-                "decided by the database, aborted by the broker",
-                transactional_id=self.transactional_id,
-                state=str(state),
-            ) from cause
-        if proof is LogProof.UNKNOWABLE:
-            raise OutcomeUnverifiable(
-                "decided by the database; its records are no longer in the log",
-                transactional_id=self.transactional_id,
-                state=str(state),
-            ) from cause
-        if proof in {LogProof.OPEN, LogProof.PARTLY}:
-            raise self._pending("the new owner of the id completes it") from cause
+    def _complete_by_proof(self, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError) -> None:
+        """Ask Kafka what became of a transaction that could not be settled, by reading alone.
 
-    def _pending(self, why: str) -> CompletionPending:
-        return CompletionPending(
-            f"the database has committed, Kafka has not answered yet: {why}", transactional_id=self.transactional_id
+        Another owner may have claimed the id; being fenced says nothing about the outcome. Or a server does not answer.
+        """
+        coordinator, kafka_id = self._ground.coordinator, self.row.kafka_id(state.incarnation or 0)
+        view = None
+        wait_s = _FIRST_WAIT_S
+        try:
+            while (step := next_pending_step(coordinator.prove([state], deadline)[0], view, state)) is PendingStep.LOOK:
+                if view is not None:
+                    pause(min(wait_s, deadline.remaining_s()))
+                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                view = coordinator.describe([kafka_id], deadline)[kafka_id]
+                if deadline.expired:
+                    raise self._pending(str(unsettled), known=False)
+        except CompletionPending:
+            raise
+        except DualWriteError as error:
+            raise self._pending(f"{unsettled}; {error}", known=False) from error
+        if step is PendingStep.PENDING:
+            raise self._pending(str(unsettled), known=True)
+        if step is not PendingStep.COMMITTED:
+            raise self._recorded(state, Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE)
+
+    def _recorded(self, state: PreparedTxnState, outcome: Outcome) -> DualWriteError:
+        lost = outcome is Outcome.LOST
+        known = "aborted by the broker" if lost else "its records are no longer in the log"
+        detail = f"decided by the database; {known}"
+        try:
+            self._ground.store.record_outcomes([(replace(self.row, prepared=state), outcome, detail)])
+        except DualWriteError:
+            logger.exception("%s: the next settling records it: %s of %s", self.transactional_id, detail, state)
+        kind = DecidedTransactionLost if lost else OutcomeUnverifiable
+        return kind(detail, transactional_id=self.transactional_id, state=str(state))
+
+    def _pending(self, why: str, *, known: bool) -> CompletionPending:
+        if known:
+            what = f"the database has committed, and Kafka has not yet: {why}"
+            return CompletionPending(what, transactional_id=self.transactional_id)
+        error = CompletionPending(
+            f"the database has committed, and what Kafka did is not known: {why}",
+            transactional_id=self.transactional_id,
+            next_step="do not run the work again: settling completes it, or finds and records that it is lost",
         )
+        error.outcome = "unknown"
+        return error
 
     def _renew(self, deadline: Deadline) -> SettleReport:
         """Throw the producer away and claim anew, unless another owner has taken over."""
@@ -277,8 +357,10 @@ class Lane:
             store=self._ground.store,
             deadline=deadline,
             look_back=not was_ours,
+            undecided_in={self.transactional_id: self._undecided_in},
         )
         failpoints.hit("claim.settled")
+        self._undecided_in = {}
         self.adopt(row)
         return report
 
@@ -328,13 +410,14 @@ class Lane:
             self._renew(deadline).raise_losses()
 
     def record_completed(self) -> None:
-        """Write into the row that its transaction is complete. For owners that close or idle.
+        """Write into the row that its transaction is complete, once its end is known. For owners that close or idle.
 
-        Not where the producer is doubtful by now: whoever settles next proves it, and mends what a broker has forgotten.
+        Not where it is not known, or the producer is doubtful: settling proves it, and ends what a broker has forgotten.
         """
-        if self._producer is not None and not self._is_usable():
+        if self._unrecorded is None:
             return
-        if self._unrecorded is not None:
+        self.know_end(Deadline(_KNOW_END_S))
+        if self._producer is None or self._is_usable():
             self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 
@@ -372,6 +455,8 @@ class Lane:
     def discard(self) -> None:
         """Throw the producer away. An open transaction stays open until somebody settles."""
         if self._producer is not None:
+            if undecided_in := self._producer.undecided_in:
+                self._undecided_in[self.row.incarnation] = undecided_in
             self._producer.close()
             self._producer = None
 

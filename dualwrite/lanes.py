@@ -112,7 +112,9 @@ class Lanes:
                     raise IllegalStateError("the writer is closed", transactional_id=self._name)
                 if self._free:
                     # One that cannot be settled now does not stand in the way of those that work.
-                    free = next((free for free in self._free if not free.lane.needs_settling), self._free[0])
+                    works = [free for free in self._free if not free.lane.needs_settling] or self._free
+                    # Nor one whose last transaction is still ending, if there is another one.
+                    free = next((free for free in works if free.lane.pending_end is None), works[0])
                     self._free.remove(free)
                     return free.lane
                 if len(self._all) < self._max_lanes:
@@ -128,7 +130,13 @@ class Lanes:
 
     def give_back(self, lane: Lane) -> None:
         """Let others use the lane, and housekeeping see to it."""
+        lane.watch_end()
         self._put(_Free(lane))
+
+    def look_again(self) -> None:
+        """Let housekeeping look what there is to be done."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _put(self, free: _Free) -> None:
         with self._changed:
@@ -183,8 +191,10 @@ class Lanes:
             self._changed.wait_for(lambda: len(self._free) >= len(self._all), self._timeout_s)
             lanes = [free.lane for free in self._free]
             self._all, self._free = [], []
+        deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
-            self._settle_now([lane for lane in lanes if lane.needs_settling])
+            _attempt(lanes, lambda lane: lane.know_end(deadline))
+            _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
             for lane in lanes:
                 lane.record_completed()
                 lane.compare_with_row()
@@ -194,13 +204,13 @@ class Lanes:
         for lane in lanes:
             lane.tell()
 
-    def _settle_now(self, lanes: Iterable[Lane]) -> None:
-        deadline = Deadline(min(self._timeout_s, _CLOSE_S))
-        for lane in lanes:
-            try:
-                lane.settle(deadline)
-            except DualWriteError as error:
-                logger.warning("%s: left to whoever settles next: %s", lane.transactional_id, error)
+
+def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], None]) -> None:
+    for lane in lanes:
+        try:
+            do(lane)
+        except DualWriteError as error:
+            logger.warning("%s: left to whoever settles next: %s", lane.transactional_id, error)
 
 
 def _see_to(lane: Lane, deadline: Deadline) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
@@ -13,6 +14,7 @@ from dualwrite.ports import Participant, StateRow, TransactionCoordinator
 from dualwrite.protocol.settle import (
     QUESTIONS,
     Knowledge,
+    Partition,
     SettleStep,
     belongs,
     compared,
@@ -47,16 +49,25 @@ class Unsettled:
         return self.known.view.producer_id, self.known.view.epoch
 
 
-def unsettled(row: StateRow, upto: int) -> list[Unsettled]:
-    """The incarnations of a row from the first unsettled one up to and including ``upto``."""
+def unsettled(
+    row: StateRow, upto: int, undecided_in: Mapping[int, frozenset[Partition]] = MappingProxyType({})
+) -> list[Unsettled]:
+    """The incarnations of a row from the first unsettled one up to and including ``upto``.
+
+    Args:
+        row: The row.
+        upto: The last incarnation.
+        undecided_in: By incarnation, partitions that its owner knows of, beside those that the coordinator shows.
+    """
     return [
-        Unsettled(row, incarnation, _initial_knowledge(row, incarnation))
+        Unsettled(row, incarnation, _initial_knowledge(row, incarnation, undecided_in.get(incarnation, frozenset())))
         for incarnation in range(row.settled_incarnation + 1, upto + 1)
     ]
 
 
-def _initial_knowledge(row: StateRow, incarnation: int) -> Knowledge:
-    return initial(row.prepared, row.completed) if belongs(row.prepared, incarnation) else Knowledge()
+def _initial_knowledge(row: StateRow, incarnation: int, undecided_in: frozenset[Partition]) -> Knowledge:
+    known = initial(row.prepared, row.completed) if belongs(row.prepared, incarnation) else Knowledge()
+    return replace(known, suspects=known.suspects | undecided_in, tainted=known.tainted | undecided_in)
 
 
 class Asking:

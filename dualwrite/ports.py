@@ -188,10 +188,10 @@ class TransactionCoordinator(Protocol):
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
-    ) -> Sequence[Mapping[tuple[str, int], LogProof]]:
+    ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
         """For each state, what the log of each (topic, partition) proves of it now. Waits for nobody.
 
-        Partitions whose leader does not answer are missing.
+        None for a partition that certainly does not exist any more. Those whose leader does not answer are missing.
 
         Args:
             states: The transactions.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, pause
@@ -26,6 +27,7 @@ from dualwrite.observations import EndAnswer, Outcome
 from dualwrite.ports import Participant, StateRow, StateStore, TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import (
+    Partition,
     SettleStep,
     looked,
     next_step,
@@ -94,6 +96,7 @@ def settle(
     deadline: Deadline,
     on_settled: Callable[[str], None] = lambda _: None,
     look_back: bool = True,
+    undecided_in: Mapping[str, Mapping[int, frozenset[Partition]]] = MappingProxyType({}),
 ) -> SettleReport:
     """Settle every incarnation below each row's own, which the caller has just claimed.
 
@@ -105,6 +108,8 @@ def settle(
         on_settled: Told each transactional id that is done.
         look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim has compared
             the row with what it knows instead.
+        undecided_in: By transactional id and incarnation, partitions in which its owner may have left something open that is
+            not decided. Where the broker has forgotten to end it, nothing else shows where that is.
 
     Returns:
         What was done. Losses are recorded, logged and returned, not raised: the caller finishes first.
@@ -114,7 +119,7 @@ def settle(
         DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not be finished, and had recorded a loss
             by then.
     """
-    return _Settling(coordinator, store, deadline, on_settled).run(list(rows), look_back=look_back)
+    return _Settling(coordinator, store, deadline, on_settled).run(list(rows), undecided_in, look_back=look_back)
 
 
 class _Settling(Asking):
@@ -143,11 +148,25 @@ class _Settling(Asking):
             SettleStep.END_FORGOTTEN: self._end_forgotten,
         }
 
-    def run(self, rows: Sequence[StateRow], *, look_back: bool) -> SettleReport:
+    def run(
+        self,
+        rows: Sequence[StateRow],
+        undecided_in: Mapping[str, Mapping[int, frozenset[Partition]]],
+        *,
+        look_back: bool,
+    ) -> SettleReport:
+        nothing: Mapping[int, frozenset[Partition]] = {}
+        pending = {
+            row.transactional_id: (
+                row,
+                unsettled(row, row.incarnation - 1, undecided_in.get(row.transactional_id, nothing)),
+            )
+            for row in rows
+        }
         try:
             if look_back:
                 self._look_back(rows)
-            self._settle(rows)
+            self._settle(pending)
         except DualWriteError:
             self._report.raise_losses()  # recorded by now, so that no later settling would tell of them
             raise
@@ -161,8 +180,7 @@ class _Settling(Asking):
             logger.error("%s: the database has gone back in time: %s", row.transactional_id, loss.detail)
             self._report.losses.append(loss)
 
-    def _settle(self, rows: Iterable[StateRow]) -> None:
-        pending = {row.transactional_id: (row, unsettled(row, row.incarnation - 1)) for row in rows}
+    def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
         while pending:
             self._mark_finished(pending)
             groups: dict[SettleStep, list[Unsettled]] = {}

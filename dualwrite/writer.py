@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from dualwrite.block import dual_write, session_of_block
 from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline
+from dualwrite.end_watcher import EndWatcher
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -121,6 +122,7 @@ class DualWriter:
             lane_timeout_s=lane_timeout_s,
             idle_after_s=idle_after_s,
         )
+        self._watcher: EndWatcher | None = None
         self._claiming = threading.Lock()
         self._inside = threading.local()
 
@@ -150,6 +152,8 @@ class DualWriter:
             paused_owner_timeout_s=self._paused_owner_timeout_s,
         )
         self._ground = Ground(coordinator, store, self._owner)
+        # With connections of its own: on one, a broker works through requests one by one.
+        self._watcher = EndWatcher(self.transactional_id, KafkaCoordinator(self._config), self._lanes.look_again)
         try:
             self._claim_all(self._ground, Deadline(self._timeout_s))
         except BaseException:
@@ -196,6 +200,7 @@ class DualWriter:
             make_producer,
             claiming=self._claiming,
             guard=first_lane if number else None,
+            watcher=self._watcher,
         )
 
     @contextmanager
@@ -271,6 +276,8 @@ class DualWriter:
             with noting_told(self._ground.store) if self._ground is not None else nullcontext():
                 self._lanes.close()
         finally:
+            if self._watcher is not None:
+                self._watcher.close()
             if self._ground is not None:
                 self._ground.coordinator.close()
                 self._ground = None

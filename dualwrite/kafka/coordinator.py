@@ -281,7 +281,7 @@ class KafkaCoordinator:
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
-    ) -> Sequence[Mapping[Partition, LogProof]]:
+    ) -> Sequence[Mapping[Partition, LogProof | None]]:
         """What the log of each partition proves now; see :func:`dualwrite.kafka.log.prove_now`.
 
         Raises:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from confluent_kafka import KafkaError, Message
 
 logger = logging.getLogger(__name__)
 
+_NEVER_SENT: Final = frozenset({KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._PURGE_QUEUE})
 DeliveryCallback = Callable[[KafkaError | None, Message], None]
 
 
@@ -24,6 +26,7 @@ class Deliveries:
         first_failure: The first failure's error and topic.
         first_offsets: By (topic, partition), the smallest offset reported.
         without_offset: Partitions with a confirmed message whose offset librdkafka could not tell.
+        failed_in: Partitions of messages that failed: they may be there.
         callback_error: What a callback of the user's raised.
     """
 
@@ -34,12 +37,17 @@ class Deliveries:
         self.first_failure: tuple[KafkaError, str | None] | None = None
         self.first_offsets: dict[tuple[str, int], int] = {}
         self.without_offset: set[tuple[str, int]] = set()
+        self.failed_in: set[tuple[str, int]] = set()
         self.callback_error: BaseException | None = None
 
     def report(self, error: KafkaError | None, message: Message) -> None:
         """Take one delivery report; librdkafka calls it from ``poll`` and ``flush``."""
         if error is not None:
             self.failed += 1
+            if error.code() in _NEVER_SENT:
+                pass
+            elif (failed_topic := message.topic()) is not None and (failed_partition := message.partition() or 0) >= 0:
+                self.failed_in.add((failed_topic, failed_partition))
             if self.first_failure is None or _is_purge(self.first_failure[0]):
                 self.first_failure = (error, message.topic())
             return
@@ -68,6 +76,11 @@ class Deliveries:
                 self.callback_error = self.callback_error or raised
 
         return report
+
+    @property
+    def partitions(self) -> frozenset[tuple[str, int]]:
+        """The partitions that were reported, whatever became of the messages."""
+        return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
 
     def raise_callback_error(self) -> None:
         """Raise what a callback of the user's raised, once."""

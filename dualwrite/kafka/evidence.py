@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.deadline import Deadline, now_s
-from dualwrite.errors import Fenced, TransactionAborted
-from dualwrite.kafka.deliveries import Deliveries
+from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
 from dualwrite.observations import TransactionStatus, TransactionView
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.settle import OFFSETS_TOPIC
 
-_TOPIC_ID_LIFE_S = 10.0
-_OLD_S = 1.0
-"""From this age on a request to the coordinator, for the start time, no longer shows in a transaction's latency."""
+if TYPE_CHECKING:
+    from dualwrite.kafka.judged import Transaction
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+_TOPIC_ID_LIFE_S: Final = 10.0
+_ASK_S: Final = 2.0
+"""Bounds what is asked before an abort: it must not wait for a broker that is away."""
+OLD_S: Final = 1.0
+"""From this age on requests that look at the transaction no longer show in its latency."""
 
 
 class Evidence:
@@ -33,17 +44,18 @@ class Evidence:
         self._kafka_id = kafka_id
         self._incarnation = incarnation
         self._topic_ids = _TopicIds(coordinator)
+        self._may_read_groups = True
         self.ids: tuple[int, int] | None = None
 
     def learn_ids(self, deadline: Deadline) -> tuple[int, int]:
         """Ask for producer id and epoch. All transactions share them until an abort, which may raise the epoch."""
         return self._take_ids(self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id])
 
-    def state_of(self, deliveries: Deliveries, *, bulk: bool, age_s: float, deadline: Deadline) -> PreparedTxnState:
+    def state_of(self, transaction: Transaction, *, bulk: bool, age_s: float, deadline: Deadline) -> PreparedTxnState:
         """The state of a transaction that wrote something, all of it delivered.
 
         Args:
-            deliveries: What was delivered.
+            transaction: What was written.
             bulk: Whether the deliveries hold no offsets.
             age_s: How long the transaction has been open.
             deadline: Until when to ask.
@@ -53,27 +65,93 @@ class Evidence:
             Fenced: The coordinator shows another producer.
             Unavailable: No answer in time.
         """
+        deliveries = transaction.deliveries
         offsets = {
             key: first for key, first in deliveries.first_offsets.items() if key not in deliveries.without_offset
         }
         to_ask: Collection[tuple[str, int]] = deliveries.without_offset
         started_ms = None
         nothing_reported = bulk or not (offsets or to_ask)
-        if nothing_reported or self.ids is None or age_s > _OLD_S:
+        if nothing_reported or self.ids is None or age_s > OLD_S or transaction.sent_offsets:
             view = self._open_view(deadline)
             started_ms = view.started_ms
             if nothing_reported:
                 to_ask = view.partitions
+            elif transaction.sent_offsets:
+                groups = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
+                offsets.update(self._ask_about_groups(groups, deadline))
         assert self.ids is not None
+        if age_s > OLD_S and not nothing_reported:
+            self._require_open(offsets, self.ids, deadline)
         if to_ask:
             offsets.update(self._ask_partitions(to_ask, self.ids, deadline))
         if not offsets:
             raise TransactionAborted("no partition shows anything of the transaction", transactional_id=self._kafka_id)
+        return replace(self._named(offsets, self.ids, deadline), started_ms=started_ms)
+
+    def ended(self, transaction: Transaction, *, bulk: bool, deadline: Deadline) -> Ended:
+        """What is going to be aborted: everything that is known of it.
+
+        Args:
+            transaction: What was written.
+            bulk: Whether the deliveries hold no offsets.
+            deadline: Until when to ask.
+        """
+        state, deliveries = transaction.prepared, transaction.deliveries
+        if state is not None and state.has_transaction:
+            return Ended(state, committed=False)
+        deadline = Deadline(min(_ASK_S, deadline.remaining_s()))
+        try:
+            if not deliveries.failed:
+                return Ended(self.state_of(transaction, bulk=bulk, age_s=0.0, deadline=deadline), committed=False)
+            # What failed may be there. Nothing of it comes later: librdkafka raises the epoch before it goes on.
+            view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
+            ids = self._take_ids(view)
+            written = deliveries.partitions.union(view.partitions)
+            shown = self._coordinator.producer_open_offsets(*ids, written, deadline)
+            firsts = {key: first for key, first in shown.items() if first is not None}
+            return Ended(self._named(firsts, ids, deadline), committed=False)
+        except DualWriteError as error:
+            logger.info("%s: not all is known of what is aborted: %s", self._kafka_id, error)
+            seen = tuple(FirstOffset(*key, first) for key, first in deliveries.first_offsets.items())
+            state = PreparedTxnState(*(self.ids or (0, 0)), self._incarnation, seen)
+            return Ended(state, committed=False, complete=False)
+
+    def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Look whether a prepared transaction is still open everywhere.
+
+        Raises:
+            TransactionAborted: The broker or an operator has ended it.
+            Fenced: The coordinator shows another producer.
+            Unavailable: No answer in time.
+        """
+        self._open_view(deadline)
+        offsets = {(first.topic, first.partition): first.offset for first in state.first_offsets}
+        self._require_open(offsets, (state.producer_id, state.epoch), deadline)
+
+    def _require_open(self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline) -> None:
+        """An operator's tool ends a transaction in one partition, and the coordinator shows nothing of it."""
+        if not offsets:
+            return
+        shown = self._coordinator.producer_open_offsets(*ids, offsets, deadline)
+        for (topic, partition), first in offsets.items():
+            if shown[topic, partition] != first:
+                raise self._ended_in(topic, partition)
+
+    def _ended_in(self, topic: str, partition: int) -> TransactionAborted:
+        return TransactionAborted(
+            f"the transaction is not open any more in {topic}[{partition}]: it was ended there by hand",
+            transactional_id=self._kafka_id,
+        )
+
+    def _named(
+        self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline
+    ) -> PreparedTxnState:
         topic_ids = self._topic_ids.of(offsets, deadline)
         firsts = tuple(
             FirstOffset(topic, part, first, topic_ids.get(topic)) for (topic, part), first in offsets.items()
         )
-        return PreparedTxnState(*self.ids, self._incarnation, firsts, started_ms)
+        return PreparedTxnState(*ids, self._incarnation, firsts)
 
     def _open_view(self, deadline: Deadline) -> TransactionView:
         view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
@@ -100,7 +178,24 @@ class Evidence:
         self, partitions: Collection[tuple[str, int]], ids: tuple[int, int], deadline: Deadline
     ) -> Mapping[tuple[str, int], int]:
         answer = self._coordinator.producer_open_offsets(*ids, partitions, deadline)
+        for key, first in answer.items():
+            if first is None and key[0] != OFFSETS_TOPIC:
+                raise self._ended_in(*key)
         return {key: first for key, first in answer.items() if first is not None}
+
+    def _ask_about_groups(
+        self, partitions: Collection[tuple[str, int]], deadline: Deadline
+    ) -> Mapping[tuple[str, int], int]:
+        """Where consumed offsets begin. Without the right to read them, nothing finds out that they were left open there."""
+        assert self.ids is not None
+        if not self._may_read_groups:
+            return {}
+        try:
+            return self._ask_partitions(partitions, self.ids, deadline)
+        except ConfigurationError as error:
+            self._may_read_groups = False
+            logger.warning("%s: the ends of consumed offsets cannot be looked at: %s", self._kafka_id, error)
+            return {}
 
 
 class _TopicIds:

@@ -69,15 +69,12 @@ _NOTHING_DONE: Final = tuple(
     )
 )
 """A broker that answers so has finished with the request: nothing of it comes later."""
-_CONNECTION_FAILED: Final = "FAIL"
-_WAS_CONNECTED: Final = "in state UP"
-"""librdkafka's line about a connection ends with the state that it was in. Its errors tell of attempts to connect alone."""
-_LOGS_CLOSES: Final = "log.connection.close"
 _LINE: Final = 3
 """A line of librdkafka's comes as its facility, the name of the client, and the text."""
 _INFO: Final = 6
-"""syslog's number for it, as librdkafka counts levels: lost connections are told with it."""
-_QUIET: Final = {5: logging.INFO, 4: logging.WARNING, 3: logging.ERROR, 2: logging.CRITICAL}
+_WARNING: Final = 4
+"""syslog's numbers, as librdkafka counts levels. It warns that it asks for a producer id again."""
+_QUIET: Final = {3: logging.ERROR, 2: logging.CRITICAL}
 
 
 _NAMES = {
@@ -93,21 +90,16 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
     Args:
         transactional_id: The id.
         quiet_below: Lines of lower levels than this are not passed on.
-        quiet_closes: Lines about lost connections are not passed on.
 
     Attributes:
-        has_lost_connection: Whether librdkafka has told of a connection to a broker that was lost. Attempts that failed do not
-            count, nor does a connection that was closed because it was idle.
         init_unanswered: Whether librdkafka has said that it asks for a producer id once more while it does not know what
             became of the first request.
     """
 
-    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET, quiet_closes: bool = False) -> None:
+    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
         super().__init__(logger, {})
         self._prefix = transactional_id.replace("%", "%%") + ": "
         self._quiet_below = quiet_below
-        self._quiet_closes = quiet_closes
-        self.has_lost_connection = False
         self.init_unanswered = False
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -116,9 +108,7 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
         facility = args[0] if len(args) == _LINE and isinstance(args[0], str) else None
         if facility == _INIT_FAILED and level >= logging.WARNING:
             self.init_unanswered |= not any(done in str(args[-1]) for done in _NOTHING_DONE)
-        lost = facility == _CONNECTION_FAILED and _WAS_CONNECTED in str(args[-1])
-        self.has_lost_connection |= lost
-        if level >= self._quiet_below and not (lost and self._quiet_closes):
+        if level >= self._quiet_below:
             super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -146,17 +136,16 @@ class Handle:
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
         self.client_error: KafkaError | None = None
         log_level = int(str(settings.get("log_level", _INFO)))
-        quiet = log_level < _INFO
+        quiet = log_level < _WARNING
         self._log = IdLogger(
             transactional_id,
             quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET,
-            quiet_closes=str(settings.get(_LOGS_CLOSES, True)).lower() == "false",
         )
         self._users_error_cb = settings.get("error_cb")
-        # We have to hear of a producer id that is asked for again, and of lost connections.
-        own = {**settings, "error_cb": self._note_client_error, "logger": self._log, _LOGS_CLOSES: True}
+        # We have to hear of a producer id that is asked for again.
+        own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
         if quiet:
-            own["log_level"] = _INFO
+            own["log_level"] = _WARNING
         self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 
@@ -179,11 +168,6 @@ class Handle:
         just been called: librdkafka's lines are logged from there.
         """
         return self._log.init_unanswered
-
-    @property
-    def has_lost_connection(self) -> bool:
-        """Whether a connection to a broker has ever been lost. Current when ``poll`` has just been called."""
-        return self._log.has_lost_connection
 
     def close(self) -> None:
         """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.

@@ -19,10 +19,13 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.bounded_call import NoAnswer
 from dualwrite.kafka.deliveries import DeliveryCallback
-from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.ends import PendingEnd, know_end
+from dualwrite.kafka.evidence import OLD_S
+from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error
 from dualwrite.kafka.handle import MakeHandle
 from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
@@ -32,15 +35,14 @@ if TYPE_CHECKING:
     from confluent_kafka._types import HeadersType
 
     from dualwrite.kafka.evidence import Evidence
+    from dualwrite.ports import TransactionCoordinator
 
 _SERVE_EVERY: Final = 256
 """Delivery reports are taken once in so many messages: often enough to bound memory, rarely enough to cost nothing."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 
-_MAY_BE_FORGOTTEN: Final = (
-    "a connection to a broker was lost since an earlier transaction, which may not be ended in every partition"
-)
+_END_UNKNOWN: Final = "the last transaction is not known to have ended in every partition as it was ended here"
 
 _Message = tuple[
     str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
@@ -52,6 +54,7 @@ class ProducerInstance(JudgedProducer):
 
     Args:
         transactional_id: Kafka's ``transactional.id``.
+        coordinator: Asked for the ends of transactions.
         evidence: Makes the prepared states.
         make_handle: Makes the librdkafka instance.
         bulk: Whether only failures are reported by message.
@@ -61,6 +64,7 @@ class ProducerInstance(JudgedProducer):
     def __init__(
         self,
         transactional_id: str,
+        coordinator: TransactionCoordinator,
         evidence: Evidence,
         make_handle: MakeHandle,
         *,
@@ -68,12 +72,13 @@ class ProducerInstance(JudgedProducer):
         silent_retry_after_s: float,
     ) -> None:
         super().__init__(transactional_id, silent_retry_after_s=silent_retry_after_s)
+        self._coordinator = coordinator
         self._evidence = evidence
         self._bulk = bulk
         self._make_handle = make_handle
         self.epoch_may_rise = False
-        self._has_ended_one = False
-        self._last_was_committed = False
+        self.pending_end: PendingEnd | None = None
+        self._looked_at = 0.0
 
     def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
         """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
@@ -96,10 +101,18 @@ class ProducerInstance(JudgedProducer):
 
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
-        self._require_nothing_forgotten("begin_transaction")
+        self._require_end_known(deadline)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
         self.transaction = Transaction()
         self.machine.apply(ProducerEvent.BEGIN)
+
+    def _require_end_known(self, deadline: Deadline) -> None:
+        if self.pending_end is None:
+            return
+        step = know_end(self._coordinator, self.pending_end, deadline)
+        self.note_end(step)
+        if step is not EndStep.KNOWN:
+            raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
 
     def produce(
         self,
@@ -203,15 +216,13 @@ class ProducerInstance(JudgedProducer):
         transaction.deliveries.raise_callback_error()
         self._require_all_delivered(undelivered)
         self._require_no_late_init()
-        self._require_nothing_forgotten("prepare_transaction")
         state = PreparedTxnState()
         if transaction.deliveries.produced or transaction.sent_offsets:
             try:
-                state = self._evidence.state_of(
-                    transaction.deliveries, bulk=self._bulk, age_s=self.begun_for_s, deadline=deadline
-                )
+                state = self._evidence.state_of(transaction, bulk=self._bulk, age_s=self.begun_for_s, deadline=deadline)
             except DualWriteError as error:
-                self._raise(Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL))
+                self._raise(_refused_evidence(error))
+        self._looked_at = now_s() if self._bulk or self.begun_for_s > OLD_S else transaction.first_write_at or now_s()
         transaction.prepared = state
         self.machine.apply(ProducerEvent.PREPARE)
         return state
@@ -243,39 +254,31 @@ class ProducerInstance(JudgedProducer):
             error = TransactionAborted(f"prepare_transaction: {INIT_MAY_COME}", transactional_id=self._id)
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
-    @property
-    def _may_be_forgotten(self) -> bool:
-        """Whether the broker may have forgotten a marker of an earlier transaction (KAFKA-20734).
-
-        It forgets when a partition has no leader at that moment; whoever wrote there was connected to that leader. The next
-        marker of this producer would end the forgotten one, too: an abort would take along what is committed, a commit would
-        bring back what is aborted.
-        """
-        assert self._handle is not None
-        return self._has_ended_one and self._handle.has_lost_connection
-
-    def notice_lost_connections(self) -> None:
-        """Between transactions: where a connection was lost, this producer begins no other one; settling looks and mends."""
-        if self._handle is None or self.machine.state is not ProducerState.READY:
+    def require_still_open(self, deadline: Deadline) -> None:
+        """Before the decision: look at what is prepared, once more if that was long ago; see the producer's method."""
+        state = self.transaction.prepared
+        if state is None or not state.has_transaction or now_s() - self._looked_at <= OLD_S:
             return
         try:
-            self._raw.poll(0)
-        except (KafkaException, SystemError, AttributeError) as error:
-            self.doubt(f"a fatal error came out of a poll: {kafka_exception_behind(error)}")
-            return
-        if self._may_be_forgotten:
-            self.doubt(_MAY_BE_FORGOTTEN)
+            self._evidence.require_open(state, deadline)
+        except DualWriteError as error:
+            self._raise(_refused_evidence(error))
+        self._looked_at = now_s()
 
-    def _require_nothing_forgotten(self, verb: str) -> None:
-        self._served(self._raw.poll, 0)
-        if self._may_be_forgotten:
-            error = TransactionAborted(f"{verb}: {_MAY_BE_FORGOTTEN}", transactional_id=self._id)
-            self._raise(Failure(error, ProducerEvent.DOUBT))
+    def note_end(self, step: EndStep) -> None:
+        """What was found out about the end of the last transaction: the producer goes on, or begins no other one."""
+        assert self.pending_end is not None
+        if step is EndStep.KNOWN:
+            self.pending_end = None
+        elif step in {EndStep.SETTLE, EndStep.RECORD} and self.machine.state is ProducerState.READY:
+            self.doubt(f"{_END_UNKNOWN}: {self.pending_end.ended.state}")
 
-    def _note_end(self, *, committed: bool) -> None:
-        if self.transaction.first_write_at is not None:
-            self._has_ended_one = True
-            self._last_was_committed = committed
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Where something may be open that was aborted, or never prepared. The coordinator may have forgotten it."""
+        if self.pending_end is not None:
+            return frozenset() if self.pending_end.ended.committed else self.pending_end.ended.partitions
+        return frozenset() if self.transaction.prepared is not None else self.transaction.deliveries.partitions
 
     @property
     def begun_for_s(self) -> float:
@@ -287,7 +290,8 @@ class ProducerInstance(JudgedProducer):
         """Commit what is prepared."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
         self.machine.apply(event)
-        self._note_end(committed=True)
+        if (state := self.transaction.prepared) is not None and state.has_transaction:
+            self.pending_end = PendingEnd(Ended(state, committed=True))
         self._judge(Phase.COMMIT, took_s)
         self.transaction.prepared = None
 
@@ -305,24 +309,16 @@ class ProducerInstance(JudgedProducer):
                 next_step="close this producer and make a new one, which aborts their transaction",
             )
             self._raise(Failure(error, ProducerEvent.DOUBT))
-        self._require_no_commit_taken_along()
+        ended = None
+        if self.transaction.deliveries.produced or self.transaction.sent_offsets:
+            ended = self._evidence.ended(self.transaction, bulk=self._bulk, deadline=deadline)
         self.epoch_may_rise |= self.machine.state is ProducerState.FAILED or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors
         self.machine.apply(event)
-        self._note_end(committed=False)
+        self.pending_end = None if ended is None else PendingEnd(ended)
         self._judge(Phase.ABORT, took_s)
         self.transaction.prepared = None
-
-    def _require_no_commit_taken_along(self) -> None:
-        self._served(self._raw.poll, 0)
-        if self._last_was_committed and self._may_be_forgotten:
-            error = Unavailable(
-                f"abort_transaction: {_MAY_BE_FORGOTTEN}: the abort would take it along",
-                transactional_id=self._id,
-                next_step="close this producer and settle: that looks at the earlier transaction first",
-            )
-            self._raise(Failure(error, ProducerEvent.DOUBT))
 
     def close(self) -> None:
         """Destroy the librdkafka instance without ending its transaction."""
@@ -330,6 +326,10 @@ class ProducerInstance(JudgedProducer):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()
+
+
+def _refused_evidence(error: DualWriteError) -> Failure:
+    return Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL)
 
 
 def _connect(producer: Producer, left_s: float) -> None:

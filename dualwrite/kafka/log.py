@@ -65,6 +65,7 @@ class Scan:
         position: The next offset to read.
         begun: Whether the transaction's own first batch has been seen.
         glanced: Whether :meth:`glance` could not tell.
+        is_gone: Whether the partition does not exist any more.
     """
 
     first: FirstOffset
@@ -73,6 +74,7 @@ class Scan:
     position: int = field(init=False)
     begun: bool = False
     glanced: bool = False
+    is_gone: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
@@ -168,8 +170,10 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
 
 def prove_now(
     brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
-) -> list[dict[Partition, LogProof]]:
+) -> list[dict[Partition, LogProof | None]]:
     """What the log of each partition proves of each transaction now. Waits for nobody: who does not answer is missing.
+
+    None is for a partition that is gone with its topic: no broker knows it, or only another one of that name.
 
     Args:
         brokers: The brokers.
@@ -191,7 +195,11 @@ def prove_now(
         except NotYet as reason:
             logger.debug("no answer about the ends of transactions: %s", reason)
     return [
-        {scan.place.key: proof for scan in of_state if isinstance(proof := answers.get(scan), LogProof)}
+        {
+            scan.place.key: None if scan.is_gone else proof
+            for scan in of_state
+            if isinstance(proof := answers.get(scan), LogProof)
+        }
         for of_state in scans
     ]
 
@@ -257,6 +265,7 @@ class _Search:
             if isinstance(leader, Leader):
                 leaders[scan] = leader
             else:
+                scan.is_gone = leader is None
                 answers[scan] = leader or LogProof.UNKNOWABLE
         return leaders
 

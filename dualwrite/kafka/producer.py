@@ -24,6 +24,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.deliveries import DeliveryCallback
+from dualwrite.kafka.ends import PendingEnd
 from dualwrite.kafka.evidence import Evidence
 from dualwrite.kafka.forks import ForkGuard
 from dualwrite.kafka.handle import Handle, MakeHandle, producer_settings
@@ -32,6 +33,7 @@ from dualwrite.kafka.kept import Completion, KeptTransaction
 from dualwrite.kafka.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.producer_life import WAY_ON, ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class TransactionalProducer:
         self._kept = KeptTransaction(self._coordinator, transactional_id)
         retry_s = self._config.silent_retry_after_s
         self._instance = ProducerInstance(
-            transactional_id, self._evidence, make_handle, bulk=bulk, silent_retry_after_s=retry_s
+            transactional_id, self._coordinator, self._evidence, make_handle, bulk=bulk, silent_retry_after_s=retry_s
         )
         self._fork_guard = ForkGuard(transactional_id)
 
@@ -131,6 +133,24 @@ class TransactionalProducer:
     def epoch_may_rise(self) -> bool:
         """Whether an aborted transaction had failed, after which librdkafka may raise the epoch."""
         return self._instance.epoch_may_rise
+
+    @property
+    def pending_end(self) -> PendingEnd | None:
+        """The last transaction while its end is not known; None once the producer may go on, or if there was none."""
+        return self._instance.pending_end
+
+    def note_end(self, step: EndStep) -> None:
+        """Note what was found out about :attr:`pending_end`: the producer goes on, or is doubtful.
+
+        Args:
+            step: As :func:`dualwrite.kafka.ends.ask_for_ends` gave it.
+        """
+        self._instance.note_end(step)
+
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Partitions in which something may be open that was aborted or never prepared, for who settles after this producer."""
+        return self._instance.undecided_in
 
     @property
     def prepared_state(self) -> PreparedTxnState | None:
@@ -180,24 +200,15 @@ class TransactionalProducer:
             self._kept.abort(view, deadline)
             self._open(event, deadline)
 
-    def notice_lost_connections(self) -> None:
-        """Between transactions: take note of connections that were lost since one of them; the producer is doubtful then.
-
-        Some brokers leave a transaction open in partitions that have no leader at its end (KAFKA-20734). Not needed for
-        correctness, as ``begin_transaction`` and ``prepare_transaction`` look, too: but these have to fail.
-
-        Raises:
-            IllegalStateError: The producer was made by another process.
-        """
-        self._fork_guard.check()
-        self._instance.notice_lost_connections()
-
     def begin_transaction(self) -> None:
         """Begin a transaction. Nothing is sent until the first message.
 
+        If the end of the last one is not known in every partition yet, it is waited for.
+
         Raises:
             IllegalStateError: A transaction is open, or the producer is doubtful: make a new one.
-            TransactionAborted: A connection was lost since the last transaction; the producer is doubtful: make a new one.
+            TransactionAborted: The last transaction has not ended everywhere, or not as it was ended here; the producer is
+                doubtful: make a new one.
             Fenced: Another owner took over.
             Unavailable: librdkafka did not answer; the producer is doubtful.
         """
@@ -322,6 +333,17 @@ class TransactionalProducer:
         """
         self._check(ProducerEvent.PREPARE)
         return self._instance.prepare(Deadline(self._call_timeout_s))
+
+    def require_still_open(self) -> None:
+        """Look whether what is prepared is still open, if nobody has looked for a second: as the last thing before a decision.
+
+        Raises:
+            TransactionAborted: The broker or an operator has ended it: abort.
+            Fenced: Another owner took over.
+            Unavailable: No answer in time: abort.
+        """
+        self._fork_guard.check()
+        self._instance.require_still_open(Deadline(self._call_timeout_s))
 
     def commit_transaction(self) -> None:
         """Commit; flushes and checks the deliveries first where that was not done. Visible to consumers soon after.

@@ -17,7 +17,7 @@ any     not all of them are known                  settle: the incarnation ends
 any     not asked                                  ask
 commit  aborted in one                             settle: it finds and records the loss
 abort   committed in one                           record that it came back, then settle
-any     ended so in all                            known: the producer may go on
+any     ended so in all that still exist           known: the producer may go on
 any     records gone in one                        settle
 any     open, or no answer, while it is early      ask again
 any     open, or no answer, for longer             settle
@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dualwrite.observations import LogProof
+from dualwrite.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
@@ -68,26 +68,65 @@ class Ended:
         return frozenset((first.topic, first.partition) for first in self.state.first_offsets)
 
 
-def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof] | None, *, early: bool) -> EndStep:
+def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | None, *, early: bool) -> EndStep:
     """The next step about the end of a transaction. Pure; see the table above.
 
     Args:
         ended: The transaction.
-        proofs: What the log of each partition proves, asked after the answer; partitions that did not answer are missing. None
-            where not asked.
+        proofs: What the log of each partition proves, asked after the answer; None for one that is gone with its topic.
+            Partitions that did not answer are missing. None where not asked.
         early: Whether there is still time to wait: as a rule markers are written milliseconds after the answer.
     """
     if not ended.complete:
         return EndStep.SETTLE
     if proofs is None:
         return EndStep.ASK
-    shown = {proofs.get(partition) for partition in ended.partitions}
+    answered = ended.partitions & proofs.keys()
+    shown = {proof for partition in answered if (proof := proofs[partition]) is not None}
     if ended.committed and LogProof.ABORTED in shown:
         return EndStep.SETTLE
     if not ended.committed and LogProof.COMMITTED in shown:
         return EndStep.RECORD
-    if shown <= {LogProof.COMMITTED if ended.committed else LogProof.ABORTED}:
+    if answered == ended.partitions and shown <= {LogProof.COMMITTED if ended.committed else LogProof.ABORTED}:
         return EndStep.KNOWN
     if LogProof.UNKNOWABLE in shown:
         return EndStep.SETTLE
     return EndStep.WAIT if early else EndStep.SETTLE
+
+
+class PendingStep(Enum):
+    """What to do next about a decided transaction whose commit was not answered, and that could not be settled."""
+
+    LOOK = "ask the coordinator, then the log again"
+    COMMITTED = "it is committed"
+    LOST = "the broker has aborted it"
+    UNVERIFIABLE = "it cannot be known any more"
+    PENDING = "it is going to be committed, and whoever settles next sees to it"
+
+
+_TOLD_BY_THE_LOG = {
+    LogProof.COMMITTED: PendingStep.COMMITTED,
+    LogProof.PARTLY: PendingStep.PENDING,
+    LogProof.ABORTED: PendingStep.LOST,
+    LogProof.UNKNOWABLE: PendingStep.UNVERIFIABLE,
+}
+_TO_BE_COMMITTED = frozenset(
+    {TransactionStatus.ONGOING, TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT}
+)
+
+
+def next_pending_step(proof: LogProof, view: TransactionView | None, state: PreparedTxnState) -> PendingStep:
+    """The next step about a decided transaction, for an owner that can only look. Pure.
+
+    What is open in the log may be about to be aborted: the coordinator tells.
+
+    Args:
+        proof: What the log proves now.
+        view: The coordinator's view, asked before; None where not asked.
+        state: The transaction.
+    """
+    if (told := _TOLD_BY_THE_LOG.get(proof)) is not None:
+        return told
+    if view is None or (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
+        return PendingStep.LOOK
+    return PendingStep.PENDING if view.status in _TO_BE_COMMITTED else PendingStep.LOOK

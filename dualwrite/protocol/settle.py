@@ -67,7 +67,7 @@ Partition = tuple[str, int]
 OpenPlaces = tuple[tuple[Partition, int], ...]
 """Partitions, each with the offset from which on something is open there."""
 _NONE: Final[frozenset[Partition]] = frozenset()
-_OFFSETS_TOPIC: Final = "__consumer_offsets"
+OFFSETS_TOPIC: Final = "__consumer_offsets"
 
 
 class SettleStep(Enum):
@@ -201,7 +201,7 @@ def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Par
     Either they are another transaction's, which then has something open there. Or a late request of an earlier transaction has
     added them, and nothing is. Consumer offsets are a part of any transaction.
     """
-    return frozenset(key for key in view.partitions if key[0] != _OFFSETS_TOPIC) - _own(state)
+    return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - _own(state)
 
 
 def _own(state: PreparedTxnState) -> frozenset[Partition]:

@@ -24,9 +24,10 @@ from dualwrite import (
 )
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
+from dualwrite.kafka import evidence, instance
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import TransactionStatus
+from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
@@ -250,36 +251,54 @@ def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, 
     assert sorted(int(record.value) for record in read_committed(kafka, topic)) == [2, 2]
 
 
-def test_an_abort_marker_that_a_tool_wrote_past_the_coordinator_is_a_loss_that_is_told(
-    kafka, engine, orders, dualwrite_topic
+def write_abort_markers(kafka, topic, writer, partitions):
+    """As ``kafka-transactions.sh abort`` does, past the coordinator."""
+    producer = writer._lanes.first.producer
+    with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
+        for partition in partitions:
+            admin.abort_transaction(AbortTransactionSpec(Place(topic, partition), producer.producer_id, producer.epoch))
+
+
+@pytest.mark.parametrize("point", ["write.prepared", "write.decided"])
+def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_closes(
+    kafka, engine, orders, dualwrite_topic, point
 ):
-    """The coordinator committed it afterwards and shows CompleteCommit: the log has the last word."""
-    writer = mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1))
+    """The coordinator commits it afterwards and answers success: the log has the last word, in each partition."""
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
     writer.open()
-    hit = failpoints.hit
 
-    def abort_by_hand(name):
-        if name == "write.decided":
-            (row,) = SqlStateStore(engine).read(["orders"])
-            with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
-                for partition in (0, 1):
-                    place = Place(dualwrite_topic, partition)
-                    admin.abort_transaction(AbortTransactionSpec(place, row.prepared.producer_id, row.prepared.epoch))
-        hit(name)
+    def at(name):
+        if name == point:
+            write_abort_markers(kafka, dualwrite_topic, writer, [0])
 
-    failpoints.hit = abort_by_hand
-    try:
+    with failpoints.watched(at):
         write(writer, dualwrite_topic, orders, 1)
-    finally:
-        failpoints.hit = hit
-    (row,) = SqlStateStore(engine).read(["orders"])
-    wait_for(kafka, row.kafka_id(row.incarnation), TransactionStatus.COMPLETE_COMMIT)
     with pytest.raises(DecidedTransactionLost):
-        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+        writer.close()
     (incident,) = SqlStateStore(engine).incidents("orders")
-    assert incident.outcome.value == "lost"
-    assert read_committed(kafka, dualwrite_topic) == []
-    writer.close()
+    assert incident.outcome is Outcome.LOST
+    assert [record.partition for record in read_committed(kafka, dualwrite_topic)] == [1]
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_what_a_tool_has_aborted_is_not_decided_if_there_is_time_to_look(
+    kafka, engine, orders, dualwrite_topic, monkeypatch, bulk
+):
+    for module in (evidence, instance):
+        monkeypatch.setattr(module, "OLD_S", -1.0)
+
+    def at(name):
+        if name == "write.recorded":
+            write_abort_markers(kafka, dualwrite_topic, writer, [0])
+
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, bulk=bulk) as writer:
+        with failpoints.watched(at), pytest.raises(TransactionAborted, match="ended there by hand"):
+            write(writer, dualwrite_topic, orders, 1)
+        write(writer, dualwrite_topic, orders, 2)
+    assert not SqlStateStore(engine).incidents("orders")
+    assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [2, 2]
+    with engine.connect() as connection:
+        assert connection.execute(select(orders.c.id)).scalars().all() == [2]
 
 
 def test_recovery_url_and_engine_are_the_same(kafka, url, engine, orders, dualwrite_topic):

@@ -1,4 +1,8 @@
-"""A broker that forgets the markers of a partition without a leader (KAFKA-20734): settling ends there what was left open."""
+"""A broker that forgets the markers of a partition without a leader (KAFKA-20734), because the leader was suspended.
+
+Nothing tells of it: the answers are good, and no connection breaks. Owners find it before they go on, whoever settles finds it
+after them, and what was left open is ended there.
+"""
 
 import threading
 import time
@@ -9,12 +13,13 @@ from confluent_kafka.cimpl import NewTopic
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, failpoints, recover
+from dualwrite import DualWriter, failpoints, lanes, recover
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.lane import Lane
 from dualwrite.migrations import upgrade
 from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.recovery import status
@@ -25,7 +30,11 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AWAY = 3
 LONG_S = 120
-DECIDED = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended", "owner", "unaware"]
+DEAD = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended"]
+ALIVE = ["aborts-next", "writes-next", "closes"]
+UNAWARE = "unaware"
+DECIDED = [*DEAD, *ALIVE, UNAWARE]
+ABORTED = "aborted"
 UNDECIDED = "undecided"
 
 
@@ -35,7 +44,7 @@ class Stage:
     def __init__(self, cluster, path, name):
         # No call of this writer's is doubtful for its duration.
         self.kafka = {**cluster.client_config(), "retry.backoff.ms": 60_000, "retry.backoff.max.ms": 60_000}
-        self.kafka |= {"log_level": 2, "log.connection.close": False}
+        self.kafka |= {"log_level": 2}
         self.engine = create_engine(f"sqlite:///{path}")
         with self.engine.connect() as connection:
             upgrade(connection)
@@ -54,6 +63,8 @@ class Stage:
         replicas = {"replica_assignment": [[AWAY], [at]], "config": {"min.insync.replicas": "1"}}
         self.admin.create_topics([NewTopic(self.topic, num_partitions=2, **replicas)])[self.topic].result(LONG_S)
         wait_until(self.has_all_leaders, LONG_S)
+
+        self.lane = self.writer._lanes.first
 
     @property
     def row(self):
@@ -75,6 +86,12 @@ class Stage:
             for partition in (0, 1):
                 tx.produce(self.topic, f"{value}/{partition}", partition=partition)
 
+    def abort(self, value):
+        with pytest.raises(ZeroDivisionError), self.writer.transaction() as tx:
+            for partition in (0, 1):
+                tx.produce(self.topic, f"{value}/{partition}", partition=partition)
+            raise ZeroDivisionError
+
     def leave_open(self, value):
         """An owner ends without deciding what it has written."""
         failpoints.arm("write.prepared:1:raise,write.before_abort:1:raise")
@@ -95,32 +112,32 @@ class Stage:
         [still_open] = self.coordinator.still_open(partitions, Deadline(LONG_S))
         return sorted(partition for _, partition in still_open)
 
-    def keep_house(self, does):
-        """Whether the writer's housekeeping sees to lanes that have lost a connection."""
-        (self.writer._lanes._closing.clear if does else self.writer._lanes._closing.set)()
-
     def die(self):
-        self.keep_house(False)
-        for lane in self.writer._lanes._all:
-            lane.discard()
+        self.lane.discard()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def idle():
+    """No writer does anything in the background: who is dead does nothing, and who lives is to find all by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "_see_to", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    """Commits that were answered while a partition had no leader, and an abort by a settler that has not looked again yet."""
+    """Commits and an abort that were answered while a partition had no leader, and a settler that has not looked again yet."""
     with EmbeddedKafka(brokers=3) as cluster:
         made = {
             name: Stage(cluster, tmp_path_factory.mktemp(name) / "rows.sqlite", name.replace(".", "-"))
-            for name in [*DECIDED, UNDECIDED]
+            for name in [*DECIDED, ABORTED, UNDECIDED]
         }
         made[UNDECIDED].write("a")
         made[UNDECIDED].leave_open("b")
         arrived, gone, back = threading.Semaphore(0), threading.Event(), threading.Event()
 
         def wait_at(point):
-            if point in {"write.decided", "settle.before_retire"}:
-                for name in DECIDED:
-                    made[name].keep_house(False)
+            if point in {"write.decided", "write.rolled_back", "settle.before_retire"}:
                 arrived.release()
                 gone.wait(LONG_S)
             elif point == "settle.retired":
@@ -128,12 +145,13 @@ def stages(tmp_path_factory):
 
         with failpoints.watched(wait_at):
             works = [threading.Thread(target=made[name].write, args=("a",)) for name in DECIDED]
+            works.append(threading.Thread(target=made[ABORTED].abort, args=("a",)))
             settler = threading.Thread(target=made[UNDECIDED].recover)
             for thread in [*works, settler]:
                 thread.start()
             for _ in [*works, settler]:
                 assert arrived.acquire(timeout=LONG_S)
-            cluster.kill(broker=AWAY)
+            cluster.suspend(AWAY)
             wait_until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()), LONG_S)
             gone.set()
             for thread in works:
@@ -142,8 +160,9 @@ def stages(tmp_path_factory):
             wait_until(
                 lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED), LONG_S
             )
+            wait_until(lambda: made[ABORTED].view().status is TransactionStatus.COMPLETE_ABORT, LONG_S)
             wait_until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY, LONG_S)
-            cluster.start(AWAY)
+            cluster.resume(AWAY)
             wait_until(lambda: all(stage.has_all_leaders() for stage in made.values()), LONG_S)
             assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
             back.set()
@@ -189,20 +208,41 @@ def test_what_is_undecided_is_ended_also_where_its_abort_was_forgotten(stages):
     assert stage.visible() == {"a/0", "a/1"}
 
 
-def test_an_owner_that_lost_a_connection_aborts_nothing_before_it_has_settled(stages):
-    stage = stages["owner"]
-    stage.keep_house(True)
-    with pytest.raises(ZeroDivisionError), stage.writer.transaction() as tx:
-        tx.produce(stage.topic, "b", partition=0)
-        raise ZeroDivisionError
+def test_an_owner_aborts_nothing_before_it_knows_that_its_commit_has_ended(stages):
+    stage = stages["aborts-next"]
+    stage.abort("b")
     stage.write("c")
     assert stage.visible() == {"a/0", "a/1", "c/0", "c/1"}
 
 
+def test_an_owner_decides_nothing_before_it_knows_that_its_commit_has_ended(stages):
+    stage = stages["writes-next"]
+    mended = []
+    with failpoints.watched(lambda point: mended.append(stage.hanging()) if point == "write.produced" else None):
+        stage.write("b")
+    assert mended[0] == []
+    assert stage.visible() == {"a/0", "a/1", "b/0", "b/1"}
+
+
+def test_an_owner_that_closes_records_as_committed_what_the_log_shows_as_committed(stages):
+    stage = stages["closes"]
+    stage.writer.close()
+    assert not stage.hanging()
+    assert stage.row.completed is Outcome.COMMITTED
+    assert stage.visible() == {"a/0", "a/1"}
+
+
+def test_what_an_owner_has_aborted_does_not_come_back_with_its_next_commit(stages):
+    stage = stages[ABORTED]
+    stage.write("b")
+    assert not stage.hanging()
+    assert stage.visible() == {"b/0", "b/1"}
+
+
 def test_a_commit_that_an_abort_has_taken_along_is_told(stages, monkeypatch):
-    stage = stages["unaware"]
-    stage.keep_house(True)
-    monkeypatch.setattr(ProducerInstance, "_may_be_forgotten", property(lambda _: False))
+    stage = stages[UNAWARE]
+    monkeypatch.setattr(Lane, "know_end", lambda *_: None)
+    monkeypatch.setattr(ProducerInstance, "_require_end_known", lambda *_: None)
     stage.leave_open("b")
     [loss] = stage.recover().losses
     assert loss.outcome is Outcome.LOST

@@ -260,7 +260,8 @@ def test_consumed_offsets_are_committed_with_the_messages(ready, dualwrite_topic
         producer.send_offsets_to_transaction(
             [TopicPartition(dualwrite_topic, 0, offset)], consumer.consumer_group_metadata()
         )
-        assert [first.topic for first in producer.prepare_transaction().first_offsets] == [dualwrite_topic]
+        written = [first.topic for first in producer.prepare_transaction().first_offsets]
+        assert written == ["__consumer_offsets", dualwrite_topic]
         end()
     [committed] = consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=120)
     assert committed.offset == 5

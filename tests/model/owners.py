@@ -165,6 +165,7 @@ class Owner:
         """What a writer does for its lanes in the background, and when it closes."""
         for lane in self._lanes:
             try:
+                lane.know_end(Deadline(10.0))
                 if lane.needs_settling:
                     lane.settle(Deadline(10.0))
             except DualWriteError as error:

@@ -7,6 +7,8 @@ import logging
 import pytest
 
 from dualwrite import completing
+from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.lane import Lane
 from dualwrite.protocol.handed_over import CompletionStep, next_completion_step
 from dualwrite.settling import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore
@@ -58,6 +60,32 @@ def run(*parts: str):
 @pytest.mark.parametrize("end", ["A is killed", "A closes", "A keeps house", "A writes m3 to partition 1"])
 def test_the_next_settler_or_the_owner_itself_ends_it(forgotten, end):
     run(forgotten, end, "everything heals", "a last owner opens and writes")
+
+
+ABORTED = """
+    A opens
+    A runs
+    A writes m1 to partition 0 and m2 to partition 1, and its code fails
+    A runs to write.rolled_back
+    the broker delays its markers
+    A runs
+    the broker forgets the marker of orders, incarnation 1 on partition 0
+    the broker writes its markers
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["A writes m3 to partition 0\nA runs", "A writes m3 to partition 1\nA runs", "A closes"]
+)
+def test_what_an_owner_has_aborted_does_not_come_back_and_holds_nobody_back(then):
+    run(ABORTED, then, "everything heals", "a last owner opens and writes")
+
+
+def test_on_the_answer_alone_it_would_come_back(monkeypatch):
+    monkeypatch.setattr(Lane, "know_end", lambda *_: None)
+    monkeypatch.setattr(ProducerInstance, "_require_end_known", lambda *_: None)
+    with pytest.raises(Finding):
+        run(ABORTED, "A writes m3 to partition 0", "A runs", "everything heals")
 
 
 @pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])

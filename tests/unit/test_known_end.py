@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from dualwrite.observations import LogProof
+from dualwrite.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
+from dualwrite.protocol.known_end import Ended, EndStep, PendingStep, next_end_step, next_pending_step
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)))
 P0, P1 = ("orders", 0), ("orders", 1)
@@ -47,5 +47,36 @@ def test_partitions_that_are_not_all_known_are_not_even_asked(committed):
     assert next_end_step(Ended(S, committed), None, early=True) is EndStep.ASK
 
 
+def test_a_partition_that_is_gone_with_its_topic_has_nothing_open():
+    for committed in (True, False):
+        ended = Ended(S, committed)
+        assert next_end_step(ended, {P0: OWN[committed], P1: None}, early=True) is EndStep.KNOWN
+        assert next_end_step(ended, {P1: None}, early=True) is EndStep.WAIT
+        assert next_end_step(ended, {P0: LogProof.OPEN, P1: None}, early=True) is EndStep.WAIT
+
+
 def test_nothing_was_sent_so_there_is_nothing_to_wait_for():
     assert next_end_step(Ended(PreparedTxnState(42, 3), committed=False), {}, early=True) is EndStep.KNOWN
+
+
+def view(status, epoch=3):
+    return TransactionView(status, 42, epoch)
+
+
+def test_the_log_has_the_last_word_about_a_decided_transaction():
+    told = {
+        LogProof.COMMITTED: PendingStep.COMMITTED,
+        LogProof.ABORTED: PendingStep.LOST,
+        LogProof.UNKNOWABLE: PendingStep.UNVERIFIABLE,
+    }
+    for proof, shown in product(told, [None, *map(view, TransactionStatus)]):
+        assert next_pending_step(proof, shown, S) is told[proof]
+
+
+def test_only_what_is_going_to_be_committed_is_called_pending():
+    going_to_be = {TransactionStatus.ONGOING, TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT}
+    for status, epoch in product(TransactionStatus, [3, 4]):
+        step = PendingStep.PENDING if status in going_to_be and epoch == 3 else PendingStep.LOOK
+        assert next_pending_step(LogProof.OPEN, view(status, epoch), S) is step
+    assert next_pending_step(LogProof.OPEN, None, S) is PendingStep.LOOK
+    assert next_pending_step(LogProof.PARTLY, None, S) is PendingStep.PENDING

@@ -32,8 +32,6 @@ class SimulatedHandle:
 
     def __init__(self, simulation: Simulation, settings: Mapping[str, object], *, eager: bool = False) -> None:
         self.producer = SimulatedProducer(simulation, settings, eager=eager)
-        self._simulation = simulation
-        self._outages_before = simulation.outages
 
     @property
     def raw(self) -> Producer:
@@ -55,11 +53,6 @@ class SimulatedHandle:
                 raise NoAnswer from None
             raise
         return now_s() - began
-
-    @property
-    def has_lost_connection(self) -> bool:
-        """Whether a partition's leader went away since this was made."""
-        return self._simulation.outages > self._outages_before
 
     @property
     def init_unanswered(self) -> bool:

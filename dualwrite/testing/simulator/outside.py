@@ -194,7 +194,7 @@ class SimulatedCoordinator:
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
-    ) -> Sequence[Mapping[tuple[str, int], LogProof]]:
+    ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
         """See the port. All partitions are asked in one step."""
         del deadline, read_on
         scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]

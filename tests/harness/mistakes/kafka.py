@@ -13,6 +13,7 @@ from dualwrite.kafka.handle import Handle
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.log import Scan
 from dualwrite.kafka.partitions import Place
+from dualwrite.lane import Lane
 from dualwrite.stores import rows, state
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
@@ -36,6 +37,43 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
 def kept_after_a_doubtful_end(patch: pytest.MonkeyPatch) -> None:
     """A producer goes on after a commit that may have been sent twice, because it answered success."""
     patch.setattr(ProducerInstance, "_judge", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_forgotten_markers.py::test_an_owner_aborts_nothing_before_it_knows_that_its_commit_has_ended",
+        "a/0",
+    )
+)
+def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
+    """A producer begins its next transaction on the answer to its last one."""
+    patch.setattr(Lane, "watch_end", lambda *_: None)
+    patch.setattr(Lane, "know_end", lambda *_: None)
+    patch.setattr(ProducerInstance, "_require_end_known", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_faults.py"
+        "::test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_closes[write.decided-postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
+    """An owner that closes or idles records "committed" because Kafka has answered so."""
+    patch.setattr(Lane, "watch_end", lambda *_: None)
+    patch.setattr(Lane, "know_end", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_forgotten_markers.py::test_what_an_owner_has_aborted_does_not_come_back_with_its_next_commit",
+        r"\[0\]",
+    )
+)
+def settles_without_what_the_owner_knows(patch: pytest.MonkeyPatch) -> None:
+    """Settling is not told in which partitions the owner's last abort may have been forgotten."""
+    patch.setattr(ProducerInstance, "undecided_in", frozenset())
 
 
 @mistake(

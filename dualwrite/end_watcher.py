@@ -1,0 +1,122 @@
+"""Finds out how transactions have ended while their lanes rest, so that the next dual write need not wait for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.deadline import Deadline, pause
+from dualwrite.kafka.ends import PendingEnd, ask_for_ends
+from dualwrite.protocol.known_end import EndStep
+
+if TYPE_CHECKING:
+    from dualwrite.ports import TransactionCoordinator
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.1
+_LONGEST_ASK_S: Final = 2.0
+_JOIN_S: Final = 5.0
+
+
+class _Watched:
+    """One transaction whose end is asked for in the background."""
+
+    def __init__(self, pending: PendingEnd, note: Callable[[EndStep], None]) -> None:
+        self.pending = pending
+        self.note = note
+        self.done = threading.Event()
+
+
+class EndWatcher:
+    """Asks for the ends of many lanes' transactions on one thread, all of them side by side.
+
+    Args:
+        name: For the name of the thread.
+        coordinator: Kafka; closed with the watcher.
+        on_noted: Called after each end that was noted: there may be something to settle.
+    """
+
+    def __init__(self, name: str, coordinator: TransactionCoordinator, on_noted: Callable[[], None]) -> None:
+        self._coordinator = coordinator
+        self._on_noted = on_noted
+        self._new: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._watched: dict[PendingEnd, _Watched] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"dualwrite {name} ends", daemon=True)
+        self._thread.start()
+
+    def watch(self, pending: PendingEnd, note: Callable[[EndStep], None]) -> None:
+        """Ask until there is nothing to wait for, and pass on what was found out.
+
+        Args:
+            pending: Whose end to ask for. Nobody else asks for it meanwhile; whoever needs it waits.
+            note: Called with the step, on the watcher's thread.
+        """
+        if not self._closed and pending not in self._watched:
+            self._watched[pending] = watched = _Watched(pending, note)
+            self._new.put(watched)
+
+    def wait(self, pending: PendingEnd, deadline: Deadline) -> None:
+        """Wait until nothing is asked for it here any more. Returns at once if nothing is."""
+        if (watched := self._watched.get(pending)) is not None and self._thread.is_alive():
+            watched.done.wait(deadline.remaining_s())
+
+    def close(self) -> None:
+        """Ask no more. May be called more than once."""
+        self._closed = True
+        self._new.put(None)
+        self._thread.join(_JOIN_S)
+        self._coordinator.close()
+
+    def _run(self) -> None:
+        asked: list[_Watched] = []
+        wait_s = _FIRST_WAIT_S
+        while not self._closed:
+            if not asked:
+                asked += self._taken(block=True)
+                wait_s = _FIRST_WAIT_S
+            pause(wait_s)  # markers come a moment after the answer
+            asked += self._taken(block=False)
+            asked = self._asked_once(asked)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        for watched in [*asked, *self._watched.values()]:
+            watched.done.set()
+
+    def _taken(self, *, block: bool) -> list[_Watched]:
+        taken = []
+        with suppress(queue.Empty):
+            while (watched := self._new.get(block=block)) is not None:
+                taken.append(watched)
+                block = False
+        return taken
+
+    def _asked_once(self, asked: list[_Watched]) -> list[_Watched]:
+        """Ask for all of them. Returns those that are to be asked for again."""
+        try:
+            steps = ask_for_ends(self._coordinator, [one.pending for one in asked], Deadline(_LONGEST_ASK_S))
+        except Exception as error:  # noqa: BLE001 - a right is missing, or the writer was closed: a block asks, and raises it
+            logger.warning("the ends of transactions could not be asked for in the background: %s", error)
+            self._let_go(asked)
+            return []
+        again = []
+        for one, step in zip(asked, steps, strict=True):
+            if step is EndStep.WAIT:
+                again.append(one)
+                continue
+            try:
+                one.note(step)
+            except Exception:
+                logger.exception("what was found out about the end of a transaction could not be noted")
+            self._let_go([one])
+        return again
+
+    def _let_go(self, watched: list[_Watched]) -> None:
+        for one in watched:
+            self._watched.pop(one.pending, None)
+            one.done.set()
+        self._on_noted()

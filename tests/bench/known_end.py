@@ -1,0 +1,109 @@
+"""What it costs to know how each transaction has ended: the same writer with and without, in turns.
+
+``cd tests && python -m bench --only known_end``
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
+
+from bench.servers import Ground, p50, p95
+from dualwrite import DualWriter
+from dualwrite.lane import Lane
+
+ROWS = Table(
+    "known_end_rows", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text)
+)
+WITH, WITHOUT = "knows how each transaction has ended", "believes the answer"
+THREADS = 8
+
+Write = Callable[[], None]
+
+
+class BelievingLane(Lane):
+    """Goes on after each answer as if every partition had shown it."""
+
+    def watch_end(self) -> None:
+        """Believe it."""
+        if self._producer is not None:
+            self._producer._instance.pending_end = None
+
+
+def run(
+    ground: Ground, *, operations: int = 1500, rounds: int = 10, seconds: float = 1.0
+) -> dict[str, dict[str, float]]:
+    """Measure: milliseconds of a call by one thread, and dual writes in a second by one thread and by eight."""
+    engine = create_engine(ground.url, pool_size=2 * THREADS)
+    ROWS.metadata.create_all(engine)
+    topic = ground.topic(1)
+    with ExitStack() as stack:
+        ways: dict[str, Write] = {}
+        for name in (WITH, WITHOUT):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            if name == WITHOUT:
+                patch.setattr("dualwrite.writer.Lane", BelievingLane)
+            writer = DualWriter(name.replace(" ", "-"), kafka=ground.kafka, engine=engine, max_lanes=THREADS)
+            writer.open()
+            stack.enter_context(closing(writer))
+            ways[name] = _write(writer, topic)
+            _for_a_while(ways[name], THREADS, 2.0)  # makes all lanes
+        calls = _calls(ways, operations)
+        rates: dict[str, dict[int, list[float]]] = {name: {1: [], THREADS: []} for name in ways}
+        for _ in range(rounds):
+            for threads in (1, THREADS):
+                for name, write in ways.items():
+                    rates[name][threads].append(_for_a_while(write, threads, seconds))
+    engine.dispose()
+    return {
+        name: {
+            "call p50": p50(calls[name]),
+            "call p95": p95(calls[name]),
+            "per second": p50(rates[name][1]),
+            f"per second by {THREADS} threads": p50(rates[name][THREADS]),
+        }
+        for name in ways
+    }
+
+
+def _write(writer: DualWriter, topic: str) -> Write:
+    def write() -> None:
+        with writer.transaction() as tx:
+            tx.produce(topic, value="a message")
+            tx.connection.execute(insert(ROWS).values(note="a row"))
+
+    return write
+
+
+def _calls(ways: dict[str, Write], operations: int) -> dict[str, list[float]]:
+    """Ten of each in turn: one of each would give a lane a rest that it has not in a loop."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(operations // 10):
+        for name, write in ways.items():
+            for _ in range(10):
+                started = time.perf_counter()
+                write()
+                samples[name].append((time.perf_counter() - started) * 1000)
+    return samples
+
+
+def _for_a_while(write: Write, threads: int, seconds: float) -> float:
+    """Dual writes in a second."""
+    until = time.perf_counter() + seconds
+
+    def work() -> int:
+        count = 0
+        while time.perf_counter() < until:
+            write()
+            count += 1
+        return count
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        done = sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
+    return done / (time.perf_counter() - started)
