@@ -186,7 +186,7 @@ def _fill(tx, job: Job, operation: Operation, name: str, consumer) -> None:
         offset = TopicPartition(job.topic, 0, offset_of(name))
         tx.send_offsets_to_transaction([offset], consumer.consumer_group_metadata())
     row = {"transactional_id": job.transactional_id, "name": name, "kind": operation.kind}
-    tx.connection.execute(OPERATIONS.insert().values(**row, incarnation=tx._lane.row.incarnation))
+    tx.connection.execute(OPERATIONS.insert().values(**row, incarnation=tx._dual_write._lane.row.incarnation))
     if operation.abort:
         raise KeyError(name)
 

@@ -86,7 +86,7 @@ def test_late_first_copy_of_a_retried_end_txn_cannot_end_the_next_transaction(
             with pytest.raises(ValueError, match="half"), writer.transaction() as tx:
                 tx.produce(dualwrite_topic, value="2", partition=0)
                 tx.connection.execute(insert(orders).values(id=2))
-                tx._lane.producer.poll(0.5)
+                tx._dual_write._lane.producer.poll(0.5)
                 held.release()
                 held.wait_answered()
                 tx.produce(dualwrite_topic, value="2", partition=1)

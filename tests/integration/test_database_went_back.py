@@ -77,7 +77,7 @@ def test_a_renewed_lane_finds_it_out(kafka, engine, dualwrite_topic, orders, bac
         restore = backup()
         write(writer, dualwrite_topic, orders, 2)
         with pytest.raises(LookupError), writer.transaction() as tx:
-            tx._lane.producer._instance.doubt("for the test")
+            tx._dual_write._lane.producer._instance.doubt("for the test")
             tx.connection.rollback()
             restore()
             raise LookupError

@@ -94,7 +94,7 @@ def test_messages_that_were_not_delivered_hold_no_reader_back(through, proxy, du
     """The first message opens the transaction; the second is never answered, so that nothing can be aborted any more."""
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(120)
+        tx._dual_write._lane.producer._instance._raw.flush(120)
         proxy.on(Api.PRODUCE, nth=None).drop_request()
         proxy.on(Api.END_TXN).drop_request()
         tx.produce(dualwrite_topic, value="2", partition=0)
@@ -121,7 +121,7 @@ def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_to
 def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, orders, both, caplog):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(120)
+        tx._dual_write._lane.producer._instance._raw.flush(120)
         proxy.on(Api.END_TXN).drop_request()
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
         raise LookupError
@@ -154,7 +154,7 @@ def test_a_claim_of_our_own_whose_answer_was_lost_is_not_taken_for_another_owner
         with DualWriter("orders", kafka=kafka, engine=through, max_lanes=1) as writer:
             with pytest.raises(LookupError), writer.transaction() as tx:
                 tx.produce(dualwrite_topic, value="1", partition=0)
-                tx._lane.producer._instance.doubt("for the test")
+                tx._dual_write._lane.producer._instance.doubt("for the test")
                 lost = proxy.on("COMMIT").reset_answer()
                 if outage:
                     for nth in range(2, 6):  # each of the attempts that are left
@@ -247,7 +247,7 @@ def test_closing_settles_what_is_open(through, proxy, dualwrite_topic, orders, b
 def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, dualwrite_topic):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._lane.producer._instance._raw.flush(120)
+        tx._dual_write._lane.producer._instance._raw.flush(120)
         proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).drop_request()
         proxy.on(Api.END_TXN, nth=None).drop_request()
         raise LookupError

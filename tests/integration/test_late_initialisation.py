@@ -54,7 +54,7 @@ def test_nothing_is_decided_when_it_is_noticed_later(dualwrite_kafka, kafka, eng
         with pytest.raises(TransactionAborted, match="may yet come"), writer.transaction() as tx:
             tx.produce(dualwrite_topic, value="1", partition=0)
             tx.connection.execute(insert(orders).values(id=1))
-            tx._lane.producer._instance._handle._log.init_unanswered = True
+            tx._dual_write._lane.producer._instance._handle._log.init_unanswered = True
         with writer.transaction() as tx:
             tx.produce(dualwrite_topic, value="2", partition=0)
             tx.connection.execute(insert(orders).values(id=2))

@@ -130,7 +130,7 @@ class _Actor:
 
 
 def _flush(tx: Any) -> None:
-    assert tx._lane.producer._instance._raw.flush(30) == 0
+    assert tx._dual_write._lane.producer._instance._raw.flush(30) == 0
 
 
 def main(director: Connection, settings: Settings) -> None:
