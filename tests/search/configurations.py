@@ -65,6 +65,29 @@ CONFIGURATIONS = {
         Bounds((2, 0), 2, Budgets(timeout=1, expire=1, retention=2)),
         quick=True,
     ),
+    "marker_skipped": Configuration(
+        "a marker is skipped, as its partition has no leader",
+        Bounds((2, 0), 2, Budgets(forgotten=1, abort=1)),
+        quick=True,
+    ),
+    "marker_skipped_and_two_settlers": Configuration(
+        "the same, and two settlers meet", Bounds((1, 0, 0), 3, Budgets(forgotten=1), epochs=4)
+    ),
+    "marker_skipped_and_delays": Configuration(
+        "a marker is skipped, and a request of the owner is late",
+        Bounds((2, 0), 3, Budgets(forgotten=1, delay=1), epochs=4),
+    ),
+    "marker_skipped_and_timeouts": Configuration(
+        "a marker is skipped, a transaction times out, a message fails",
+        Bounds((2, 0), 3, Budgets(forgotten=1, timeout=1, failure=1), epochs=4),
+    ),
+    "marker_skipped_between_owners": Configuration(
+        "a marker is skipped while one owner takes over from the other",
+        Bounds((1, 1), 3, Budgets(forgotten=1, abort=1, failure=1), epochs=4),
+    ),
+    "two_markers_skipped": Configuration(
+        "two markers are skipped", Bounds((2, 0), 3, Budgets(forgotten=2, abort=1), epochs=4)
+    ),
     "claims_without_an_answer": Configuration(
         "the answer to the COMMIT of a claim is lost, twice", Bounds((2, 1), 4, Budgets(claim=2))
     ),

@@ -35,7 +35,11 @@ class Excuses(NamedTuple):
     def of(cls, given: Budgets, left: Budgets) -> Excuses:
         """From the budgets that are spent."""
         spent = Budgets(*(had - has for had, has in zip(given, left, strict=True)))
-        return cls(bool(spent.timeout or spent.terminate or spent.marker), bool(spent.marker), bool(spent.retention))
+        ended = bool(spent.timeout or spent.terminate)
+        # What a settler has begun to end in one partition, since its marker was skipped there, may be timed out as well.
+        return cls(
+            ended or bool(spent.marker), bool(spent.marker or (ended and spent.forgotten)), bool(spent.retention)
+        )
 
 
 class Judge:
@@ -44,11 +48,12 @@ class Judge:
     Args:
         rules: The rules that the settler goes by.
         open_is_fine: Whether a transaction that stays open is no fault: to see what else a mistake does.
+        forgets: Whether markers may be skipped. An operator then ends what was undecided, and is open nonetheless.
     """
 
-    def __init__(self, rules: Rules, *, open_is_fine: bool = False) -> None:
+    def __init__(self, rules: Rules, *, open_is_fine: bool = False, forgets: bool = False) -> None:
         self._rules = rules
-        self._walk = Walk(rules)
+        self._walk = Walk(rules, forgets=forgets)
         self._open_is_fine = open_is_fine
         self._settled: dict[tuple[Database, Broker], tuple[Database, Broker, str | None]] = {}
         self._words: dict[object, str | None] = {}
@@ -71,6 +76,8 @@ class Judge:
         self, database: Database, broker: Broker, late: tuple[sim.Request, ...], excuses: Excuses
     ) -> str | None:
         database, broker, wrong = self._settle(database, broker)
+        if self._walk.forgets and wrong is None:
+            broker = _without_what_hangs(database, _timed_out(broker))
         wrong = wrong or self._judge("after settling", database, broker, excuses)
         if wrong is not None:
             return wrong
@@ -164,6 +171,35 @@ class Judge:
         if there not in {0, all_} and not excuses.halves:
             return f"{what} is recorded as {incident.value}, and Kafka shows a part of it"
         return None
+
+
+def _timed_out(broker: Broker) -> Broker:
+    """Without what a settler has begun to end a transaction that was forgotten, and has left: the broker gives it a second."""
+    for known in broker.transactions:
+        broker = environment.write_markers(environment.time_out(broker, known.transactional_id))
+    return broker
+
+
+def _without_what_hangs(database: Database, broker: Broker) -> Broker:
+    """As an operator does (docs/limits.md): ends what nobody has decided, whose abort was skipped while nobody was looking."""
+    ongoing = {known.producer_id for known in broker.transactions if known.state == sim.ONGOING}
+    decided = {decision.label for decision in database.decided}
+    for found in broker.partitions:
+        for entry in found.producers:
+            written = (
+                batch.values
+                for batch in found.batches
+                if batch.producer_id == entry.producer_id and batch.base_offset >= entry.txn_start
+            )
+            if (
+                entry.txn_start < 0
+                or entry.producer_id in ongoing
+                or decided & {one for some in written for one in some}
+            ):
+                continue
+            marker = sim.WriteTxnMarkers(entry.producer_id, entry.producer_epoch, False, (found.topic_partition,), 0)
+            broker = handle(broker, marker)[0]
+    return broker
 
 
 def told(request: sim.Request) -> str:

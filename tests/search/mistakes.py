@@ -142,6 +142,20 @@ class ConditionalInitTakenForACompareAndSet(OneKafkaIdForAllIncarnations):
     retires_what_it_has_seen = True
 
 
+@within(OWNER_AND_SETTLER._replace(budgets=budget(forgotten=1)))
+class GoneOnBeforeTheEndIsKnown(Rules):
+    """An owner begins its next transaction as soon as Kafka has answered the end of the last one."""
+
+    knows_ends = False
+
+
+@within(Bounds((1, 0), 2, budget(forgotten=1)))
+class RecordedAsCommittedWithoutProof(Rules):
+    """An owner that closes records its last transaction as committed because Kafka has answered so."""
+
+    knows_ends_before_it_closes = False
+
+
 # --- a COMMIT without an answer
 
 
@@ -246,6 +260,8 @@ class StateWithoutFirstOffsets(Choosing):
 class RetireBeforeComplete(Choosing):
     """A settler retires an incarnation whose decided transaction it should have committed first."""
 
+    looks_again_before_retiring = False
+
     def choose(self, known, step):
         return _retire_at_once(known) if step is SettleStep.LOOK_AT_PARTITIONS or known.retired else step
 
@@ -275,6 +291,8 @@ class DeposedCoordinatorBelieved(Rules):
 class UnmatchedIsRetired(Choosing):
     """A settler retires at once what is not the row's transaction, and proves nothing: the broker may have timed it out."""
 
+    looks_again_before_retiring = False
+
     def choose(self, known, step):
         asked = known.view is not None and known.view.status is TransactionStatus.ONGOING
         unmatched = step is SettleStep.PROVE and (asked or known.evidence is False)
@@ -284,6 +302,8 @@ class UnmatchedIsRetired(Choosing):
 @within(OWNER_AND_SETTLER._replace(budgets=budget(timeout=1)))
 class LossNotRecorded(Choosing):
     """A settler that finds a decided transaction aborted retires its id and tells nobody."""
+
+    looks_again_before_retiring = False
 
     def choose(self, known, step):
         return _retire_at_once(known) if step is SettleStep.RECORD_LOST or known.retired else step
@@ -323,6 +343,21 @@ class MarkedSettledWithoutWaiting(Choosing):
     def choose(self, known, step):
         under_way = {TransactionStatus.PREPARE_ABORT, TransactionStatus.PREPARE_COMMIT}
         return SettleStep.FINISH if known.view is not None and known.view.status in under_way else step
+
+
+@within(Bounds((1, 0, 0), 3, budget(forgotten=1), epochs=4))
+class RetiredWithoutTheRowsLock(Rules):
+    """A settler retires an id without looking again under the row's lock: another one may be ending what was forgotten."""
+
+    looks_again_before_retiring = False
+
+
+@within(OWNER_AND_SETTLER._replace(incarnations=3, budgets=budget(forgotten=1, timeout=1), epochs=4))
+class ProofFromBeforeTheLookBelieved(Choosing):
+    """A settler finds nothing open any more, and believes what the log had proved while something was."""
+
+    def choose(self, known, _step):
+        return settle.next_step(replace(known, confirmed=True))
 
 
 @within(OWNER_AND_SETTLER)

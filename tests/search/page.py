@@ -59,6 +59,8 @@ FOOT = """\
 - Settling of several incarnations is searched one incarnation after the other. They share nothing but the row's mark.
 - States that were seen are known by 64 bits each, where no trace is kept. That two of twenty million share theirs, so that
   one is taken for the other, happens in one of some ten thousand searches.
+- Where markers are skipped, settlers' own requests are not late and ids are not forgotten: [limits](limits.md#markers-that-a-broker-forgets).
+  An undecided transaction whose abort was skipped while nobody looked is ended as an operator does.
 - Lanes, slots and Spark are not in it; nor is a database that loses commits.
 - A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out.
 """
@@ -74,6 +76,7 @@ _WORDS = {
     "terminate": "force-termination",
     "marker": "marker by a tool",
     "retention": "deletion by retention",
+    "forgotten": "skipped marker",
 }
 
 
@@ -144,6 +147,7 @@ def _bounds(bounds: Bounds) -> str:
         f"{len(bounds.transactions)} processes ({', '.join(map(str, bounds.transactions))} transactions)",
         f"{bounds.incarnations} incarnations",
     ]
+    words += [f"{bounds.epochs} epochs"] if bounds.epochs else []
     words += [f"{count} x {_WORDS[what]}" for what, count in zip(Budgets._fields, bounds.budgets, strict=True) if count]
     return "; ".join(words)
 

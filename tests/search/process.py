@@ -15,7 +15,7 @@ from search.stepping import Move
 from search.values import Database, Process
 from search.writing import Writing
 
-_RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "resolve": Doubting}
+_RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "mend": Settling, "resolve": Doubting}
 """What a process may be at; all the rest is writing."""
 
 
@@ -28,11 +28,20 @@ class Walk:
         verdicts: Whether the database can say what became of a transaction of its own (PostgreSQL).
         dies: Whether an owner ends with its first decision.
         one_by_one: Whether a settler asks the partitions one after the other.
+        forgets: Whether markers may be skipped. If not, settlers and owners leave out the steps that look for that.
     """
 
     def __init__(
-        self, rules: Rules, *, most: int = 0, verdicts: bool = False, dies: bool = False, one_by_one: bool = False
+        self,
+        rules: Rules,
+        *,
+        most: int = 0,
+        verdicts: bool = False,
+        dies: bool = False,
+        one_by_one: bool = False,
+        forgets: bool = False,
     ) -> None:
+        self.forgets = forgets
         self.rules = rules
         self.one_by_one = one_by_one
         self.most = most

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dualwrite.observations import Outcome
 from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol import doubt, settle
-from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol import doubt, known_end, settle
+from dualwrite.protocol.settle import Knowledge, Partition
 from dualwrite.stores.rows import check_not_gone_back
 from search import views
 
@@ -16,6 +18,7 @@ class Rules:
     sentence = ""
     next_step = staticmethod(settle.next_step)
     next_doubt_step = staticmethod(doubt.next_doubt_step)
+    next_end_step = staticmethod(known_end.next_end_step)
     belongs = staticmethod(settle.belongs)
     is_open = staticmethod(settle.is_open)
     is_older = staticmethod(settle.is_older)
@@ -37,17 +40,28 @@ class Rules:
     answers_are_verdicts = False  # a fenced commit is taken for committed
     takes_a_failed_commit_for_committed = False
     retires_what_it_has_seen = False
+    knows_ends = True  # of its last transaction, before it goes on
+    knows_ends_before_it_closes = True
+    looks_again_before_retiring = True  # under the row's lock, where a transaction is pending
 
     @staticmethod
     def kafka_id(incarnation: int) -> str:
         """The Kafka id of an incarnation."""
         return f"T.{incarnation}"
 
-    def initial_knowledge(self, prepared: PreparedTxnState, completed: Outcome | None, incarnation: int) -> Knowledge:
-        """As ``settling._initial_knowledge``."""
-        if not self.belongs(prepared, incarnation):
-            return Knowledge()
-        return Knowledge(prepared=prepared, recorded=completed)
+    def initial_knowledge(
+        self,
+        prepared: PreparedTxnState,
+        completed: Outcome | None,
+        incarnation: int,
+        undecided_in: frozenset[Partition] = frozenset(),
+        *,
+        forgets: bool = False,
+    ) -> Knowledge:
+        """As ``looking._initial_knowledge``."""
+        known = settle.initial(prepared, completed) if self.belongs(prepared, incarnation) else Knowledge()
+        suspects = known.suspects | undecided_in if forgets else frozenset()
+        return replace(known, suspects=suspects, tainted=undecided_in)
 
 
 PRODUCT = Rules()

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from dualwrite.observations import LogProof, Outcome, TransactionStatus
-from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.settle import SettleStep, compared, looked, others_than, proved, to_end
 from dualwrite.protocol.settle import retired as after_retiring
 from dualwrite.protocol.write_life import WriteState
 from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, recorded
-from search.values import DONE, PLACES, Process
-from search.views import describe, open_offset
+from search.values import DONE, PLACES, Database, Lock, Process
+from search.views import describe, open_offset, still_open
 
 _RECORDS = {
     SettleStep.RECORD_COMMITTED: Outcome.COMMITTED,
@@ -107,15 +107,14 @@ class Settling(Step):
             seen = tuple(open_offset(self.broker, place, known.prepared) for place in PLACES)
             self.go(f"settling {self.p.item}: the partitions show {seen} open", self.p._replace(seen=seen))
             return
-        view = describe(self.broker, self.item_id)
-        ended = known.ended or known.evidence is False
-        looked = replace(known, view=view, evidence=None, proof=None, still_open=None, ended=ended)
+        view = describe(self.broker, self.item_id, places=self.walk.forgets)
+        after = looked(known, view)
         if self.p.seen is not None:
-            looked = replace(looked, evidence=self.matches(self.p.seen))
-        if self.rules.next_step(looked) is not SettleStep.WAIT:  # it would look again, and that is where it is
+            after = replace(after, evidence=self.matches(self.p.seen))
+        if self.rules.next_step(after) is not SettleStep.WAIT:  # it would look again, and that is where it is
             self.go(
                 f"settling {self.p.item}: the coordinator shows {view.status.value}",
-                self.p._replace(knowledge=looked, seen=None),
+                self.p._replace(knowledge=after, seen=None),
             )
         if self.rules.stale_coordinator and self.was_ongoing(view):
             stale = replace(view, status=TransactionStatus.ONGOING)
@@ -138,7 +137,7 @@ class Settling(Step):
         prepared = self.p.knowledge.prepared
         if not self.walk.one_by_one and not self.rules.stale_partitions:
             shown = tuple(open_offset(self.broker, place, prepared) for place in PLACES)
-            self.learn(f"the partitions show {shown} open", evidence=self.matches(shown))
+            self.compared(f"the partitions show {shown} open", evidence=self.matches(shown))
             return
         seen = self.p.seen or ()
         place = PLACES[len(seen)]
@@ -153,16 +152,22 @@ class Settling(Step):
             if len(asked) < len(PLACES):
                 self.go(f"settling {self.p.item}: {text}", self.p._replace(seen=asked))
             else:
-                self.learn(text, evidence=self.matches(asked))
+                self.compared(text, evidence=self.matches(asked))
+
+    def compared(self, text: str, *, evidence: bool) -> None:
+        known = self.p.knowledge
+        beside = still_open(self.broker, known.prepared.producer_id, others_than(known.prepared, known.view))
+        after = compared(known, evidence and not beside)
+        self.go(f"settling {self.p.item}: {text}", self.p._replace(knowledge=after, seen=None))
 
     def settle_commit(self) -> None:
-        prepared = self.p.knowledge.prepared
-        request = sim.EndTxn(self.item_id, prepared.producer_id, prepared.epoch, committed=True)
+        view = self.p.knowledge.view
+        request = sim.EndTxn(self.item_id, view.producer_id, view.epoch, committed=True)
         broker, answer = self.ask(request)
         again = self.p._replace(knowledge=replace(self.p.knowledge, view=None), seen=None)
         text = f"settling {self.p.item}: EndTxn(commit)"
         self.go(f"{text}: {answer.error_code.name}", again, broker=broker)
-        if answer.error_code is OK:
+        if answer.error_code is OK and not self.walk.forgets:
             self.go(f"{text} stays in the network", again, sent=request, spends="delay")
             self.go(
                 f"{text}: NONE, and a second copy stays in the network",
@@ -173,13 +178,19 @@ class Settling(Step):
             )
 
     def settle_look_for_open(self) -> None:
-        state = self.p.knowledge.prepared
-        shown = ((place, open_offset(self.broker, place, state)) for place in PLACES)
-        self.learn("looks for what is open", still_open=tuple(item for item in shown if item[1] is not None))
+        known = self.p.knowledge
+        suspected = known.prepared.producer_id if known.is_pending else known.view.producer_id
+        places = known.suspects if self.walk.forgets else PLACES
+        self.learn("looks for what is open", still_open=still_open(self.broker, suspected, places))
 
     def settle_prove(self) -> None:
-        proof = self.rules.prove(self.broker, self.p.knowledge.prepared)
-        self.learn(f"the log proves {proof.value}", proof=proof)
+        known = self.p.knowledge
+        proof = self.rules.prove(self.broker, known.prepared)
+        text = f"settling {self.p.item}: the log proves {proof.value}"
+        after = proved(known, proof)
+        if not self.walk.forgets:
+            after = replace(after, suspects=known.suspects)
+        self.go(text, self.p._replace(knowledge=after, seen=None))
 
     def record(self, outcome: Outcome) -> None:
         """``Records.record``, in one transaction."""
@@ -199,6 +210,32 @@ class Settling(Step):
         )
 
     def settle_retire(self) -> None:
+        if self.p.knowledge.is_pending and self.rules.looks_again_before_retiring:
+            if self.db.lock is None and not self.changed_meanwhile():
+                self.retire(self.db._replace(lock=Lock(self.p.incarnation, self.p.label, None)))
+            elif self.holds_the_lock:
+                self.retire(self.db)
+        else:
+            self.retire(self.db)
+
+    def changed_meanwhile(self) -> bool:
+        """``_retire_unless_changed``: under the row's lock, another settler may have been faster."""
+        known = self.p.knowledge
+        view = describe(self.broker, self.item_id, places=self.walk.forgets)
+        if view == known.view:
+            return False
+        self.go(
+            f"settling {self.p.item}: the coordinator shows {view.status.value} by now",
+            self.p._replace(knowledge=looked(known, view), seen=None),
+        )
+        return True
+
+    @property
+    def holds_the_lock(self) -> bool:
+        return self.db.lock is not None and self.db.lock.holder == self.p.incarnation
+
+    def retire(self, locked: Database) -> None:
+        free = self.db if locked is self.db and not self.holds_the_lock else locked._replace(lock=None)
         view = self.p.knowledge.view
         request = sim.InitProducerId(self.item_id)
         if self.rules.retires_what_it_has_seen:
@@ -208,15 +245,35 @@ class Settling(Step):
         if answer.error_code is OK:
             known = after_retiring(self.p.knowledge, (answer.producer_id, answer.producer_epoch))
             retired = self.p._replace(knowledge=known, seen=None)
-            self.go(f"{text}: retired", retired, broker=broker)
-            self.go(
-                f"{text}: retired, and a second copy stays in the network",
-                retired,
-                broker=broker,
-                sent=request,
-                spends="delay",
-            )
+            self.go(f"{text}: retired", retired, free, broker)
+            if not self.walk.forgets:  # else a limit: docs/limits.md
+                text = f"{text}: retired, and a second copy stays in the network"
+                self.go(text, retired, free, broker, sent=request, spends="delay")
         elif broker != self.broker:
-            self.go(f"{text} aborts what is ongoing", broker=broker)
+            self.go(f"{text} aborts what is ongoing", None, locked, broker)
         elif answer.error_code not in LATER:
             self.learn(f"InitProducerId: {answer.error_code.name}", retired=_OVERTAKEN)
+
+    def settle_end_forgotten(self) -> None:
+        """``_end_forgotten``: the partitions are added to a transaction of the retired id, which is then ended."""
+        places, _ = to_end(self.p.knowledge)
+        view = self.p.knowledge.view
+        request = sim.AddPartitionsToTxn(self.item_id, view.producer_id, view.epoch, tuple(sorted(places)))
+        broker, answer = self.ask(request)
+        text = f"settling {self.p.item}: adds what was forgotten in {sorted(number for _, number in places)}"
+        if set(answer.error_codes) == {OK}:
+            self.go(text, self.p._replace(doing="mend"), broker=broker)
+        elif not set(answer.error_codes) & LATER:
+            self.go(f"{text}: another settler has retired it", self.looking_again())
+
+    def mend(self) -> None:
+        _, committed = to_end(self.p.knowledge)
+        view = self.p.knowledge.view
+        request = sim.EndTxn(self.item_id, view.producer_id, view.epoch, committed)
+        broker, answer = self.ask(request)
+        if answer.error_code not in LATER:
+            text = f"settling {self.p.item}: EndTxn({'commit' if committed else 'abort'}) of what was forgotten"
+            self.go(f"{text}: {answer.error_code.name}", self.looking_again(), broker=broker)
+
+    def looking_again(self) -> Process:
+        return self.p._replace(doing="settle", knowledge=replace(self.p.knowledge, view=None), seen=None)

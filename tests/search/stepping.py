@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualwrite.observations import LogProof, Outcome
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
-from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.settle import Knowledge, Partition, SettleStep
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle
@@ -98,22 +98,25 @@ class Step:
         if item >= p.incarnation:
             mark = settled < p.incarnation - 1
             return p._replace(doing="mark", item=0, knowledge=None, seen=None) if mark else self.settled(p)
-        knowledge = self.rules.initial_knowledge(prepared, completed, item)
+        undecided_in = dict(p.undecided).get(item, frozenset())
+        knowledge = self.rules.initial_knowledge(prepared, completed, item, undecided_in, forgets=self.walk.forgets)
         if (prepared.incarnation or 0) <= item:  # what it says is known, or of no use any more
             p = p._replace(row=(NOTHING, None, settled))
         return p._replace(doing="settle", item=item, knowledge=knowledge, seen=None)
 
     def settled(self, p: Process) -> Process:
-        p = p._replace(item=0, knowledge=None, seen=None, row=None, write=None, ours=None)
+        p = p._replace(item=0, knowledge=None, seen=None, row=None, write=None, ours=None, undecided=())
         return p._replace(doing="init") if p.todo else DONE
 
     def reusable(self, p: Process) -> Process:
         """What comes after a transaction, or a failure: ``Lane.ready``."""
         if p.producer is not ProducerState.READY:
-            return Process("claim", p.todo, p.owner, p.incarnation, known=p.known)
+            return Process("claim", p.todo, p.owner, p.incarnation, known=p.known, undecided=undecided_of(p))
+        if p.ended is not None:
+            return p._replace(doing="know_end", write=None, ours=None, firsts=(-1, -1))
         if not p.todo:
             return Process("close", incarnation=p.incarnation, known=p.known)
-        return p._replace(doing="begin", write=None, ours=None, firsts=(-1, -1))
+        return p._replace(doing="begin", write=None, ours=None, firsts=(-1, -1), sent=frozenset())
 
     # --- what callers are told, held against the database at that moment: it does not change any more
 
@@ -134,6 +137,15 @@ class Step:
         if self.db.label_of(self.p.ours) is None:
             return f"the caller is told of a loss of {self.p.ours}, and the database does not have it"
         return None
+
+
+def undecided_of(p: Process) -> tuple[tuple[int, frozenset[Partition]], ...]:
+    """``TransactionalProducer.undecided_in``: where it leaves something open that nobody has decided, by incarnation."""
+    if p.ended is not None:
+        left = frozenset() if p.ended.committed else p.ended.partitions
+    else:
+        left = frozenset() if p.ours is not None else p.sent
+    return (*p.undecided, (p.incarnation, left)) if left else p.undecided
 
 
 def committed(db: Database) -> Database:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from dualwrite.observations import Outcome
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.doubt import Doubt
+from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.producer_life import ProducerState
-from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.settle import Knowledge, Partition
 from dualwrite.protocol.write_life import WriteState
 
 Label = tuple[int, int]
@@ -20,11 +21,14 @@ PLACES = ((TOPIC, 0), (TOPIC, 1))
 
 
 class Lock(NamedTuple):
-    """The row's lock, with what is going to be committed. An orphan is a session whose process has turned away."""
+    """The row's lock, with what is going to be committed. An orphan is a session whose process has turned away.
+
+    A settler that holds it while it retires an id commits nothing: it has no ``prepared``.
+    """
 
     holder: int
     label: Label
-    prepared: PreparedTxnState
+    prepared: PreparedTxnState | None
     orphan: bool = False
 
 
@@ -60,7 +64,9 @@ class Process(NamedTuple):
     """One process: ``doing`` names its next step.
 
     ``owner`` is who it is for the row: the first incarnation that it has claimed. ``known`` is the newest decision that it
-    knows of. ``item`` is the incarnation that it settles, ``row`` what its claim has read. ``ours`` is its transaction.
+    knows of. ``item`` is the incarnation that it settles, ``row`` what its claim has read. ``ours`` is its transaction. Only
+    where markers may be skipped: ``sent`` is where that has written or tried to, ``ended`` what Kafka has answered the end of,
+    while that is not known, and ``undecided`` where it has left something open, by incarnation, when it threw its producer away.
     """
 
     doing: str = "claim"
@@ -81,6 +87,9 @@ class Process(NamedTuple):
     knowledge: Knowledge | None = None
     seen: tuple[int | None, ...] | None = None
     doubt: Doubt | None = None
+    sent: frozenset[Partition] = frozenset()
+    ended: Ended | None = None
+    undecided: tuple[tuple[int, frozenset[Partition]], ...] = ()
 
     @property
     def label(self) -> Label:
@@ -105,6 +114,7 @@ class Budgets(NamedTuple):
         terminate: An operator force-terminates an open transaction.
         marker: A tool writes an abort marker past the coordinator, for an owner that is none any more.
         retention: A partition loses what lies before its last stable offset.
+        forgotten: A marker is skipped, as its partition has no leader at that moment (KAFKA-20734).
     """
 
     delay: int = 0
@@ -117,6 +127,7 @@ class Budgets(NamedTuple):
     terminate: int = 0
     marker: int = 0
     retention: int = 0
+    forgotten: int = 0
 
 
 def prepared_state(process: Process) -> PreparedTxnState:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dualwrite.kafka.log import Scan, combined
 from dualwrite.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import OpenPlaces
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.outside import SeenBatch
@@ -14,12 +17,18 @@ from dualwrite.testing.simulator.state import Broker
 _STATUS = {status.value: status for status in TransactionStatus}
 
 
-def describe(broker: Broker, kafka_id: str) -> TransactionView:
-    """As ``KafkaCoordinator.describe``. Start times are left out: they only make a wrong match less likely."""
+def describe(broker: Broker, kafka_id: str, *, places: bool = False) -> TransactionView:
+    """As ``KafkaCoordinator.describe``. Start times are left out: they only make a wrong match less likely.
+
+    So are the partitions, if ``places`` is not set: they only matter where markers are skipped.
+    """
     shown = handle(broker, sim.DescribeTransactions(kafka_id))[1]
     if shown.error_code is not ErrorCode.NONE:
         return TransactionView(TransactionStatus.NO_SUCH_ID)
-    return TransactionView(_STATUS[shown.transaction_state], shown.producer_id, shown.producer_epoch)
+    status = _STATUS[shown.transaction_state]
+    if not places:
+        return TransactionView(status, shown.producer_id, shown.producer_epoch)
+    return TransactionView(status, shown.producer_id, shown.producer_epoch, partitions=shown.partitions)
 
 
 def open_offset(broker: Broker, place: sim.TopicPartition, state: PreparedTxnState) -> int | None:
@@ -30,24 +39,42 @@ def open_offset(broker: Broker, place: sim.TopicPartition, state: PreparedTxnSta
     return None
 
 
+def still_open(broker: Broker, producer_id: int, places: Iterable[sim.TopicPartition]) -> OpenPlaces:
+    """As ``KafkaCoordinator.still_open``, of one producer."""
+    return tuple(
+        (place, shown.current_txn_start_offset)
+        for place in sorted(places)
+        for shown in handle(broker, sim.DescribeProducers(place))[1].active_producers
+        if shown.producer_id == producer_id and shown.current_txn_start_offset >= 0
+    )
+
+
+def proofs_now(broker: Broker, state: PreparedTxnState) -> dict[sim.TopicPartition, LogProof]:
+    """As ``KafkaCoordinator.prove_now``, of one transaction: each partition by itself."""
+    return {
+        (first.topic, first.partition): _proof(broker, Scan(first, state.producer_id, state.epoch))
+        for first in state.first_offsets
+    }
+
+
 def prove(broker: Broker, state: PreparedTxnState) -> LogProof:
     """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show.
 
     Raises:
         AssertionError: Its glance and its scan tell different things.
     """
-    proofs = {}
-    for first in state.first_offsets:
-        scan = Scan(first, state.producer_id, state.epoch)
-        place = (first.topic, first.partition)
-        read = handle(broker, sim.Fetch(place, first.offset))[1]
-        if read.error_code is not ErrorCode.NONE:
-            proofs[scan.place] = LogProof.UNKNOWABLE
-            continue
-        stable = handle(broker, sim.Fetch(place, first.offset, sim.READ_COMMITTED))[1]
-        seen = [SeenBatch(batch) for batch in stable.batches]
-        glance = scan.glance(seen, stable.aborted_transactions)
-        proof = scan.read([SeenBatch(batch) for batch in read.batches])
-        assert glance in {None, proof}, (first, glance, proof)
-        proofs[scan.place] = proof or (LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE)
-    return combined(state, proofs)
+    scans = [Scan(first, state.producer_id, state.epoch) for first in state.first_offsets]
+    return combined(state, {scan.place: _proof(broker, scan) for scan in scans})
+
+
+def _proof(broker: Broker, scan: Scan) -> LogProof:
+    first, place = scan.first, (scan.first.topic, scan.first.partition)
+    read = handle(broker, sim.Fetch(place, first.offset))[1]
+    if read.error_code is not ErrorCode.NONE:
+        return LogProof.UNKNOWABLE
+    stable = handle(broker, sim.Fetch(place, first.offset, sim.READ_COMMITTED))[1]
+    seen = [SeenBatch(batch) for batch in stable.batches]
+    glance = scan.glance(seen, stable.aborted_transactions)
+    proof = scan.read([SeenBatch(batch) for batch in read.batches])
+    assert glance in {None, proof}, (first, glance, proof)
+    return proof or (LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE)

@@ -40,6 +40,7 @@ class Bounds(NamedTuple):
         verdicts: Whether the database knows what became of its own transactions (PostgreSQL does, SQLite does not).
         one_by_one: Whether markers reach the partitions, and questions their leaders, one after the other.
         dies: Whether an owner ends with its first decision.
+        epochs: How many a Kafka id may have had; 0 for any number. Two settlers can raise them in turns for as long as they like.
     """
 
     transactions: tuple[int, ...]
@@ -48,6 +49,7 @@ class Bounds(NamedTuple):
     verdicts: bool = False
     one_by_one: bool = False
     dies: bool = False
+    epochs: int = 0
 
 
 class Table(Generic[Part]):
@@ -98,10 +100,16 @@ class World:
     ) -> None:
         self.bounds = bounds
         self._rules = rules
+        forgets = bounds.budgets.forgotten > 0
         self._walk = Walk(
-            rules, most=bounds.incarnations, verdicts=bounds.verdicts, dies=bounds.dies, one_by_one=bounds.one_by_one
+            rules,
+            most=bounds.incarnations,
+            verdicts=bounds.verdicts,
+            dies=bounds.dies,
+            one_by_one=bounds.one_by_one,
+            forgets=forgets,
         )
-        self._judge = Judge(rules, open_is_fine=open_is_fine)
+        self._judge = Judge(rules, open_is_fine=open_is_fine, forgets=forgets)
         self.entire = entire
         self._ends = Ends(self._walk, forgets=bounds.budgets.expire > 0)
         self._databases: Table[Database] = Table()
@@ -233,6 +241,8 @@ class World:
         return self._late.number(tuple(sorted(added, key=repr)))
 
     def _possible(self, move: Move) -> bool:
+        if self.bounds.epochs and any(known.producer_epoch >= self.bounds.epochs for known in move.broker.transactions):
+            return False
         return move.spends is None or getattr(self.bounds.budgets, move.spends) > 0
 
     def _numbered(self, move: Move) -> tuple:
@@ -277,6 +287,12 @@ class World:
                 yield from after(
                     f"broker: the markers of {kafka_id} reach the partitions",
                     environment.write_markers(broker, kafka_id),
+                )
+            for place in known.unmarked if known.state.startswith("Prepare") else ():
+                yield from after(
+                    f"broker: skips the marker of {kafka_id} in partition {place[1]}, which has no leader",
+                    environment.forget_marker(broker, kafka_id, place),
+                    "forgotten",
                 )
             yield from after(f"broker: {kafka_id} times out", environment.time_out(broker, kafka_id), "timeout")
             yield from after(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from dualwrite.errors import DualWriteError
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
+from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, committed, recorded
 from search.values import DONE, NOTHING, PLACES, Database, Lock, Process, name, prepared_state
+from search.views import open_offset, proofs_now
 
 _NO_TIME = datetime.fromtimestamp(0, timezone.utc)
 _E, _W = ProducerEvent, WriteEvent
@@ -91,10 +95,11 @@ class Writing(Step):
         )
         broker, answer = self.ask(request)
         text = f"Produce of {name(p.label)} to {number}"
+        trying = p if not self.walk.forgets else p._replace(sent=p.sent | {PLACES[number]})
         if answer.error_code is OK:
             sequences = tuple(sent + (index == number) for index, sent in enumerate(p.sequences))
             firsts = (answer.base_offset, -1) if number == 0 else (p.firsts[0], answer.base_offset)
-            sent = p._replace(firsts=firsts, sequences=sequences, producer=self.life(_E.PRODUCE))
+            sent = trying._replace(firsts=firsts, sequences=sequences, producer=self.life(_E.PRODUCE))
             if number == 0:
                 sent = sent._replace(doing="add")
             else:
@@ -106,12 +111,13 @@ class Writing(Step):
                 sent = sent._replace(ours=prepared_state(sent), firsts=(-1, -1))
             self.go(f"{text}: offset {answer.base_offset}", sent, broker=broker)
         elif answer.error_code not in LATER:
-            self.go(f"{text}: {answer.error_code.name}", self.failed(_E.FAIL))
-        self.go(f"{text} stays in the network, given up", self.failed(_E.DOUBT), sent=request, spends="delay")
-        self.go(f"{text} fails and is not tried again", self.failed(_E.FAIL), spends="failure")
+            self.go(f"{text}: {answer.error_code.name}", self.failed(_E.FAIL, trying))
+        self.go(f"{text} stays in the network, given up", self.failed(_E.DOUBT, trying), sent=request, spends="delay")
+        self.go(f"{text} fails and is not tried again", self.failed(_E.FAIL, trying), spends="failure")
 
-    def failed(self, event: ProducerEvent) -> Process:
-        return self.p._replace(doing="abort", producer=self.life(event), write=self.p.write, ours=None, firsts=(-1, -1))
+    def failed(self, event: ProducerEvent, p: Process | None = None) -> Process:
+        p = p or self.p
+        return p._replace(doing="abort", producer=self.life(event), write=p.write, ours=None, firsts=(-1, -1))
 
     def update(self) -> None:
         """``StateStore.decide``: waits for the row's lock."""
@@ -151,6 +157,8 @@ class Writing(Step):
         known = p._replace(known=p.ours)
         if error is OK:
             ended = known._replace(producer=self.life(_E.COMMIT))
+            if self.rules.knows_ends and self.walk.forgets:
+                ended = ended._replace(ended=Ended(p.ours, committed=True))
             done = self.counted(ended)
             self.go(f"{text}: NONE", done, broker=broker)
             if "commit" in self.rules.silently_repeated:
@@ -184,6 +192,8 @@ class Writing(Step):
         self.writes(_W.ABORT)
         wrong = self.told_aborted()
         stopped = p._replace(todo=max(0, p.todo - 1), number=p.number + 1)
+        if self.rules.knows_ends and self.walk.forgets:
+            stopped = stopped._replace(ended=self.aborted())
         if p.producer is ProducerState.DOUBTFUL:
             self.go(f"has aborted {name(p.label)}, throws its producer away", self.reusable(stopped), wrong=wrong)
             return
@@ -218,6 +228,37 @@ class Writing(Step):
         else:
             self.go(f"{text}: {error.name}", thrown, wrong=wrong)
 
+    def aborted(self) -> Ended | None:
+        """``Evidence.ended``: what is going to be aborted, as the partitions show it."""
+        p = self.p
+        if not p.sent:
+            return None
+        if p.ours is not None:
+            return Ended(p.ours, committed=False)
+        ids = PreparedTxnState(p.producer_id, p.epoch, p.incarnation)
+        shown = ((place, open_offset(self.broker, place, ids)) for place in sorted(p.sent))
+        firsts = tuple(FirstOffset(*place, offset, "id") for place, offset in shown if offset is not None)
+        return Ended(replace(ids, first_offsets=firsts), committed=False)
+
+    def know_end(self) -> None:
+        """``know_end``: the partitions are asked until they show how the last transaction has ended."""
+        p = self.p
+        known = p._replace(ended=None)
+        if not p.todo and not self.rules.knows_ends_before_it_closes:
+            self.go("does not look how its last transaction has ended", self.reusable(known))
+            return
+        proofs = proofs_now(self.broker, p.ended.state)
+        shown = ", ".join(f"{place[1]}: {proof.value}" for place, proof in sorted(proofs.items()))
+        step = self.rules.next_end_step(p.ended, proofs, early=True)
+        if step is EndStep.KNOWN:
+            self.go(f"the end of its last transaction is known ({shown})", self.reusable(known))
+            return
+        if step is EndStep.WAIT:  # or it asks once more, and that is where it is
+            step = self.rules.next_end_step(p.ended, proofs, early=False)
+        if step in {EndStep.SETTLE, EndStep.RECORD}:
+            thrown = self.reusable(p._replace(producer=self.life(_E.DOUBT)))
+            self.go(f"the end of its last transaction is not known ({shown})", thrown)
+
     def raise_epoch(self) -> None:
         """What librdkafka does within an abort after some errors, before the producer may be used again."""
         p = self.p
@@ -237,7 +278,8 @@ class Writing(Step):
                 epoch=answer.producer_epoch,
                 sequences=(0, 0),
             )
-            done = self.reusable(raised)
+            # Where markers are skipped, settling relies on it that no owner writes under a later epoch: ``Lane._is_usable``.
+            done = thrown if self.walk.forgets else self.reusable(raised)
             self.go(f"{text}: {answer.producer_epoch}", done, broker=broker)
             if "epoch" in self.rules.silently_repeated:
                 self.go(f"{text}, silently repeated", done, broker=broker, sent=request, spends="delay")
