@@ -57,12 +57,13 @@ bench-spark: venv jars ## the figures of Spark in docs/benchmarks.md, interleave
 sizing: venv jars ## the arithmetic and the measurement of docs/sizing.md (10 minutes)
 	cd tests && $(CURDIR)/$(PY) -m bench.sizing $(if $(COUNTS),--counts $(COUNTS))
 
-# How many processes are killed, what draws the plan, how many sets of servers work at once.
+# How many processes are killed, what draws the plan, how many sets of servers work at once, with how many brokers each.
 N ?= 500
 SEED ?= 1
 ARENAS ?= 1
-chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 (N=10000: about an hour)
-	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) $(if $(MISTAKE),--mistake $(MISTAKE))
+BROKERS ?= 1
+chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 (N=10000 on one broker: about an hour)
+	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))

@@ -20,12 +20,14 @@ def main() -> int:
     parser.add_argument(
         "--spark", type=int, default=0, help="so many times through the fail points of Spark, afterwards"
     )
+    parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no round after that time")
     parser.add_argument("--directory", type=Path, help="where results and evidence go")
     parser.add_argument("--again", action="store_true", help="forget what an earlier run of the directory has done")
     options = parser.parse_args()
-    name = f"seed-{options.seed}-{options.mistake}" if options.mistake else f"seed-{options.seed}"
+    name = f"seed-{options.seed}" + (f"-brokers-{options.brokers}" if options.brokers > 1 else "")
+    name += f"-{options.mistake}" if options.mistake else ""
     directory = (options.directory or CACHE / name).resolve()
     if options.again and directory.exists():
         shutil.rmtree(directory)
@@ -36,6 +38,7 @@ def main() -> int:
         arenas=options.arenas,
         kills_per_round=options.kills_per_round,
         mistake=options.mistake,
+        brokers=options.brokers,
         stop_after_s=options.stop_after_s,
     )
     results = run.run()

@@ -50,7 +50,7 @@ class Conductor:
         self._directory = directory
         self._results = results
         self._results.rounds = [round_.number]
-        for name in ("killed", "missed", "zombies"):
+        for name in ("killed", "missed", "zombies", "suspended"):
             getattr(results, name)[round_.database] = Counter()
         self._changed = threading.Condition()
         self._kills = 0
@@ -61,7 +61,7 @@ class Conductor:
     def run(self) -> None:
         """Carry it out. What is wrong stands in the results."""
         number = self._round.number
-        topic = self._servers.kafka.create_topic(f"round-{number}", self._round.partitions, timeout_s=120)
+        topic = self._servers.create_topic(f"round-{number}", self._round.partitions)
         name = f"round_{number}"
         if self._round.database == "sqlite":
             url = f"sqlite:///{self._directory / 'rows.db'}"
@@ -81,7 +81,9 @@ class Conductor:
         (self._directory / "journal").touch()
         (self._directory / "plan.json").write_text(json.dumps(asdict(self._round), indent=1), encoding="utf-8")
         checker = self._start_checker()
+        leaderless = self._servers.leaderless
         self._live()
+        self._results.leaderless = self._servers.leaderless - leaderless
         self._check(checker)
         self._results.cpu_s = self._forks.cpu_s["processes"] - self._cpu_before_s
         if self._results.findings:
@@ -96,6 +98,10 @@ class Conductor:
         disturbers = [
             _thread(self._disturb, self._round.broker_kills, self._servers.kill_broker, "broker_kills"),
             _thread(self._disturb, self._round.database_stops, self._servers.stop_database, "database_stops"),
+            _thread(self._disturb, self._round.broker_suspensions, self._servers.suspend_broker, "broker_suspensions"),
+            _thread(
+                self._disturb, self._round.database_suspensions, self._servers.suspend_database, "database_suspensions"
+            ),
         ]
         lives = [_thread(self._life, name, episodes) for name, episodes in self._round.episodes.items()]
         for life in lives:
@@ -121,7 +127,12 @@ class Conductor:
                 setattr(self._results, name, getattr(self._results, name) + 1)
 
     def _life(self, name: str, episodes: list[Episode]) -> None:
-        play = {"killed": self._killed, "zombie": self._zombie, "rivals": self._rivals}
+        play = {
+            "killed": self._killed,
+            "zombie": self._zombie,
+            "suspended": self._suspended,
+            "rivals": self._rivals,
+        }
         for episode in episodes:
             try:
                 play[episode.kind](name, episode.steps)
@@ -154,6 +165,17 @@ class Conductor:
         with self._changed:
             self._results.rivals += 1
             self._results.killed_again += sum(again)
+
+    def _suspended(self, name: str, steps: tuple[Step, ...]) -> None:
+        [step] = steps
+        process = self._start(name, step)
+        self._moment(process, step)
+        if process.wait_stopped(BOUND_S) and process.stops:
+            time.sleep(step.resumed_after_ms / 1000)
+            process.signal(signal.SIGCONT)
+            with self._changed:
+                self._results.suspended[self._round.database][_point(step)] += 1
+        self._end(name, process, step, resumed=True)
 
     def _zombie(self, name: str, steps: tuple[Step, ...]) -> None:
         paused, heir = steps
@@ -255,6 +277,7 @@ class Conductor:
             "verdict": str(self._directory / "verdict.json"),
             "prefix": f"r{self._round.number}-",
             "timeout_s": 120.0,
+            "aborts_hanging": self._servers.brokers > 1,
         }
         checker = self._forks.start(job, self._directory / "checker.log")
         assert checker.wait_opened(120), "the checker does not start"
@@ -276,6 +299,7 @@ class Conductor:
         document = json.loads(verdict.read_text(encoding="utf-8"))
         for finding in document.pop("findings"):
             self._find(**finding)
+        self._results.hanging += document.pop("hanging")
         self._results.operations.update(document)
 
     def _find(self, kind: str, subject: str, detail: str) -> None:

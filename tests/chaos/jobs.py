@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+from harness.hanging import abort_hanging
 from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABLE, make_engine, write
 from sqlalchemy import Engine, exc
 
@@ -171,12 +172,18 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
     with Follower(job["kafka"], [job["topic"]]) as follower:
         tell("open 0")
         Path(job["go"]).read_text(encoding="utf-8")  # a pipe with a name: it opens when the round is over
+        hanging = 0
+        if job["aborts_hanging"]:
+            with suppress(Unavailable):  # the checker settles, too, and says so
+                recover(kafka=job["kafka"], engine=engine, prefix=job["prefix"], timeout_s=job["timeout_s"])
+            hanging = abort_hanging(job["kafka"], job["topic"], job["partitions"])
         verdict = checker.check(follower)
     document = {
         "operations": verdict.operations,
         "acknowledged": verdict.acknowledged,
         "aborted": verdict.aborted,
         "present": verdict.present,
+        "hanging": hanging,
         "findings": [
             {"kind": finding.kind.value, "subject": finding.subject, "detail": finding.detail}
             for finding in verdict.findings

@@ -43,6 +43,9 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
                 "minutes": round(run.seconds / 60),
                 "rounds": len(run.rounds),
                 "kills": run.kills,
+                "brokers": run.brokers,
+                "broker_kills": run.broker_kills,
+                "broker_suspensions": run.broker_suspensions,
             }
             for run in runs
         ],
@@ -52,8 +55,13 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
         "zombies": total.zombies,
         "zombies_ended": total.zombies_ended,
         "rivals": total.rivals,
+        "suspended": total.suspended,
         "broker_kills": total.broker_kills,
+        "broker_suspensions": total.broker_suspensions,
+        "leaderless": total.leaderless,
+        "hanging": total.hanging,
         "database_stops": total.database_stops,
+        "database_suspensions": total.database_suspensions,
         "operations": total.operations,
         "ended": total.ended,
         "spark": total.spark,
@@ -84,16 +92,17 @@ def render(figures: Mapping[str, Any]) -> str:
         f"**{figures['database_stops']:,} immediate stops of PostgreSQL**; {figures['rivals']:,} times several recovered one "
         "id at once.",
         "",
+        *_suspensions(figures),
         f"{operations['operations']:,} operations were begun, {operations['acknowledged']:,} acknowledged, "
         f"{operations['present']:,} are on both sides.",
         "",
         f"What was wrong: {wrong}, **{kinds.get('error', 0)}** unexpected errors.",
         "",
-        "| run | date (UTC) | seed | minutes | rounds | killed | machine |",
-        "|---|---|---|---|---|---|---|",
+        "| run | date (UTC) | seed | brokers | minutes | rounds | killed | machine |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| `{run['command']}` | {run['began']} | {run['seed']} | {run['minutes']} | {run['rounds']} | {run['kills']:,} | "
-            f"{run['machine']} |"
+            f"| `{run['command']}` | {run['began']} | {run['seed']} | {run.get('brokers', 1)} | {run['minutes']} | "
+            f"{run['rounds']} | {run['kills']:,} | {run['machine']} |"
             for run in figures["runs"]
         ),
         "",
@@ -109,6 +118,21 @@ def render(figures: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _suspensions(figures: Mapping[str, Any]) -> list[str]:
+    if not figures.get("broker_suspensions"):
+        return []
+    return [
+        f"**Suspended** (SIGSTOP, then SIGCONT; no connection breaks): {_sum(figures['suspended']):,} processes for up to 2.5 s, "
+        f"a broker {figures['broker_suspensions']:,} times, PostgreSQL with all its back ends "
+        f"{figures['database_suspensions']:,} times. {figures['leaderless']:,} times a partition lost its leader by that, and "
+        "its coordinators skipped its markers.",
+        "",
+        f"{figures['hanging']:,} undecided transactions were left open in a partition after the recovery, since their abort was "
+        "[skipped while nobody looked](limits.md#markers-that-a-broker-forgets): they were aborted as an operator does.",
+        "",
+    ]
+
+
 def _method() -> list[str]:
     return [
         "## How it runs",
@@ -117,7 +141,8 @@ def _method() -> list[str]:
         "them with three threads on lanes of their own) publish each operation to every one of two or three partitions and "
         "insert its row; processes on leased slots write the partitions of batches under a ledger. Each process is armed with "
         "a fail point, or is killed at any moment; the next one of its id recovers, and is perhaps killed at that. Meanwhile "
-        "the broker and PostgreSQL are killed. All is drawn from the seed.",
+        "brokers and PostgreSQL are killed and suspended. All is drawn from the seed. With three brokers, each partition of the "
+        "topic is on one of them alone, so that it has no leader while that one is away; what Kafka keeps for itself is on all.",
         "",
         "At the end of a round a [checker](prove-your-own-pipeline.md) of its own process settles twice and compares: the "
         "workers' journal, which is on disk before their next step; the rows; a `read_committed` consumer that ran all the "
@@ -257,7 +282,7 @@ def _limits() -> list[str]:
         "",
         "- A loss of power, a disk or file system that loses what was flushed, a database that loses a commit: SIGKILL leaves "
         "the operating system's caches whole.",
-        "- A cluster of several brokers: one broker ran, so no leader or coordinator has moved.",
+        "- Leaders that move: a partition of the topic is on one broker. Coordinators do move where there are three.",
         "- A network that delays, loses or repeats single requests: that is shown by other tests, with a proxy.",
         "- PostgreSQL with a standby, and fail-over.",
         "- Weeks: ids that Kafka forgets, transactions that time out. Other tests make the broker forget quickly.",

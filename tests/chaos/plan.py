@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dualwrite.failpoints import FAILPOINTS
 
@@ -32,6 +32,7 @@ class Step:
         moment: The name of that signal.
         operations: How many operations each thread writes.
         abort: Which of them are aborted on purpose.
+        resumed_after_ms: How long it stays paused where nobody takes over.
     """
 
     do: str = "write"
@@ -40,6 +41,7 @@ class Step:
     moment: str = "SIGKILL"
     operations: int = 4
     abort: tuple[int, ...] = ()
+    resumed_after_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Episode:
     """What one transactional id goes through: steps one after the other, or a zombie, or rivals at once.
 
     Attributes:
-        kind: ``killed`` (one after the other), ``zombie`` (the first is paused, the second takes over, the first resumes)
-            or ``rivals`` (the first dies, the others settle at once).
+        kind: ``killed`` (one after the other), ``zombie`` (the first is paused, the second takes over, the first resumes),
+            ``suspended`` (paused for a while; nobody takes over) or ``rivals`` (the first dies, the others settle at once).
         steps: The processes.
     """
 
@@ -66,8 +68,10 @@ class Round:
         partitions: Of the topic; every operation publishes to each.
         episodes: By id, what it goes through.
         threads: By id, how many threads write at once.
-        broker_kills: After so many killed processes the broker is killed.
+        broker_kills: After so many killed processes a broker is killed.
+        broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
+        database_suspensions: After so many killed processes PostgreSQL is suspended for seconds.
     """
 
     number: int
@@ -77,10 +81,12 @@ class Round:
     threads: dict[str, int]
     broker_kills: list[int] = field(default_factory=list)
     database_stops: list[int] = field(default_factory=list)
+    broker_suspensions: list[int] = field(default_factory=list)
+    database_suspensions: list[int] = field(default_factory=list)
 
 
-def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND) -> Round:
-    """The round of that number."""
+def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers: int = 1) -> Round:
+    """The round of that number. Several brokers need longer to come back, and are killed and suspended less often."""
     random_ = random.Random(f"{seed}/{number}")
     database = "sqlite" if number % SQLITE_EVERY == SQLITE_EVERY - 1 else "postgresql"
     names = [f"r{number}-w{index}" for index in range(3 if database == "sqlite" else 6)]
@@ -96,8 +102,10 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND) -> Round
         episodes[pool].append(draw.task())
         planned += 1
     threads = {name: 1 if index % 3 < 2 else 3 for index, name in enumerate(names)}
-    broker = max(1, kills * (8 if database == "sqlite" else 14) // 240)
+    often = 4 if brokers > 1 else 8 if database == "sqlite" else 14
+    broker = max(1, kills * often // 240)
     stops = 0 if database == "sqlite" else max(1, kills * 18 // 240)
+    suspended = max(1, kills * 6 // 240)
     return Round(
         number,
         database,
@@ -106,11 +114,13 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND) -> Round
         {**threads, pool: 1},
         _spread(random_, kills, broker),
         _spread(random_, kills, stops),
+        _spread(random_, kills, suspended),
+        _spread(random_, kills, suspended if stops else 0),
     )
 
 
 def _kills(episode: Episode) -> int:
-    return {"zombie": 1, "rivals": 2}.get(episode.kind, len(episode.steps))
+    return {"zombie": 1, "suspended": 0, "rivals": 2}.get(episode.kind, len(episode.steps))
 
 
 def _spread(random_: random.Random, kills: int, count: int) -> list[int]:
@@ -133,7 +143,8 @@ class _Draw:
         return left.pop()
 
     def episode(self) -> Episode:
-        kind = self._random.choices(["write", "settle", "moment", "rivals", "zombie"], [28, 24, 14, 8, 20])[0]
+        kinds = {"write": 28, "settle": 24, "moment": 14, "rivals": 8, "zombie": 20, "suspended": 12}
+        kind = self._random.choices(list(kinds), list(kinds.values()))[0]
         return getattr(self, f"_{kind}")()
 
     def task(self) -> Episode:
@@ -179,11 +190,17 @@ class _Draw:
         points = [*WRITING, *SETTLING]
         if self._database == "sqlite":
             points = [point for point in points if point in WITHOUT_LOCK]
-        point = self._next("zombie", [*points, "moment"] if self._database == "postgresql" else points)
-        if point == "moment":
-            paused = Step(after_ms=int(self._random.triangular(5, 900, 200)), moment="SIGSTOP", operations=50)
-        elif point in SETTLING:
-            paused = Step(failpoint=f"{point}:1:stop")
-        else:
-            paused = self._dying(point, ":stop")
+        paused = self._paused(self._next("zombie", [*points, "moment"] if self._database == "postgresql" else points))
         return Episode("zombie", (paused, self._dying(self._next("heir", WRITING))))
+
+    def _suspended(self) -> Episode:
+        paused = self._paused(self._next("suspended", [*WRITING, *SETTLING, "moment"]))
+        # Shorter and longer than the database lets an owner be paused inside a decision.
+        return Episode("suspended", (replace(paused, resumed_after_ms=self._random.choice((100, 800, 2500))),))
+
+    def _paused(self, point: str) -> Step:
+        if point == "moment":
+            return Step(after_ms=int(self._random.triangular(5, 900, 200)), moment="SIGSTOP", operations=50)
+        if point in SETTLING:
+            return Step(failpoint=f"{point}:1:stop")
+        return self._dying(point, ":stop")

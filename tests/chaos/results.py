@@ -10,6 +10,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_ADDED = (
+    "killed_again",
+    "rivals",
+    "broker_kills",
+    "broker_suspensions",
+    "leaderless",
+    "hanging",
+    "database_stops",
+    "database_suspensions",
+    "cpu_s",
+    "seconds",
+)
+
 
 def machine() -> str:
     """What this ran on, in one line."""
@@ -34,9 +47,15 @@ class Results:
         ended: How the others ended, by exit.
         zombies: Paused processes that were resumed after another had taken over, by database and fail point.
         zombies_ended: How the resumed ones ended, by exit.
+        suspended: Processes that were paused for a while and resumed, by database and fail point.
         rivals: How often several recovered one id at once.
-        broker_kills: How often the broker was killed.
+        brokers: How many brokers there were.
+        broker_kills: How often a broker was killed.
+        broker_suspensions: How often a broker was suspended for seconds.
+        leaderless: How many partitions had no leader while a broker was suspended.
+        hanging: Undecided transactions that were left open in a partition after the recovery, and ended as an operator does.
         database_stops: How often PostgreSQL was stopped.
+        database_suspensions: How often PostgreSQL was suspended for seconds.
         operations: Begun, acknowledged, aborted, present on both sides.
         recovery_s: How long opening took after a kill: all servers up, and with a server away meanwhile,
             and where a paused former owner held the row.
@@ -58,9 +77,15 @@ class Results:
     ended: Counter[str] = field(default_factory=Counter)
     zombies: dict[str, Counter[str]] = field(default_factory=dict)
     zombies_ended: Counter[str] = field(default_factory=Counter)
+    suspended: dict[str, Counter[str]] = field(default_factory=dict)
     rivals: int = 0
+    brokers: int = 1
     broker_kills: int = 0
+    broker_suspensions: int = 0
+    leaderless: int = 0
+    hanging: int = 0
     database_stops: int = 0
+    database_suspensions: int = 0
     operations: Counter[str] = field(default_factory=Counter)
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: {"up": [], "away": [], "paused": []})
     cpu_s: float = 0
@@ -75,16 +100,22 @@ class Results:
     def zombie_count(self) -> int:
         return sum(counter.total() for counter in self.zombies.values())
 
+    @property
+    def suspended_count(self) -> int:
+        return sum(counter.total() for counter in self.suspended.values()) + (
+            self.broker_suspensions + self.database_suspensions
+        )
+
     def add(self, other: Results) -> None:
         """Take in the counts of one more round, or of another run."""
         self.rounds = sorted({*self.rounds, *other.rounds})
-        for name in ("killed", "missed", "zombies", "spark"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark"):
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
         for name in ("ended", "zombies_ended", "operations"):
             getattr(self, name).update(getattr(other, name))
-        for name in ("killed_again", "rivals", "broker_kills", "database_stops", "cpu_s", "seconds"):
+        for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key, values in other.recovery_s.items():
             self.recovery_s[key] = [*self.recovery_s[key], *values]
@@ -97,8 +128,8 @@ class Results:
 
     @classmethod
     def from_document(cls, document: dict) -> Results:
-        for name in ("killed", "missed", "zombies", "spark"):
-            document[name] = {key: Counter(value) for key, value in document[name].items()}
+        for name in ("killed", "missed", "zombies", "suspended", "spark"):
+            document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
         for name in ("ended", "zombies_ended", "operations"):
             document[name] = Counter(document[name])
         return cls(**document)

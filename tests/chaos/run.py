@@ -30,6 +30,7 @@ class Run:
         arenas: How many sets of servers work at once.
         kills_per_round: How often the checker compares.
         mistake: What is planted into the product, by name; empty for nothing.
+        brokers: How many there are in each set of servers.
         stop_after_s: No new round begins after that time.
     """
 
@@ -42,6 +43,7 @@ class Run:
         arenas: int = 1,
         kills_per_round: int = KILLS_PER_ROUND,
         mistake: str = "",
+        brokers: int = 1,
         stop_after_s: float = float("inf"),
     ) -> None:
         self._directory = directory
@@ -53,9 +55,11 @@ class Run:
         self._stop_after_s = stop_after_s
         self._file = directory / "results.json"
         directory.mkdir(parents=True, exist_ok=True)
-        planted = f" MISTAKE={mistake}" if mistake else ""
-        command = f"make chaos N={kills} SEED={seed}{planted}"
-        self.results = Results.load(self._file) if self._file.exists() else Results(command, seed, mistake)
+        self._brokers = brokers
+        more = (f" BROKERS={brokers}" if brokers > 1 else "") + (f" MISTAKE={mistake}" if mistake else "")
+        command = f"make chaos N={kills} SEED={seed}{more}"
+        new = Results(command, seed, mistake, brokers=brokers)
+        self.results = Results.load(self._file) if self._file.exists() else new
         self._numbers = (number for number in itertools.count() if number not in self.results.rounds)
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -90,7 +94,10 @@ class Run:
 
     def _arena(self, index: int) -> None:
         try:
-            with Servers(CACHE / "broker.jsa") as servers, Forks(self._directory, self._mistake) as forks:
+            with (
+                Servers(CACHE / "broker.jsa", self._brokers) as servers,
+                Forks(self._directory, self._mistake) as forks,
+            ):
                 while (number := self._next()) is not None:
                     self._round(servers, forks, number)
         except Exception as error:  # noqa: BLE001 - an arena that breaks is a finding, not a shorter run
@@ -107,7 +114,7 @@ class Run:
         directory.mkdir()
         began = time.monotonic()
         own = Results("", self._seed)
-        round_ = make_round(self._seed, number, kills=self._kills_per_round)
+        round_ = make_round(self._seed, number, kills=self._kills_per_round, brokers=self._brokers)
         Conductor(servers, forks, round_, directory, own).run()
         with self._lock:
             self.results.add(own)
@@ -120,7 +127,7 @@ class Run:
         total = self.results
         sys.stdout.write(
             f"round {own.rounds[0]} ({database}): {own.kills} killed, {own.zombie_count} zombies, "
-            f"{own.broker_kills} broker kills, {own.database_stops} database stops, "
+            f"{own.broker_kills} broker kills, {own.database_stops} database stops, {own.suspended_count} suspensions, "
             f"{own.operations['present']} of {own.operations['operations']} operations present, "
             f"{len(own.findings)} findings, {seconds:.0f} s; "
             f"in all {total.kills} of {self._kills} killed, {total.zombie_count} zombies, {total.broker_kills} + "

@@ -1,5 +1,7 @@
 """Three brokers: what leads and what coordinates goes away at every stage of a dual write, or comes back with old answers.
 
+In some cases each partition is on one broker alone: while that one is suspended, its markers are skipped (KAFKA-20734).
+
 ``python -m faults.cluster --cases 100``: each case kills, suspends or moves one broker's work at one point. The counts go to
 the page of the matrix.
 """
@@ -15,10 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from confluent_kafka import ElectionType
+from confluent_kafka import ElectionType, KafkaException
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from harness.hanging import abort_hanging
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, recover
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.stores.state import SqlStateStore
@@ -77,7 +81,7 @@ def wait_until_in_sync(admin: AdminClient) -> None:
     """Wait until every replica of everything is in sync: then any broker may go."""
     deadline = Deadline(RECOVERS_S)
     while not all(
-        len(partition.isrs) == BROKERS
+        len(partition.isrs) == len(partition.replicas)
         for topic in admin.list_topics(timeout=120).topics.values()
         for partition in topic.partitions.values()
     ):
@@ -262,6 +266,72 @@ class Stale(InCluster):
         self.pump(self.all_ended)
 
 
+class Leaderless(InCluster):
+    """A partition has no leader while a dual write or a settling goes on; its broker was suspended, and goes on later."""
+
+    def __init__(self, slot: Slot, seed: int) -> None:
+        super().__init__(slot)
+        rng = random.Random(f"leaderless {seed}")
+        self.point = rng.choice(POINTS)
+        # Nothing is decided at the point of an operation that aborts, and what follows takes its turn to abort.
+        aborts = self.point in {"write.begun", "write.produced"} and rng.random() < 0.5
+        self._operations = (
+            Operation(),
+            Operation(abort=aborts),
+            Operation(abort=rng.random() < 0.5),
+            *[Operation()] * rng.choice((0, 1)),
+        )
+        self._broker = rng.choice((2, 3))
+        self._back_after_s = rng.choice([0.2, 2.0, 5.0])
+        self._kills = rng.random() < 0.25
+        self.topic = f"alone-{seed}-{self.transactional_id}"
+        topic = NewTopic(self.topic, 2, replica_assignment=[[2], [3]], config={"min.insync.replicas": "1"})
+        self.admin.create_topics([topic])[self.topic].result(RECOVERS_S)
+        self._until_led_by(2, 3)
+
+    def _until_led_by(self, *wanted: int) -> None:
+        deadline = Deadline(RECOVERS_S)
+        while self._leaders() != list(wanted):
+            if deadline.expired:
+                raise Unavailable(f"the partitions are not led by {wanted} after {RECOVERS_S:g} s")
+            time.sleep(0.1)
+
+    def _leaders(self) -> list[int]:
+        try:
+            partitions = self.admin.list_topics(self.topic, timeout=3).topics[self.topic].partitions
+        except KafkaException:  # asked the one that is suspended
+            return []
+        return [partition.leader for partition in partitions.values()]
+
+    def play(self) -> None:
+        if self.point in SETTLING:
+            dead = self.own(self._operations, "1:write.decided")
+            if self.until_at(dead, "1:write.decided"):
+                dead.kill()
+            point = f"-1:{self.point}"
+        else:
+            point = f"1:{self.point}"
+        owner = self.own(self._operations, point)
+        if self.until_at(owner, point):
+            self.take(self._broker, "suspend")
+            self._until_led_by(*(-1 if broker == self._broker else broker for broker in (2, 3)))
+            self.result.occurred = 1
+            if self._kills:
+                owner.kill()
+                self.own(self._operations)
+            owner.go()
+        self.after(self._back_after_s, self.bring_back)
+        self.pump(self.all_ended)
+
+    def _judge(self) -> None:
+        kafka = self.ground.kafka.client_config()
+        recover(self.transactional_id, kafka=kafka, engine=self.ground.engine, timeout_s=RECOVERS_S)
+        if hanging := abort_hanging(kafka, self.topic, 2):
+            self.note(f"{hanging} undecided, aborted as an operator does")
+        super()._judge()
+        self.ground.kafka.delete_topic(self.topic)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults.cluster", description=__doc__)
     parser.add_argument("--cases", type=int, default=100, help="how many (100)")
@@ -285,7 +355,10 @@ def main() -> int:
 
 
 def play(slot: Slot, seed: int) -> tuple[str, Result]:
-    """Every tenth case is about a stale answer."""
+    """Every tenth case is about a stale answer, and three of ten about a partition without a leader."""
+    if seed % 10 in {1, 4, 7}:
+        case = Leaderless(slot, seed)
+        return f"suspend leader of a partition without replicas at {case.point}", case.run()
     if seed % 10 == 9:
         answered = seed % 20 == 9
         return f"stale {'answer' if answered else 'leader'}", Stale(slot, answered=answered).run()

@@ -118,7 +118,9 @@ def render(found: Mapping[str, Any]) -> str:
             "",
             "Three brokers, three replicas, two in sync. What coordinates the transaction or leads one of its partitions is "
             "killed, suspended until it is deposed, or moved, at a point of a dual write or of settling. *Stale*: a settler "
-            "hears the answer of a leader only when another leader, another owner and another transaction have followed.",
+            "hears the answer of a leader only when another leader, another owner and another transaction have followed. "
+            "*Without replicas*: each partition is on one broker alone, so that it has no leader once its suspended broker's "
+            "session has ended; the markers that are due meanwhile are skipped, and no connection breaks.",
             "",
             "| What happened | Cases |",
             "|---|---|",

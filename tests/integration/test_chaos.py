@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 ZOMBIE = Episode("zombie", (Step(failpoint="write.prepared:2:stop"), Step(failpoint="write.decided:2")))
 PAUSED_CLAIM = Episode("zombie", (Step(failpoint="claim.settled:1:stop"), Step(failpoint="write.completed:1")))
+SUSPENDED = Episode("suspended", (Step(failpoint="write.recorded:2:stop", resumed_after_ms=800),))
 KILLED_TWICE = Episode(
     "killed",
     (Step(failpoint="write.decided:2"), Step(failpoint="settle.before_commit"), Step("settle", "settle.retired")),
@@ -40,16 +41,27 @@ def play(arena, directory, round_):
 
 def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, tmp_path):
     episodes = {
-        "r0-w0": [ZOMBIE, KILLED_TWICE, RIVALS],
+        "r0-w0": [ZOMBIE, KILLED_TWICE, SUSPENDED, RIVALS],
         "r0-w1": [KILLED_TWICE, ANY_MOMENT, PAUSED_CLAIM, ANY_MOMENT],
         "r0-pool": TASKS,
     }
     round_ = Round(
-        0, "postgresql", 2, episodes, {"r0-w0": 1, "r0-w1": 3, "r0-pool": 1}, broker_kills=[2], database_stops=[1, 4]
+        0,
+        "postgresql",
+        2,
+        episodes,
+        {"r0-w0": 1, "r0-w1": 3, "r0-pool": 1},
+        broker_kills=[2],
+        database_stops=[1, 4],
+        broker_suspensions=[3],
+        database_suspensions=[5],
     )
     results = play(arena, tmp_path / "round", round_)
     assert results.broker_kills == 1
     assert results.database_stops == 2
+    assert results.broker_suspensions == 1
+    assert results.database_suspensions == 1
+    assert results.suspended["postgresql"]["write.recorded"] == 1
     assert results.zombie_count >= 1
     assert results.kills >= 8
     assert results.operations["present"] > 0
