@@ -58,8 +58,12 @@ class EndWatcher:
             note: Called with the step, on the watcher's thread.
         """
         if not self._closed and pending not in self._watched:
-            self._watched[pending] = watched = _Watched(pending, note)
-            self._new.put(watched)
+            try:
+                self._watched[pending] = watched = _Watched(pending, note)
+                self._new.put(watched)
+            except BaseException:  # interrupted: what nobody asks for is not to be waited for
+                self._watched.pop(pending, None)
+                raise
 
     def wait(self, pending: PendingEnd, deadline: Deadline) -> None:
         """Wait until nothing is asked for it here any more. Returns at once if nothing is."""

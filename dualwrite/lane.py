@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.ends import know_end
+from dualwrite.losses import FoundLoss, Losses
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
@@ -31,6 +31,8 @@ from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.settling import settle
+from dualwrite.telling import note_told
+from dualwrite.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
     from dualwrite.end_watcher import EndWatcher
@@ -90,9 +92,10 @@ class Lane:
         transactional_id: The key of the row.
         ground: The servers.
         make_producer: Makes the producer for a claimed row; not yet initialised.
-        claiming: Held around every claim of the lanes that guard each other.
+        claiming: One at a time claims of the lanes that guard each other; its one turn.
         guard: What the first claim of this lane is conditional on, asked when it happens.
         watcher: Finds out in the background how transactions have ended.
+        losses: Told of losses that settling finds and that are not of the dual write at hand.
     """
 
     def __init__(
@@ -101,20 +104,21 @@ class Lane:
         ground: Ground,
         make_producer: Callable[[StateRow], TransactionalProducer],
         *,
-        claiming: threading.Lock | None = None,
+        claiming: Turns[None] | None = None,
         guard: Callable[[], tuple[str, int]] | None = None,
         watcher: EndWatcher | None = None,
+        losses: Losses | None = None,
     ) -> None:
         self.transactional_id = transactional_id
         self._ground = ground
         self._make_producer = make_producer
-        self._claiming = claiming or threading.Lock()
+        self._claiming = claiming or Turns([None])
         self._guard = guard
         self._watcher = watcher
+        self._losses = losses or Losses()
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
-        self._untold: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack | None = None
         self._is_fresh = False
         self._forgotten: str | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
@@ -188,8 +192,7 @@ class Lane:
         )
         error = OutcomeUnverifiable(detail, transactional_id=self.transactional_id, state=str(row.prepared))
         self._ground.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
-        logger.error("%s", error)
-        self._untold = error
+        self._tell(error)
 
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
@@ -228,19 +231,36 @@ class Lane:
 
         Raises:
             Fenced: Another owner has taken over.
-            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. Nothing is begun; the next call goes on.
-            ConfigurationError, Unavailable: It could not be made usable now.
+            DatabaseWentBack: The database has lost the newest decision. Nothing is begun; the next call goes on.
+            ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
         """
-        self.tell()
         self.know_end(deadline)
         if self._is_usable():
             return
         if not self._is_fresh:
-            self._renew(deadline).raise_losses()  # before anything else can fail: no later settling would tell of them
+            self._settle_former(deadline)
         self._start(deadline)
 
+    def _settle_former(self, deadline: Deadline) -> None:
+        """Claim and settle. What is found lost is of a transaction that has ended for its caller."""
+        try:
+            report = self._renew(deadline)
+        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
+            self._tell(loss)
+            raise Unavailable(
+                "a former transaction of this lane is lost, and what it has left is not settled yet; nothing was begun",
+                transactional_id=self.transactional_id,
+                next_step="run the work again",
+            ) from loss
+        for found in report.losses:
+            self._tell(found.as_error())
+
+    def _tell(self, loss: FoundLoss) -> None:
+        if self._losses.tell(loss) and loss.state is not None:
+            note_told(self._ground.store, [(self.transactional_id, PreparedTxnState.from_string(loss.state))])
+
     def settle(self, deadline: Deadline) -> None:
-        """Claim anew and settle, for a lane that nobody uses now. What it finds lost is raised by :meth:`tell`.
+        """Claim and settle, for a lane that nobody uses now. What it finds lost is told.
 
         On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so.
 
@@ -249,19 +269,9 @@ class Lane:
             ConfigurationError, Unavailable: It could not be settled now.
         """
         try:
-            self._renew(deadline).raise_losses()
-        except (DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack) as loss:
-            self._untold = loss
-
-    def tell(self) -> None:
-        """Raise what :meth:`settle` has found lost, once. It is recorded; no later settling would tell of it.
-
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable, ConfigurationError: As recorded.
-        """
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            raise untold
+            self._settle_former(deadline)
+        except DatabaseWentBack as error:
+            self._tell(error)
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
@@ -365,20 +375,26 @@ class Lane:
         return report
 
     def _claim(self, deadline: Deadline) -> StateRow:
-        if not self._claiming.acquire(timeout=deadline.remaining_s()):
-            raise Unavailable(
-                "another lane of this writer was being claimed all the time", transactional_id=self.transactional_id
-            )
+        turn = self._claiming.ticket()
         try:
-            if self._row is not None:
-                guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
-            else:
-                guard = self._guard() if self._guard else None
-            (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
-            # Ours from here on, also if settling fails.
-            known, self._row = self._row, row
+            try:
+                turn.wait(deadline)
+                if self._row is not None:
+                    guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
+                else:
+                    guard = self._guard() if self._guard else None
+                (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
+                # Ours from here on, also if settling fails.
+                known, self._row = self._row, row
+            finally:
+                turn.end()
+        except NoTurn:
+            raise Unavailable(
+                "timed out waiting for another lane of this writer to finish claiming",
+                transactional_id=self.transactional_id,
+            ) from None
         finally:
-            self._claiming.release()
+            turn.end()
         if known is not None and is_older(row.prepared, known.prepared):
             error = gone_back(
                 f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
@@ -407,7 +423,7 @@ class Lane:
                     transactional_id=self.transactional_id,
                     next_step="raise retry.backoff.ms above the time that the brokers need to answer",
                 )
-            self._renew(deadline).raise_losses()
+            self._settle_former(deadline)
 
     def record_completed(self) -> None:
         """Write into the row that its transaction is complete, once its end is known. For owners that close or idle.
@@ -422,7 +438,7 @@ class Lane:
             self._unrecorded = None
 
     def compare_with_row(self) -> None:
-        """Find out whether the database has lost our newest decision. For owners that close or idle; :meth:`tell` raises it.
+        """Find out whether the database has lost our newest decision. For owners that close or idle; it is told.
 
         Raises:
             ConfigurationError, Unavailable: The row could not be read.
@@ -436,8 +452,9 @@ class Lane:
         seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
         if seen is not None:
             recorded = found.incarnation == row.incarnation  # with the claim lost, too, no opening goes on
-            self._untold = gone_back(seen, self.transactional_id, str(row.prepared), recorded=recorded)
-            self.record_forgotten(self._untold)
+            error = gone_back(seen, self.transactional_id, str(row.prepared), recorded=recorded)
+            self.record_forgotten(error)
+            self._tell(error)
 
     def record_forgotten(self, error: DatabaseWentBack) -> None:
         """Note the decision that the database has lost. Kafka has its messages."""

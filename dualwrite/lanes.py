@@ -1,4 +1,4 @@
-"""The lanes of one writer: who takes which, and what is done for those that nobody uses.
+"""The lanes of one writer: which block gets which, and what is done for those that nobody uses.
 
 A lane whose producer was thrown away may have left a transaction open in Kafka, which holds back every ``read_committed``
 reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away.
@@ -7,14 +7,17 @@ reader of its topics. It is settled in the background as soon as it is free: the
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
 from dualwrite.lane import Lane
+from dualwrite.turns import NoTurn, Place, Ticket, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +29,33 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 
 
 @dataclass(eq=False)
-class _Free:
-    """A lane that nobody uses, and how its housekeeping went so far."""
+class Kept:
+    """A lane, and how its housekeeping went since a block used it.
+
+    Attributes:
+        lane: The lane.
+        worked: Whether it was usable when it was given out: then it comes back soon.
+        failures: How often settling it has failed.
+        given_up: Whether another owner settles it.
+    """
 
     lane: Lane
-    since: float = field(default_factory=now_s)
+    worked: bool = False
     failures: int = 0
     given_up: bool = False
 
-    def due_at(self, idle_after_s: float) -> float | None:
+    def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When there is something to be done for it, by the clock of the process; None if there is nothing."""
         if self.lane.needs_settling:
             if self.given_up:
                 return None
             backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S) if self.failures else 0.0
-            return self.since + backoff_s
-        return self.since + idle_after_s if self.lane.unrecorded is not None else None
+            return free_since + backoff_s
+        return free_since + idle_after_s if self.lane.unrecorded is not None else None
 
 
 class Lanes:
-    """Gives lanes to threads, and keeps house for the others on a thread of its own.
+    """Gives lanes to blocks, and keeps house for the others on a thread of its own.
 
     Args:
         name: The writer's transactional id.
@@ -72,125 +82,142 @@ class Lanes:
         self._timeout_s = timeout_s
         self._lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
-        self._all: list[Lane] = []
-        self._free: list[_Free] = []
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._turns: Turns[Kept] = Turns(on_freed=self._freed)
+        self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._due_at: float | None = None
         self._housekeeper: threading.Thread | None = None
 
     @property
     def closed(self) -> bool:
         """Whether no lane is given out any more."""
-        return self._closing.is_set()
+        return self._turns.closed
 
     @property
     def first(self) -> Lane:
         """The lane that guards the others."""
-        return self._all[0]
+        return self._turns.places[0].thing.lane
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._turns.places)
 
     def open(self, lanes: Iterable[Lane]) -> None:
         """Begin with these lanes, in order of their numbers; they are ready."""
-        self._all = list(lanes)
-        self._free = [_Free(lane) for lane in self._all]
+        self._turns.places = [Place(Kept(lane)) for lane in lanes]
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
         self._housekeeper.start()
 
-    def take(self) -> Lane:
-        """The lane that was free for longest, a new one, or the first to become free. To be given back.
+    def ticket(self) -> Ticket[Kept]:
+        """What a block takes its lane with. Whatever becomes of the block, it is to be ended; see :class:`Ticket`."""
+        return self._turns.ticket(self._choose)
+
+    def take(self, ticket: Ticket[Kept]) -> Lane:
+        """Wait for a lane. Whoever came first gets the first one.
 
         Raises:
             IllegalStateError: Closed.
             Unavailable: All lanes were in use until the end of the wait.
         """
-        deadline = Deadline(self._lane_timeout_s)
-        with self._changed:
-            while True:
-                if self._closing.is_set():
-                    raise IllegalStateError("the writer is closed", transactional_id=self._name)
-                if self._free:
-                    # One that cannot be settled now does not stand in the way of those that work.
-                    works = [free for free in self._free if not free.lane.needs_settling] or self._free
-                    # Nor one whose last transaction is still ending, if there is another one.
-                    free = next((free for free in works if free.lane.pending_end is None), works[0])
-                    self._free.remove(free)
-                    return free.lane
-                if len(self._all) < self._max_lanes:
-                    lane = self._make_lane(len(self._all))
-                    self._all.append(lane)
-                    return lane
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise Unavailable(
-                        f"all {self._max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
-                        transactional_id=self._name,
-                        next_step="raise max_lanes, or make transactions shorter",
-                    )
+        try:
+            kept = ticket.wait(Deadline(self._lane_timeout_s))
+        except NoTurn:
+            if self.closed:
+                raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
+            raise Unavailable(
+                f"all {self._max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
+                transactional_id=self._name,
+                next_step="raise max_lanes, or make transactions shorter",
+            ) from None
+        kept.failures, kept.given_up = 0, False
+        return kept.lane
 
-    def give_back(self, lane: Lane) -> None:
-        """Let others use the lane, and housekeeping see to it."""
-        lane.watch_end()
-        self._put(_Free(lane))
+    def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        """The lane that was free for longest and works, or else a new one.
+
+        One that needs settling only where none that works is going to be free soon: the background settles it, and it may be
+        one that cannot be settled now.
+        """
+        free = sorted((place for place in places if place.user is None), key=lambda place: place.free_since)
+        works = [place for place in free if not place.thing.lane.needs_settling]
+        if works:
+            # One whose last transaction is still ending does not stand in the way of another one, either.
+            chosen = next((place for place in works if place.thing.lane.pending_end is None), works[0])
+            chosen.thing.worked = True
+            return chosen
+        if len(places) < self._max_lanes:
+            chosen = Place(Kept(self._make_lane(len(places))))
+            self._turns.places.append(chosen)
+            return chosen
+        if free and not any(place.thing.worked for place in places if place.user is not None):
+            free[0].thing.worked = False
+            return free[0]
+        return None
+
+    def _freed(self, place: Place[Kept]) -> None:
+        place.thing.lane.watch_end()
+        self.look_again()
 
     def look_again(self) -> None:
         """Let housekeeping look what there is to be done."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def _put(self, free: _Free) -> None:
-        with self._changed:
-            self._free.append(free)
-            self._changed.notify_all()
+        if self._look.empty():
+            self._look.put(None)
 
     def _keep_house(self) -> None:
-        while (free := self._next_due()) is not None:
-            after = _Free(free.lane, failures=free.failures)
+        while (ticket := self._next_due()) is not None:
+            assert ticket.place is not None
+            kept = ticket.place.thing
+            lane = kept.lane
             try:
-                _see_to(free.lane, Deadline(min(self._timeout_s, _ATTEMPT_S)))
-                after.failures = free.failures + 1 if free.lane.needs_settling else 0
+                _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)))
+                kept.failures = kept.failures + 1 if lane.needs_settling else 0
             except Fenced as error:
-                after.given_up = True
-                logger.warning("%s: left to the new owner to settle: %s", free.lane.transactional_id, error)
+                kept.given_up = True
+                logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
             except Exception as error:
-                after.failures += 1
+                kept.failures += 1
                 level = logging.WARNING if isinstance(error, DualWriteError) else logging.ERROR
-                logger.log(level, "%s: not settled, tried again later", free.lane.transactional_id, exc_info=error)
+                logger.log(level, "%s: not settled, tried again later", lane.transactional_id, exc_info=error)
             finally:
-                after.since = now_s()
-                self._put(after)
+                ticket.end()
 
-    def _next_due(self) -> _Free | None:
+    def _next_due(self) -> Ticket[Kept] | None:
         """Wait for a lane for which there is something to do, and take it; None when closing."""
-        with self._changed:
-            while not self._closing.is_set():
-                due = [(at, free) for free in self._free if (at := free.due_at(self._idle_after_s)) is not None]
-                at, free = min(due, key=lambda item: item[0], default=(None, None))
-                left_s = None if at is None else at - now_s()
-                if free is not None and left_s is not None and left_s <= 0:
-                    self._free.remove(free)
-                    return free
-                self._changed.wait(left_s)
+        while not self.closed:
+            ticket = self._turns.ticket(self._choose_due)
+            try:
+                ticket.wait(Deadline(0))
+            except NoTurn:
+                ticket.end()
+            else:
+                return ticket
+            with suppress(queue.Empty):
+                self._look.get(timeout=None if self._due_at is None else max(0.0, self._due_at - now_s()))
         return None
+
+    def _choose_due(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        due = [
+            (at, place)
+            for place in places
+            if place.user is None
+            if (at := place.thing.due_at(place.free_since, self._idle_after_s)) is not None
+        ]
+        self._due_at, place = min(due, key=lambda item: item[0], default=(None, None))
+        if place is None or self._due_at is None or self._due_at > now_s():
+            return None
+        place.thing.worked = False
+        return place
 
     def close(self) -> None:
         """Wait for lanes in use, settle and record what there is, throw the producers away. May be called more than once.
 
         Raises:
-            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss was found that nobody was told of yet. All is
-                closed.
             Unavailable: That all is complete could not be recorded. All is closed.
         """
-        self._closing.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._turns.close()
+        self._look.put(None)
         if self._housekeeper is not None:
             self._housekeeper.join(self._timeout_s)
             self._housekeeper = None
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= len(self._all), self._timeout_s)
-            lanes = [free.lane for free in self._free]
-            self._all, self._free = [], []
+        lanes = [kept.lane for kept in self._turns.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
             _attempt(lanes, lambda lane: lane.know_end(deadline))
@@ -201,8 +228,6 @@ class Lanes:
         finally:
             for lane in lanes:
                 lane.discard()
-        for lane in lanes:
-            lane.tell()
 
 
 def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], None]) -> None:

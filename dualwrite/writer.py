@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, exc
 from sqlalchemy.orm import Session
 
+from dualwrite import entered
 from dualwrite.block import dual_write, session_of_block
 from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline
@@ -30,12 +30,14 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, claim_lanes, lane_id
 from dualwrite.lanes import Lanes
+from dualwrite.losses import Losses, OnLoss
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.telling import noting_told, telling_at_open
 from dualwrite.transaction import Transaction
+from dualwrite.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,6 +77,11 @@ class DualWriter:
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
         owner: Who we are, for people who read the row; ``user@host:pid`` by default.
+        on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found when the
+            block it belongs to has ended, and was told something else: `CompletionPending`, say. Its ``state`` names the
+            transaction. Called in the thread that found it: one in the background, or one that begins a block of its own,
+            which waits for it and is not disturbed. What it raises is logged. Without it, or where it
+            has failed, :meth:`close` raises such a loss.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -98,6 +105,7 @@ class DualWriter:
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
         owner: str | None = None,
+        on_loss: OnLoss | None = None,
     ) -> None:
         _check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
@@ -123,8 +131,8 @@ class DualWriter:
             idle_after_s=idle_after_s,
         )
         self._watcher: EndWatcher | None = None
-        self._claiming = threading.Lock()
-        self._inside = threading.local()
+        self._claiming = Turns([None])
+        self._losses = Losses(on_loss)
 
     def open(self) -> None:
         """Claim the transactional id, settle what former owners left, and make the producers.
@@ -201,6 +209,7 @@ class DualWriter:
             claiming=self._claiming,
             guard=first_lane if number else None,
             watcher=self._watcher,
+            losses=self._losses,
         )
 
     @contextmanager
@@ -219,25 +228,24 @@ class DualWriter:
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
             CompletionPending: A success that will become visible. Do not run the work again.
-            DecidedTransactionLost, OutcomeUnverifiable: The rows are committed; the messages are not, or nobody knows.
+            DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or nobody
+                knows. What was lost of another block goes to the log and to ``on_loss``.
             ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted.
             IllegalStateError: The writer is not open, or this thread is inside a transaction of this writer already.
 
-        Everything else that the block itself raises is passed on as it is.
+        Everything else that the block itself raises is passed on as it is. A block may be entered in one thread and left in
+        another, as web frameworks do it with dependencies; two threads must not use it at a time.
         """
         ground = self._opened()
-        if getattr(self._inside, "transaction", False):
-            raise IllegalStateError(
-                "this thread is inside a transaction of this writer already",
-                transactional_id=self.transactional_id,
-                next_step="a dual write cannot be nested: use connection.begin_nested() for a savepoint",
-            )
-        self._inside.transaction = True
+        entered.refuse_nested(self, self.transactional_id)
+        ticket = self._lanes.ticket()
         try:
-            lane = self._lanes.take()
             try:
+                entered.enter(self, ticket)
+                lane = self._lanes.take(ticket)
                 lane.ready(Deadline(self._timeout_s))
                 with (
+                    _conflicts_named(lane),
                     _borrowed(connection, self._engine) as borrowed,
                     dual_write(
                         lane,
@@ -249,14 +257,10 @@ class DualWriter:
                     ) as transaction,
                 ):
                     yield transaction
-            except Exception as error:
-                if (conflict := conflict_behind(error, lane.transactional_id)) is not None:
-                    raise conflict from error
-                raise
             finally:
-                self._lanes.give_back(lane)
+                ticket.end()
         finally:
-            self._inside.transaction = False
+            ticket.end()  # the first one may have been interrupted
 
     def close(self) -> None:
         """Wait for running transactions, settle and record what there is, and let go of the servers. May be called again.
@@ -265,9 +269,8 @@ class DualWriter:
         settles next. In a forked process it does nothing: the connections are the parent's.
 
         Raises:
-            DatabaseWentBack: The database has lost our newest decision, whose messages Kafka has. It is recorded.
-            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided, which was found in
-                the background. It is recorded.
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss that only the log was told: ``on_loss``
+                is not given, or has failed. It is recorded.
             Unavailable: The database does not take the record that all is complete; the next opening proves it by the log.
         """
         if os.getpid() != self._pid:
@@ -275,6 +278,7 @@ class DualWriter:
         try:
             with noting_told(self._ground.store) if self._ground is not None else nullcontext():
                 self._lanes.close()
+                self._losses.raise_untold()
         finally:
             if self._watcher is not None:
                 self._watcher.close()
@@ -311,7 +315,9 @@ class DualWriter:
         except (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable):
             if error is None:
                 raise
-            logger.exception("%s: told here only: the block ends by an error of its own", self.transactional_id)
+            logger.exception(
+                "%s: loss reported only in this log: the block raises another error", self.transactional_id
+            )
 
     def __repr__(self) -> str:
         shown = "closed" if self._lanes.closed else "open" if self._ground else "not open"
@@ -326,6 +332,16 @@ def _check_arguments(transactional_id: str, max_lanes: int) -> None:
         )
     if max_lanes < 1:
         raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
+
+
+@contextmanager
+def _conflicts_named(lane: Lane) -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:
+        if (conflict := conflict_behind(error, lane.transactional_id)) is not None:
+            raise conflict from error
+        raise
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
-from dualwrite.errors import DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from dualwrite.errors import DualWriteError
 from dualwrite.lane import Lane
 from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
@@ -126,7 +126,7 @@ class Attempt:
             lane = servers.take(slot.lease.transactional_id)
             slot.rests = servers.has_room
             try:
-                self._make_ready(lane)
+                lane.ready(Deadline(self.options.timeout_s))
                 # If it is not ours any more, whoever settles may have claimed the slot before us, and would not come again.
                 pool.renew(slot.lease, lease_s)
                 yield Workplace(lane, servers.ground, slot)
@@ -134,12 +134,3 @@ class Attempt:
                 lane.discard()
                 raise
             servers.keep(lane)
-
-    def _make_ready(self, lane: Lane) -> None:
-        deadline = Deadline(self.options.timeout_s)
-        try:
-            lane.ready(deadline)
-        except (DecidedTransactionLost, OutcomeUnverifiable):
-            # Of the slot's former user. It is recorded, and the driver reports it.
-            logger.exception("%s: the slot's former user has lost a transaction", self.name)
-            lane.ready(deadline)

@@ -26,11 +26,11 @@ def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], N
 
 def mortal(writer: DualWriter) -> DualWriter:
     """From now on a lane that is given back is dead: the writer neither settles it nor records anything of it."""
-    lanes = writer._lanes
+    turns = writer._lanes._turns
 
-    def give_back(lane):
-        lanes._all.remove(lane)
-        lane.discard()
+    def on_freed(place):
+        turns.places.remove(place)
+        place.thing.lane.discard()
 
-    lanes.give_back = give_back
+    turns.on_freed = on_freed
     return writer

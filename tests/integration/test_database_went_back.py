@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import create_engine, insert, select, update
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter
+from dualwrite.lanes import Lanes
 from dualwrite.observations import Outcome
 from dualwrite.protocol import lost_decisions
 from dualwrite.stores.state import SqlStateStore
@@ -71,7 +72,8 @@ def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_rec
     assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
 
 
-def test_a_renewed_lane_finds_it_out(kafka, engine, dualwrite_topic, orders, backup):
+def test_a_renewed_lane_finds_it_out(kafka, engine, dualwrite_topic, orders, backup, monkeypatch):
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)  # the block renews it, not the background
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
@@ -142,8 +144,7 @@ def test_an_idle_owner_finds_it_out_with_no_write_of_its_own(kafka, engine, url,
         restore()
         own = create_engine(url)
         writer._lanes._idle_after_s = 0.0
-        with writer._lanes._changed:
-            writer._lanes._changed.notify_all()
+        writer._lanes._look.put(None)
         while not SqlStateStore(own).incidents("orders"):
             pass
         own.dispose()

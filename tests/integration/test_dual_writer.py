@@ -15,7 +15,6 @@ from dualwrite import (
     Fenced,
     IllegalStateError,
     TransactionAborted,
-    Unavailable,
     failpoints,
 )
 from dualwrite.failpoints import FailpointError
@@ -342,24 +341,6 @@ def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, me
             thread.join()
     assert not failures
     assert rows() == messages() == sorted(10 * n + k for n in range(4) for k in range(5))
-
-
-def test_when_all_lanes_are_busy_the_wait_is_bounded(kafka, engine, dualwrite_topic):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, lane_timeout_s=0.05) as writer:
-        entered, leave = threading.Event(), threading.Event()
-
-        def hold():
-            with writer.transaction():
-                entered.set()
-                leave.wait(120)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert entered.wait(120)
-        with pytest.raises(Unavailable, match="lanes"), writer.transaction():
-            pass
-        leave.set()
-        thread.join()
 
 
 def test_a_url_works_as_well_as_an_engine(kafka, url, engine, dualwrite_topic, orders, rows, messages):

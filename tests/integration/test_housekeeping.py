@@ -9,8 +9,9 @@ from sqlalchemy import create_engine, insert, select
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
 from dualwrite.deadline import Deadline
-from dualwrite.errors import CompletionPending
+from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
+from dualwrite.lanes import Lanes
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
@@ -173,24 +174,75 @@ def operator(kafka, engine, monkeypatch):
     monkeypatch.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
 
 
-def wait_for_incident(engine):
-    deadline = Deadline(90)
-    while not SqlStateStore(engine).incidents("orders"):
-        assert not deadline.expired
+def told_losses(caplog):
+    """The losses that the log shows, by what collects them: the fields of its records."""
+    return [
+        (record.dualwrite_transactional_id, record.dualwrite_outcome, record.dualwrite_state)
+        for record in caplog.records
+        if getattr(record, "dualwrite_event", None) == "loss"
+    ]
 
 
-def test_a_loss_found_in_the_background_is_raised_by_the_next_use_once(
-    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch
+def test_a_loss_found_in_the_background_is_told_and_the_next_block_runs(
+    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch, caplog
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    found, told = [], threading.Event()
+
+    def on_loss(loss):
+        found.append((loss, threading.current_thread().name))
+        told.set()
+
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=on_loss) as writer:
         fail_at("write.decided", writer, dualwrite_topic, orders, 1)
         monkeypatch.undo()
-        wait_for_incident(engine)
-        with pytest.raises(DecidedTransactionLost) as caught:
-            write(writer, dualwrite_topic, orders, 2)
-        assert dualwrite_topic in str(caught.value)
-        write(writer, dualwrite_topic, orders, 3)
-    assert both() == ([1, 3], [3])
+        assert told.wait(90)
+        for number in (2, 3):
+            write(writer, dualwrite_topic, orders, number)
+    assert both() == ([1, 2, 3], [2, 3])
+    [(loss, thread)] = found
+    assert isinstance(loss, DecidedTransactionLost)
+    assert dualwrite_topic in loss.state
+    assert thread == "dualwrite orders"
+    assert told_losses(caplog) == [("orders", "lost", loss.state)]
+    [incident] = SqlStateStore(engine).incidents("orders")
+    assert incident.told_at is not None
+
+
+def test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs(
+    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch, caplog
+):
+    """Where the background comes too late, the block that needs the lane settles it."""
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
+    found = []
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=found.append) as writer:
+        fail_at("write.decided", writer, dualwrite_topic, orders, 1)
+        monkeypatch.undo()
+        write(writer, dualwrite_topic, orders, 2)
+        [loss] = found
+    assert both() == ([1, 2], [2])
+    assert told_losses(caplog) == [("orders", "lost", loss.state)]
+
+
+def test_a_block_whose_lane_cannot_be_settled_after_a_loss_is_told_that_it_was_not_begun(
+    kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch
+):
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
+    found = []
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=found.append) as writer:
+        fail_at("write.decided", writer, dualwrite_topic, orders, 1)
+
+        def no_answer(*_):
+            raise Unavailable("the database does not answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SqlStateStore, "mark_settled", no_answer)
+            with pytest.raises(Unavailable, match="nothing was begun") as caught:
+                write(writer, dualwrite_topic, orders, 2)
+        assert caught.value.outcome == "none"
+        monkeypatch.undo()
+        write(writer, dualwrite_topic, orders, 2)
+    assert [type(loss) for loss in found] == [DecidedTransactionLost]
+    assert both() == ([1, 2], [2])
 
 
 def test_a_loss_that_nobody_was_told_is_raised_by_close(
@@ -209,6 +261,20 @@ def test_a_loss_that_nobody_was_told_is_raised_by_close(
     assert both() == ([1, 2], [2])
 
 
+def test_a_loss_whose_callback_has_failed_is_raised_by_close(
+    kafka, engine, dualwrite_topic, orders, operator, monkeypatch, caplog
+):
+    def on_loss(_loss):
+        raise LookupError
+
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=on_loss)
+    writer.open()
+    fail_at("write.decided", writer, dualwrite_topic, orders, 1)
+    with pytest.raises(DecidedTransactionLost):
+        writer.close()
+    assert "on_loss has failed" in caplog.text
+
+
 def test_a_loss_does_not_take_the_place_of_the_error_that_ends_the_writers_block(
     kafka, engine, dualwrite_topic, orders, operator, caplog
 ):
@@ -216,7 +282,7 @@ def test_a_loss_does_not_take_the_place_of_the_error_that_ends_the_writers_block
         failpoints.arm("write.decided:1:raise")
         write(writer, dualwrite_topic, orders, 1)
     assert len(SqlStateStore(engine).incidents("orders")) == 1
-    assert "told here only" in caplog.text
+    assert "loss reported only in this log" in caplog.text
 
 
 def test_a_fenced_writer_leaves_settling_to_the_new_owner(kafka, engine, dualwrite_topic, orders, both, caplog):
@@ -260,11 +326,13 @@ def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, 
 def test_an_owner_that_was_taken_over_can_add_no_lane(kafka, engine, dualwrite_topic, orders, both):
     """The new owner has claimed the lanes that there were; it knows nothing of one that is added later."""
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=3) as first:
-        busy = [first._lanes.take(), first._lanes.take()]
+        busy = [first._lanes.ticket(), first._lanes.ticket()]
+        for ticket in busy:
+            first._lanes.take(ticket)
         with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=2) as second:
             with pytest.raises(Fenced):
                 write(first, dualwrite_topic, orders, 1)
             write(second, dualwrite_topic, orders, 2)
-        for lane in busy:
-            first._lanes.give_back(lane)
+        for ticket in busy:
+            ticket.end()
     assert both() == ([2], [2])

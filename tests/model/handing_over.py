@@ -14,14 +14,13 @@ from dualwrite.claiming import Ground, claim_rows
 from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
-    DecidedTransactionLost,
     DualWriteError,
     Fenced,
-    OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
 )
 from dualwrite.lane import Lane
+from dualwrite.losses import Losses
 from dualwrite.settling import settle
 from dualwrite.stores.participants import name_of
 from dualwrite.testing.simulator.connection import SimulatedConnection
@@ -89,7 +88,7 @@ class Worker:
         write.lane = self._slot
         lane = self._take(ground)
         try:
-            self._make_ready(lane)
+            lane.ready(Deadline(TIMEOUT_S))
         except DualWriteError as error:
             self._told.note(error)
             write.told = "aborted"
@@ -111,14 +110,8 @@ class Worker:
             except DualWriteError as error:
                 self._told.note(error)
             lane.discard()
-        return Lane(self._slot, ground, make_producer(self._simulation, ground, eager=self._eager))
-
-    def _make_ready(self, lane: Lane) -> None:
-        try:
-            lane.ready(Deadline(TIMEOUT_S))
-        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:  # of the slot's former user
-            self._told.note(loss)
-            lane.ready(Deadline(TIMEOUT_S))
+        make = make_producer(self._simulation, ground, eager=self._eager)
+        return Lane(self._slot, ground, make, losses=Losses(self._told.note))
 
     def _write(self, lane: Lane, ground: Ground, connection: SimulatedConnection, write: Write) -> str:
         ending = write.ending

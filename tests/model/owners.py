@@ -22,6 +22,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane, claim_lanes, lane_id
+from dualwrite.losses import Losses
 from dualwrite.recovery import recover_rows
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import (
@@ -180,6 +181,7 @@ class Owner:
             ground,
             make_producer(self._simulation, ground, eager=self._eager),
             guard=first_lane if number else None,
+            losses=Losses(self._told.note),
         )
 
     def _write(self, ground: Ground, connection: SimulatedConnection, write: Write) -> bool:

@@ -1,0 +1,53 @@
+"""``KeyboardInterrupt`` at the n-th line that this thread runs of the library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import dualwrite
+
+ROOT = Path(dualwrite.__file__).parent
+_OURS, _TESTING = f"{ROOT}{os.sep}", f"{ROOT / 'testing'}{os.sep}"
+
+
+class Interruption:
+    """Raises once. What runs in finalizers counts, too: there Python prints the exception, and goes on.
+
+    Attributes:
+        lines: How many lines have run.
+        at: Where it was raised, None if there were not so many lines.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._line = line
+        self.lines = 0
+        self.at: str | None = None
+
+    @contextmanager
+    def armed(self) -> Generator[None, None, None]:
+        """Count the lines while the block runs."""
+        former = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(former)
+
+    def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        return self._count if path.startswith(_OURS) and not path.startswith(_TESTING) else None
+
+    def _count(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and self.at is None:
+            self.lines += 1
+            if self.lines == self._line:
+                code = frame.f_code
+                self.at = f"{Path(code.co_filename).relative_to(ROOT)}:{frame.f_lineno} {code.co_name}"
+                raise KeyboardInterrupt
+        return self._count
