@@ -261,8 +261,8 @@ class ProducerInstance(JudgedProducer):
             return
         try:
             self._evidence.require_open(state, deadline)
-        except DualWriteError as error:
-            self._raise(_refused_evidence(error))
+        except Fenced as error:
+            self._raise(Failure(error, ProducerEvent.DOUBT))
         self._looked_at = now_s()
 
     def note_end(self, step: EndStep) -> None:

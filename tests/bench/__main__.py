@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from bench import latency, page, settling, spark_memory
+from bench import known_end, latency, page, settling, spark_memory
 from bench.servers import Ground, machine, servers
 
-PARTS = ("latency", "settling", "memory")
+PARTS = ("latency", "known_end", "settling", "memory")
 
 
 def main() -> None:
@@ -21,6 +21,7 @@ def main() -> None:
     figures["machine"] = machine()
     measures: dict[str, Callable[[Ground], object]] = {
         "latency": latency.run,
+        "known_end": known_end.run,
         "settling": settling.run,
         "memory": lambda ground: spark_memory.measure(ground, (1, 10)),
     }

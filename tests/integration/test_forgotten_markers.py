@@ -13,7 +13,7 @@ from confluent_kafka.cimpl import NewTopic
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, failpoints, lanes, recover
+from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, lanes, recover
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
@@ -121,57 +121,63 @@ def idle():
     """No writer does anything in the background: who is dead does nothing, and who lives is to find all by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lanes, "_see_to", lambda *_: None)
+        patch.setattr(Lane, "watch_end", lambda *_: None)
         yield
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    """Commits and an abort that were answered while a partition had no leader, and a settler that has not looked again yet."""
+def cluster():
     with EmbeddedKafka(brokers=3) as cluster:
-        made = {
-            name: Stage(cluster, tmp_path_factory.mktemp(name) / "rows.sqlite", name.replace(".", "-"))
-            for name in [*DECIDED, ABORTED, UNDECIDED]
-        }
-        made[UNDECIDED].write("a")
-        made[UNDECIDED].leave_open("b")
-        arrived, gone, back = threading.Semaphore(0), threading.Event(), threading.Event()
+        yield cluster
 
-        def wait_at(point):
-            if point in {"write.decided", "write.rolled_back", "settle.before_retire"}:
-                arrived.release()
-                gone.wait(LONG_S)
-            elif point == "settle.retired":
-                back.wait(LONG_S)
 
-        with failpoints.watched(wait_at):
-            works = [threading.Thread(target=made[name].write, args=("a",)) for name in DECIDED]
-            works.append(threading.Thread(target=made[ABORTED].abort, args=("a",)))
-            settler = threading.Thread(target=made[UNDECIDED].recover)
-            for thread in [*works, settler]:
-                thread.start()
-            for _ in [*works, settler]:
-                assert arrived.acquire(timeout=LONG_S)
-            cluster.suspend(AWAY)
-            wait_until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()), LONG_S)
-            gone.set()
-            for thread in works:
-                thread.join(LONG_S)
-                assert not thread.is_alive()
-            wait_until(
-                lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED), LONG_S
-            )
-            wait_until(lambda: made[ABORTED].view().status is TransactionStatus.COMPLETE_ABORT, LONG_S)
-            wait_until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY, LONG_S)
-            cluster.resume(AWAY)
-            wait_until(lambda: all(stage.has_all_leaders() for stage in made.values()), LONG_S)
-            assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
-            back.set()
-            settler.join(LONG_S)
-        yield made
-        for stage in made.values():
-            stage.die()
-            stage.coordinator.close()
-            stage.engine.dispose()
+@pytest.fixture(scope="module")
+def stages(cluster, tmp_path_factory):
+    """Commits and an abort that were answered while a partition had no leader, and a settler that has not looked again yet."""
+    made = {
+        name: Stage(cluster, tmp_path_factory.mktemp(name) / "rows.sqlite", name.replace(".", "-"))
+        for name in [*DECIDED, ABORTED, UNDECIDED]
+    }
+    made[UNDECIDED].write("a")
+    made[UNDECIDED].leave_open("b")
+    arrived, gone, back = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def wait_at(point):
+        if point in {"write.decided", "write.rolled_back", "settle.before_retire"}:
+            arrived.release()
+            gone.wait(LONG_S)
+        elif point == "settle.retired":
+            back.wait(LONG_S)
+
+    with failpoints.watched(wait_at):
+        works = [threading.Thread(target=made[name].write, args=("a",)) for name in DECIDED]
+        works.append(threading.Thread(target=made[ABORTED].abort, args=("a",)))
+        settler = threading.Thread(target=made[UNDECIDED].recover)
+        for thread in [*works, settler]:
+            thread.start()
+        for _ in [*works, settler]:
+            assert arrived.acquire(timeout=LONG_S)
+        cluster.suspend(AWAY)
+        wait_until(lambda: all(stage.leaders()[0] == -1 for stage in made.values()), LONG_S)
+        gone.set()
+        for thread in works:
+            thread.join(LONG_S)
+            assert not thread.is_alive()
+        wait_until(
+            lambda: all(made[name].view().status is TransactionStatus.COMPLETE_COMMIT for name in DECIDED), LONG_S
+        )
+        wait_until(lambda: made[ABORTED].view().status is TransactionStatus.COMPLETE_ABORT, LONG_S)
+        wait_until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY, LONG_S)
+        cluster.resume(AWAY)
+        wait_until(lambda: all(stage.has_all_leaders() for stage in made.values()), LONG_S)
+        assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
+        back.set()
+        settler.join(LONG_S)
+    yield made
+    for stage in made.values():
+        stage.die()
+        stage.coordinator.close()
+        stage.engine.dispose()
 
 
 @pytest.fixture(autouse=True)
@@ -248,3 +254,53 @@ def test_a_commit_that_an_abort_has_taken_along_is_told(stages, monkeypatch):
     assert loss.outcome is Outcome.LOST
     assert not stage.hanging()
     assert stage.visible() == {"a/1"}
+
+
+OF_A_COMMIT = ["begun", "checked", "produced", "body_done", "prepared", "recorded", "decided", "completed"]
+OF_AN_ABORT = ["before_abort", "rolled_back"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("point", [f"write.{point}" for point in [*OF_A_COMMIT, *OF_AN_ABORT]])
+def test_a_broker_is_suspended_at_every_fail_point(cluster, tmp_path, point):
+    stage = Stage(cluster, tmp_path / "rows.sqlite", point.replace(".", "-"))
+    ended = threading.Event()
+    resumers = []
+
+    def resume():
+        ended.wait(5)  # what waits for the broker must not wait for ever
+        cluster.resume(AWAY)
+
+    def suspend_at(reached):
+        if reached == point and not resumers:
+            cluster.suspend(AWAY)
+            wait_until(lambda: stage.leaders()[0] == -1, LONG_S)
+            resumers.append(threading.Thread(target=resume))
+            resumers[0].start()
+
+    expected = set()
+
+    def write(value):
+        try:
+            stage.write(value)
+        except (TransactionAborted, Unavailable):
+            return False
+        expected.update({f"{value}/0", f"{value}/1"})
+        return True
+
+    with failpoints.watched(suspend_at):
+        if point.removeprefix("write.") in OF_AN_ABORT:
+            stage.abort("a")
+        else:
+            write("a")
+    ended.set()
+    resumers[0].join(LONG_S)
+    wait_until(stage.has_all_leaders, LONG_S)
+    stage.abort("b")
+    assert any(write(f"c{attempt}") for attempt in range(10))
+    stage.abort("d")
+    stage.writer.close()
+    assert not stage.recover().losses
+    assert stage.visible() == expected
+    stage.coordinator.close()
+    stage.engine.dispose()
