@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import kafka.errors as kafka_errors
@@ -72,9 +72,9 @@ class Scan:
     producer_id: int
     epoch: int
     position: int = field(init=False)
-    begun: bool = False
-    glanced: bool = False
-    is_gone: bool = False
+    begun: bool = field(default=False, init=False)
+    glanced: bool = field(default=False, init=False)
+    is_gone: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
@@ -186,22 +186,31 @@ def prove_now(
         ConfigurationError: We may not read or describe a topic.
     """
     scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
-    pending = [scan for of_state in scans for scan in of_state]
-    answers: dict[Scan, LogProof | NotYet] = {}
-    for start in range(0, len(pending), _AT_ONCE):
-        search = _Search(brokers, topics, deadline, read_on=read_on, fresh=False)
-        try:
-            answers |= search.go_on(pending[start : start + _AT_ONCE])
-        except NotYet as reason:
-            logger.debug("no answer about the ends of transactions: %s", reason)
+    asked = [scan for of_state in scans for scan in of_state]
+    answers = _answered_now(_Search(brokers, topics, deadline, read_on=read_on, fresh=False), asked)
+    # The topic may be another one by now than the one that was known.
+    doubtful = {scan: replace(scan) for scan in asked if answers.get(scan) is LogProof.UNKNOWABLE}
+    again = _answered_now(_Search(brokers, topics, deadline, read_on=read_on), list(doubtful.values()))
+    for scan, fresh in doubtful.items():
+        answers.pop(scan)
+        if fresh in again:
+            answers[scan], scan.is_gone = again[fresh], fresh.is_gone
     return [
-        {
-            scan.place.key: None if scan.is_gone else proof
-            for scan in of_state
-            if isinstance(proof := answers.get(scan), LogProof)
-        }
+        {scan.place.key: None if scan.is_gone else answers[scan] for scan in of_state if scan in answers}
         for of_state in scans
     ]
+
+
+def _answered_now(search: _Search, scans: Sequence[Scan]) -> dict[Scan, LogProof]:
+    answers: dict[Scan, LogProof] = {}
+    for start in range(0, len(scans), _AT_ONCE):
+        try:
+            found = search.go_on(list(scans[start : start + _AT_ONCE]))
+        except NotYet as reason:
+            logger.debug("no answer about the ends of transactions: %s", reason)
+        else:
+            answers |= {scan: answer for scan, answer in found.items() if isinstance(answer, LogProof)}
+    return answers
 
 
 def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
