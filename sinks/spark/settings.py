@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 _LONGEST_SINK_NAME: Final = 200
 _REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_QUEUE_SIZE: Final = "queue.buffering.max.kbytes"
-_QUEUE_KBYTES: Final = 64 * 1024  # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks
+_DEFAULTS: Final = {
+    # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks.
+    "queue.buffering.max.kbytes": 64 * 1024,
+    # As Java's producers, Spark's own among them: librdkafka's default puts the same key into another partition.
+    "partitioner": "murmur2_random",
+}
 _FORMATS: Final = tuple(str(item) for item in Format)
 _DRIVER: Final = ("postgresql", "psycopg")
 
@@ -234,7 +238,7 @@ class SinkOptions:
         Raises:
             ConfigurationError: A key is refused, or a variable is not set.
         """
-        return KafkaConfig.parse({_QUEUE_SIZE: _QUEUE_KBYTES, **_resolved_values(self.kafka)}, trusted=False)
+        return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
 
     def database_url(self) -> URL:
         """The URL, references replaced by this process's environment.
