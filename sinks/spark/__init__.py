@@ -11,10 +11,12 @@ from dualwrite.sinks.spark.job import BatchReport
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.source import DualWriteDataSource, register
 from dualwrite.sinks.spark.source_options import SourceOptions
+from dualwrite.sinks.spark.task_errors import JobFailed
 
 __all__ = [
     "BatchReport",
     "DualWriteDataSource",
+    "JobFailed",
     "SinkOptions",
     "SinkSettings",
     "SourceOptions",

@@ -12,6 +12,7 @@ from dualwrite.sinks.spark.progress import described
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.task import PartitionReport
+from dualwrite.sinks.spark.task_errors import named_failures
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -43,7 +44,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
             tell. It is recorded.
         Unavailable: A server does not answer. Run it again.
         pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, or the job was cancelled. Partitions that
-            were written stay; run it again.
+            were written stay; run it again. Where the reason is this library's, it is a :class:`JobFailed`, and its first line.
     """
     _require_classic(df)
     options = SinkOptions(**settings)
@@ -56,7 +57,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         # shuffles run now, and the very same plan then runs to its end.
         partition_count = reports.getNumPartitions()
         job.begin(partition_count)
-        with job.progress(partition_count):
+        with named_failures(job.name), job.progress(partition_count):
             rows = reports.collect()
         return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in rows])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Copied, Layout
 
 _UUID: Final = pa.binary(16)
+_KEY_TWICE: Final = frozenset({"23505", "23P01"})
+_KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
+_LINE: Final = re.compile(r", line ([0-9]+)")
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
 """SQLSTATE classes that come again with the same rows: a key twice, bad values, violated constraints, missing rights."""
 
@@ -100,7 +104,7 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
                 table_copy.finish()
             taken = cursor.rowcount  # known once the COPY has ended, and until the cursor is closed
     except psycopg.Error as error:
-        raise refused(f"COPY into {table[1]!r} failed", error) from error
+        raise refused(f"table {layout.table[1]!r} does not take the rows", error) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
     require_types(connection, table, layout.table_types, shown_name=layout.table[1])
 
@@ -127,12 +131,24 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
 
 def refused(what: str, error: psycopg.Error) -> TransactionAborted:
     """The error for rows that a table does not take; it says whether the same rows can be taken another time."""
-    # The context says line and column; in binary COPY it holds no values.
-    where = (error.diag.context or "").partition("\n")[0]
     return TransactionAborted(
-        f"{what}: {driver_words(error)}{where and f' ({where})'}",
+        f"{what}: {driver_words(error)}{_place(error)}",
         retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES,
     )
+
+
+def _place(error: psycopg.Error) -> str:
+    """Which row was refused: its key, where the database names that, and its number in the partition."""
+    shown = []
+    # Of all details only this one: others hold the values of whole rows.
+    if error.sqlstate in _KEY_TWICE and (key := _KEY.match(error.diag.message_detail or "")):
+        shown.append(key[0])
+    if column := error.diag.column_name:
+        shown.append(f"column {column!r}")
+    # The context names the table that is written, which may be a staging table; in binary COPY it holds no values.
+    if line := _LINE.search((error.diag.context or "").partition("\n")[0]):
+        shown.append(f"row {line[1]} of the partition")
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _wire_type(layout: Layout, column: Copied) -> pa.DataType:

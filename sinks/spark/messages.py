@@ -6,6 +6,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dualwrite.errors import ConfigurationError
 
@@ -43,7 +44,7 @@ def produce_batch(
         transaction.produce_many(topic, values, keys)
         return
     headers = repeat(None) if message.headers is None else _headers(batch, message.headers)
-    partitions = _numbers(batch, message.partition)
+    partitions = _partitions(batch, message.partition)
     timestamps = _numbers(batch, message.timestamp)
     rows = zip(values, keys or repeat(None), topics, headers, partitions, timestamps, strict=False)
     for value, key, to, header, partition, timestamp in rows:
@@ -64,6 +65,16 @@ def _bytes(batch: pa.RecordBatch, number: int) -> list[bytes | None]:
 
 def _numbers(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
     return repeat(None) if number is None else cast("list[int | None]", batch.column(number).to_pylist())
+
+
+def _partitions(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
+    if number is not None and (least := pc.min(batch.column(number)).as_py()) is not None and least < 0:
+        # librdkafka takes -1 for none, and chooses one.
+        raise ConfigurationError(
+            f"the partition of a row is {least}",
+            next_step="partitions count from 0; a row whose partition is null goes where its key says",
+        )
+    return _numbers(batch, number)
 
 
 def _topics(batch: pa.RecordBatch, number: int) -> list[str]:

@@ -25,6 +25,15 @@ _LONGEST_WAIT: Final = "30s"
 _PRESENT: Final = text(
     "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database() AND gid = ANY(:names)"
 )
+_ROOM: Final = text(
+    "SELECT current_setting('max_prepared_transactions')::int, (SELECT count(*) FROM pg_prepared_xacts)"
+)
+_NO_ROOM: Final = "prepared transactions"
+_MORE_PREPARED: Final = (
+    "set max_prepared_transactions to at least the number of partitions of all batches that are written at once, and restart "
+    "the database; or end those that nobody decides on (dualwrite recover), write fewer partitions, or set databaseLeg to "
+    '"staging"'
+)
 _ALLOWED: Final = text(
     "SELECT has_schema_privilege(:schema, 'CREATE'), current_setting('max_prepared_transactions')::int"
 )
@@ -58,10 +67,33 @@ def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> 
     if most_prepared == 0:
         raise ConfigurationError(
             "the database takes no prepared transactions",
-            next_step="set max_prepared_transactions to at least the number of partitions of a batch, "
-            f"and restart it; or grant CREATE on the schema {schema!r}, for staging tables",
+            next_step=f"{_MORE_PREPARED} (which needs CREATE on the schema {schema!r})",
         )
     return False
+
+
+def require_room(connection: Connection) -> None:
+    """Make sure, before rows are written, that the database takes one more prepared transaction.
+
+    Raises:
+        ConfigurationError: It does not. (Another task may still take the last one before us; see :func:`ran_out`.)
+    """
+    most, present = connection.execute(_ROOM).one()
+    if present >= most:
+        raise ConfigurationError(
+            f"the database takes {most} prepared transactions, and has {present}", next_step=_MORE_PREPARED
+        )
+
+
+def ran_out(error: BaseException | None) -> TransactionAborted | None:
+    """The error for a PREPARE TRANSACTION that the database had no room for; None where that is not the cause."""
+    while error is not None:
+        if isinstance(error, psycopg.errors.OutOfMemory) and _NO_ROOM in str(error):
+            return TransactionAborted(
+                "the database takes no more prepared transactions", next_step=_MORE_PREPARED, retryable=False
+            )
+        error = error.__cause__
+    return None
 
 
 def bound_waiting(connection: Connection) -> None:

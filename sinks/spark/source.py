@@ -117,7 +117,8 @@ class DualWriteDataSource(DataSource):
         if overwrite:
             raise ConfigurationError(
                 "a stream cannot empty the table with each micro-batch",
-                next_step='use outputMode("append"); with upsertKeys it replaces rows of the same key',
+                next_step='use outputMode("append"); or, for aggregates, outputMode("update") and foreachBatch with '
+                'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
         layout, staging = read_plan(options.sink, schema, moves=bool(options.upsert_keys))
         run = None if options.stream is None else present_run(options.sink, options.stream)

@@ -24,7 +24,7 @@ from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.kept import servers
-from dualwrite.sinks.spark.prepared import bound_waiting, waited_in_vain
+from dualwrite.sinks.spark.prepared import bound_waiting, ran_out, require_room, waited_in_vain
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
 from dualwrite.sinks.spark.writing import write_rows
@@ -106,16 +106,16 @@ def prepare_partition(
         DualWriteError: This attempt has prepared nothing that could be decided.
     """
     failpoints.hit("spark.task_started")
+    source = iter(batches)
+    first = next(source, None)
+    if first is None:
+        return None  # without a connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
         # Of a stream no driver can: it learns the batch's name from the tasks.
         attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
-            return None
-        source = iter(batches)
-        first = next(source, None)
-        if first is None:
             return None
         undecided = _prepare(attempt, layout, chain([first], source), staging=staging)
     failpoints.hit("spark.task_done")
@@ -143,6 +143,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
             ):
                 staged = _staging_for(transaction.connection, layout, place) if staging else None
                 if staged is None:
+                    require_room(transaction.connection)
                     bound_waiting(transaction.connection)
                 table = layout.table if staged is None else staged.table
                 write_rows(transaction, batches, layout, table, options, progress=progress)
@@ -151,6 +152,8 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
     except TransactionAborted as error:
         if not staging and waited_in_vain(error):
             attempt.settle_former()
+        if (no_room := ran_out(error)) is not None:
+            raise no_room from error
         raise
     logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
     return Undecided(

@@ -5,89 +5,24 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
+from harness.one_task import OneTask
 from harness.patience import PATIENCE_S
 from harness.spark import SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left, options, write_with
 from pyspark import TaskContext
-from pyspark.sql.types import LongType, StringType, StructType
 
 from dualwrite import DualWriteError, Fenced, failpoints
 from dualwrite.deadline import Deadline
-from dualwrite.sinks.spark import SinkOptions, foreach_batch, register, write_batch
-from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.job import BatchJob
+from dualwrite.sinks.spark import foreach_batch, register, write_batch
 from dualwrite.sinks.spark.spark_jobs import SparkJobs
-from dualwrite.sinks.spark.task import write_partition
-from dualwrite.sinks.spark.undecided import prepare_partition
-from dualwrite.sinks.spark.whole_batch import WholeBatch
 from dualwrite.stores.runs import Runs
-
-SCHEMA = StructType().add("id", LongType()).add("name", StringType())
-ROWS = 100
-
-
-class Job:
-    """One run of a batch of one partition, without Spark.
-
-    Args:
-        case: The sink.
-        way: "staging", "prepared" or "write_batch".
-    """
-
-    def __init__(self, case, way):
-        self._case = case
-        self._way = way
-        self._options = SinkOptions(**case.settings)
-
-    def begin(self):
-        with self._driver() as driver:
-            if self._way == "write_batch":
-                self._task = driver.plan(SCHEMA)
-                driver.begin(1)
-                driver.leave_to_caller()
-            else:
-                driver.settle_left()
-            self._layout, self._run = driver.layout(SCHEMA), driver.run
-
-    def run_task(self):
-        batch = pa.RecordBatch.from_pydict({"id": range(ROWS), "name": [f"row {number}" for number in range(ROWS)]})
-        rows = projected_batches([batch], SCHEMA, self._layout)
-        if self._way == "write_batch":
-            return write_partition(self._task, 0, 0, rows)
-        return prepare_partition(
-            self._options, self._layout, "1", rows, partition=0, number=0, run=self._run, staging=self._way == "staging"
-        )
-
-    def fail(self):
-        """As Spark's driver does it, when another task has failed for good."""
-        if self._way == "write_batch":
-            with pytest.raises(ZeroDivisionError), self._driver():
-                raise ZeroDivisionError
-            return
-        with self._driver() as driver:
-            driver.give_up(self._layout)
-
-    def finish(self):
-        """Run the batch again."""
-        self.begin()
-        done = self.run_task()
-        if self._way != "write_batch":
-            with self._driver() as driver:
-                driver.decide(self._layout, [done], truncate=False, upsert=())
-        self._case.verify(ROWS)
-
-    def _driver(self):
-        if self._way == "write_batch":
-            return BatchJob(self._options, "1")
-        return WholeBatch(self._options, "1", run_name="1")
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])
 def job(numbers, request):
-    made = Job(numbers, request.param)
+    made = OneTask(numbers, request.param)
     made.begin()
     return made
 
@@ -162,7 +97,7 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
 @pytest.mark.parametrize("job", ["staging", "write_batch"], indirect=True)
 def test_the_tasks_of_a_former_run_write_nothing_when_another_has_begun(job):
     """Two drivers for one batch: the second one's tasks count."""
-    former = Job(job._case, job._way)
+    former = OneTask(job.case, job.way)
     former.begin()
     job.begin()
     with pytest.raises(Fenced, match="another one has begun"):

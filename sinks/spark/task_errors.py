@@ -1,0 +1,63 @@
+"""What a job's failure says, in the words of the task that failed: Spark wraps them into a hundred lines of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+
+_OURS: Final = re.compile(r"^(?:[\w.]*: )*dualwrite\.errors\.(\w+): (.+)$", re.MULTILINE)
+_OTHER_PYTHON: Final = (
+    (
+        re.compile(r"No module named '(dualwrite|sqlalchemy|psycopg|pgpq|confluent_kafka|kafka)"),
+        "Spark's workers run a Python in which dualwrite[spark] is not installed: no module named {}",
+    ),
+    (
+        re.compile(r"PYTHON_VERSION_MISMATCH\](.*)"),
+        "Spark's workers run another version of Python than the driver:{}",
+    ),
+)
+_SET_PYTHON: Final = (
+    "let PYSPARK_PYTHON (spark.pyspark.python) name the driver's Python, or one of the same version with the same packages, "
+    "on every machine"
+)
+
+
+class JobFailed(PySparkException):
+    """A Spark job failed, for a reason that this library knows. Its cause is Spark's own exception."""
+
+
+def told_by_task(text: str) -> str | None:
+    """The reason in the text of Spark's exception, in one line; None where it is not this library's.
+
+    Args:
+        text: What the exception shows: the task's traceback is in it.
+    """
+    for pattern, words in _OTHER_PYTHON:
+        if found := pattern.search(text):
+            return f"{words.format(found[1])} ({_SET_PYTHON})"
+    errors = _OURS.findall(text)
+    return "{}: {}".format(*errors[-1]) if errors else None
+
+
+@contextmanager
+def named_failures(name: str) -> Generator[None, None, None]:
+    """Let a failed job of the block say first why it has failed.
+
+    Args:
+        name: What has failed.
+
+    Raises:
+        JobFailed: In place of Spark's exception, where the reason is known.
+    """
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        reason = told_by_task(str(error))
+        if reason is None:
+            raise
+        raise JobFailed(f"{name}: {reason}") from error

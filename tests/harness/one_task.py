@@ -1,0 +1,74 @@
+"""A batch of one partition whose task and whose driver run in this process, without Spark: each step when a test wants it."""
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import LongType, StringType, StructType
+
+from dualwrite.sinks.spark import SinkOptions
+from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.job import BatchJob
+from dualwrite.sinks.spark.task import write_partition
+from dualwrite.sinks.spark.undecided import prepare_partition
+from dualwrite.sinks.spark.whole_batch import WholeBatch
+
+SCHEMA = StructType().add("id", LongType()).add("name", StringType())
+ROWS = 100
+
+
+class OneTask:
+    """One run of a batch of one partition, without Spark.
+
+    Args:
+        case: The sink.
+        way: "staging", "prepared" or "write_batch".
+    """
+
+    def __init__(self, case, way):
+        self.case = case
+        self.way = way
+        self._options = SinkOptions(**case.settings)
+
+    def begin(self):
+        with self._driver() as driver:
+            if self.way == "write_batch":
+                self._task = driver.plan(SCHEMA)
+                driver.begin(1)
+                driver.leave_to_caller()
+            else:
+                driver.settle_left()
+            self._layout, self._run = driver.layout(SCHEMA), driver.run
+
+    def run_task(self, *, ids=range(ROWS)):
+        batch = pa.RecordBatch.from_pydict({"id": list(ids), "name": [f"row {number}" for number in ids]})
+        rows = projected_batches([batch] if ids else [], SCHEMA, self._layout)
+        if self.way == "write_batch":
+            return write_partition(self._task, 0, 0, rows)
+        return prepare_partition(
+            self._options, self._layout, "1", rows, partition=0, number=0, run=self._run, staging=self.way == "staging"
+        )
+
+    def fail(self):
+        """As Spark's driver does it, when another task has failed for good."""
+        if self.way == "write_batch":
+            with pytest.raises(ZeroDivisionError), self._driver():
+                raise ZeroDivisionError
+            return
+        with self._driver() as driver:
+            driver.give_up(self._layout)
+
+    def finish(self):
+        """Run the batch again."""
+        self.begin()
+        self.decide(self.run_task())
+        self.case.verify(ROWS)
+
+    def decide(self, done):
+        """As Spark's driver does it, when the task has ended."""
+        if self.way != "write_batch":
+            with self._driver() as driver:
+                driver.decide(self._layout, [] if done is None else [done], truncate=False, upsert=())
+
+    def _driver(self):
+        if self.way == "write_batch":
+            return BatchJob(self._options, "1")
+        return WholeBatch(self._options, "1", run_name="1")

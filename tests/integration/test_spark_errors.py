@@ -1,0 +1,57 @@
+"""What a refused row, and a partition without rows, look like: no Spark is needed to see it."""
+
+import pytest
+from harness.one_task import OneTask
+from harness.spark_source import nothing_is_left
+
+from dualwrite import ConfigurationError, TransactionAborted, failpoints
+from dualwrite.sinks.spark import prepared
+
+
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_key_that_is_there_already_is_named_with_the_table_that_is_written(numbers, way):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (7, 'there already')")
+    job = OneTask(numbers, way)
+    job.begin()
+    with pytest.raises(TransactionAborted) as caught:
+        job.decide(job.run_task())
+    assert "table 'numbers' does not take" in str(caught.value)
+    assert "Key (id)=(7)" in str(caught.value)
+    assert "dualwrite_staging" not in str(caught.value)
+    assert "there already" not in str(caught.value)
+    assert not caught.value.retryable
+    job.fail()
+
+
+def test_a_row_that_is_refused_while_it_is_copied_is_named_by_column_and_number(numbers):
+    numbers.execute("ALTER TABLE numbers ALTER name SET NOT NULL, ADD CHECK (id <> 5)")
+    job = OneTask(numbers, "write_batch")
+    job.begin()
+    with pytest.raises(TransactionAborted, match="row 6 of the partition"):
+        job.run_task()
+
+
+def test_a_database_without_room_for_prepared_transactions_is_told_before_rows_are_written(numbers, monkeypatch):
+    job = OneTask(numbers, "prepared")
+    job.begin()
+    monkeypatch.setattr(prepared, "_ROOM", prepared.text("SELECT 0, 0"))
+    passed = []
+    with (
+        failpoints.watched(passed.append),
+        pytest.raises(ConfigurationError, match="takes 0 .*max_prepared_transactions"),
+    ):
+        job.run_task()
+    assert "spark.rows_copied" not in passed
+    job.fail()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_partition_without_rows_needs_no_slot(numbers, way):
+    job = OneTask(numbers, way)
+    job.begin()
+    job.decide(job.run_task(ids=()))
+    assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    [batch] = numbers.batches()
+    assert (batch.written_partitions, batch.row_count) == (1, 0)
