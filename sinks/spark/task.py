@@ -14,6 +14,7 @@ from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.block import dual_write
+from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DecidedTransactionLost,
@@ -211,6 +212,9 @@ class _Writing:
     def _record_completed(self, lane: Lane) -> None:
         try:
             lane.record_completed()
+            if lane.unrecorded is not None and lane.needs_settling:
+                # The log does not show its end everywhere. Readers wait there, and nobody may use this slot for long.
+                lane.settle(Deadline(self._task.options.timeout_s))
         except DualWriteError as error:
             logger.warning(
                 "%s: completion was not recorded, the next claim will prove it: %s", self._attempt.name, error
