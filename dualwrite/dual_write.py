@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
+    ConfigurationError,
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
-    IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
@@ -27,6 +28,7 @@ from dualwrite.protocol.doubt import DoubtStep
 from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.resolving import resolve_commit
+from dualwrite.sending import Sending
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from dualwrite.claiming import Ground
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.lane import Lane
-    from dualwrite.ports import Message, SavepointWatch
+    from dualwrite.ports import Message
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,8 @@ class DualWrite:
         self._timeout_s = timeout_s
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
         self._session: Session | None = None
-        self._produced = False
         self._uses_savepoints = savepoints
-        self._savepoints: SavepointWatch | None = None
-        self._refusal: DualWriteError | None = None
+        self._sending = Sending(lane.producer, lane.transactional_id)
         self._database_transaction: str | None = None
         self.prepared: PreparedTxnState | None = None
 
@@ -93,12 +93,24 @@ class DualWrite:
         self._machine.apply(WriteEvent.EXECUTE)
         if self._session is None:
             self._session = self._session_factory(bind=self._connection)
+            event.listen(self._session, "after_begin", self._refuse_other_connection)
         return self._session
+
+    def _refuse_other_connection(self, session: Session, transaction: object, connection: Connection) -> None:
+        """A session whose factory binds some classes to another engine would write there, and be rolled back in the end."""
+        del session, transaction
+        if connection is not self._connection:
+            self._sending.refusal = ConfigurationError(
+                "the session has begun on another connection than the dual write's",
+                transactional_id=self.transactional_id,
+                next_step="leave binds out of session_factory: a dual write is decided in one database",
+            )
+            raise self._sending.refusal
 
     @property
     def holds(self) -> bool:
         """Whether what is sent now waits for a savepoint."""
-        return self._savepoints is not None and self._savepoints.holds
+        return self._sending.savepoints is not None and self._sending.savepoints.holds
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None = None) -> None:
         """Hand a message, many, or offsets to the producer: at once, or when the savepoint is released that is open now.
@@ -113,31 +125,8 @@ class DualWrite:
                 the block, even if the caller goes on.
         """
         self._machine.apply(WriteEvent.PRODUCE)
-        try:
-            if self._savepoints is None or self._savepoints.direct:
-                self._hand_to_producer(message)
-            else:
-                if check is not None and self._savepoints.holds:
-                    check(self._lane.producer)
-                self._savepoints.add(message)
-                self._send_released()
-        except IllegalStateError:
-            raise  # it has changed nothing
-        except DualWriteError as error:
-            self._refusal = self._refusal or error
-            raise
+        self._sending.send(message, check)
         failpoints.hit("write.produced")
-
-    def _hand_to_producer(self, message: Message) -> None:
-        if not self._produced:
-            self._lane.producer.begin_transaction()
-            self._produced = True
-        message(self._lane.producer)
-
-    def _send_released(self) -> None:
-        if self._savepoints is not None:
-            for message in self._savepoints.take():
-                self._hand_to_producer(message)
 
     def begin(self) -> None:
         """Begin the database transaction and read the row, before anything can be produced.
@@ -157,7 +146,7 @@ class DualWrite:
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             if self._uses_savepoints:
-                self._savepoints = store.watch_savepoints(self._connection, self.transactional_id)
+                self._sending.savepoints = store.watch_savepoints(self._connection, self.transactional_id)
             self._machine.apply(WriteEvent.CHECK)
             failpoints.hit("write.checked")
         except DatabaseWentBack as error:
@@ -191,7 +180,7 @@ class DualWrite:
             self.abort()
             raise
         interruption = self._decide(state, answer, deadline)
-        if self._produced:
+        if self._sending.begun:
             self._lane.complete(state, deadline)
         self._machine.apply(WriteEvent.COMPLETE)
         failpoints.hit("write.completed")
@@ -236,30 +225,14 @@ class DualWrite:
     def _prepare(self) -> PreparedTxnState:
         if self._session is not None:
             self._session.flush()
-        self._require_no_refusal()
-        if self._savepoints is not None:
-            self._savepoints.finish()
-            self._send_released()
+        self._sending.finish()
         # While the last messages are on their way. What ran in COMMIT would take its time after the last look at the clock.
         self._ground.store.run_deferred(self._connection, self.transactional_id)
-        state = self._lane.producer.prepare_transaction() if self._produced else PreparedTxnState()
+        state = self._lane.producer.prepare_transaction() if self._sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
         failpoints.hit("write.prepared")
         return state
-
-    def _require_no_refusal(self) -> None:
-        refusal = self._refusal
-        if refusal is None:
-            return
-        if isinstance(refusal, Fenced):
-            raise refusal
-        raise TransactionAborted(
-            f"the producer refused a message, and the block went on without it: {refusal.what}",
-            transactional_id=self.transactional_id,
-            next_step=refusal.next_step,
-            retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
-        ) from refusal
 
     def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
         """Write the last statement of the database's transaction. Returns until when its COMMIT is to be answered."""
@@ -368,10 +341,10 @@ class DualWrite:
         if self._machine.state is WriteState.ABORTED:
             return
         failpoints.hit("write.before_abort")
-        self._stop_watching()
+        self._sending.stop()
         self._ground.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")
-        if self._produced:
+        if self._sending.begun:
             try:
                 self._lane.producer.abort_transaction()
             except DualWriteError as error:
@@ -381,13 +354,9 @@ class DualWrite:
 
     def release(self) -> None:
         """Let go of the session, once the block has ended. Its objects stay readable."""
-        self._stop_watching()
+        self._sending.stop()
         if self._session is not None:
             self._session.close()
-
-    def _stop_watching(self) -> None:
-        if self._savepoints is not None:
-            self._savepoints.stop()
 
     def _fenced(self, found: int | None) -> Fenced:
         shown = "no longer names" if found is None else f"names incarnation {found} instead of"

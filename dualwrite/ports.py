@@ -369,6 +369,16 @@ class StateStore(Protocol):
         """The database's own word about a transaction that :meth:`decide` named."""
         ...
 
+    def check_same_database(self, connection: Connection) -> None:
+        """Refuse a connection that leads to another database than the rows are in. It is left as it is.
+
+        Raises:
+            ConfigurationError: It does.
+            IllegalStateError: It is already in a transaction.
+            Unavailable: The database does not answer.
+        """
+        ...
+
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch | None:
         """Watch the savepoints of the transaction that :meth:`begin` began, until the watch is finished or stopped.
 

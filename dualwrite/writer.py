@@ -218,6 +218,7 @@ class DualWriter:
 
         Args:
             connection: A connection of the engine's, not inside a transaction; one is taken from the engine if not given.
+                Another engine's will do where it leads to the same database, which is asked once for each of its connections.
 
         Yields:
             The transaction, usable until the block ends.
@@ -230,14 +231,19 @@ class DualWriter:
             CompletionPending: A success that will become visible. Do not run the work again.
             DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or nobody
                 knows. What was lost of another block goes to the log and to ``on_loss``.
-            ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted.
-            IllegalStateError: The writer is not open, or this thread is inside a transaction of this writer already.
+            ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted. Also for a connection that leads to
+                another database.
+            IllegalStateError: The writer is not open, the connection is none or in a transaction, or this thread is inside a
+                transaction of this writer already.
 
         Everything else that the block itself raises is passed on as it is. A block may be entered in one thread and left in
         another, as web frameworks do it with dependencies; two threads must not use it at a time.
         """
         ground = self._opened()
         entered.refuse_nested(self, self.transactional_id)
+        if connection is not None:
+            _require_connection(connection)
+            ground.store.check_same_database(connection)
         ticket = self._lanes.ticket()
         try:
             try:
@@ -332,6 +338,14 @@ def _check_arguments(transactional_id: str, max_lanes: int) -> None:
         )
     if max_lanes < 1:
         raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
+
+
+def _require_connection(connection: object) -> None:
+    if not isinstance(connection, Connection):
+        raise IllegalStateError(
+            f"transaction() takes a SQLAlchemy Connection, not {type(connection).__name__}",
+            next_step="give engine.connect(), or nothing; for the ORM use tx.session, or bind a session to tx.connection",
+        )
 
 
 @contextmanager

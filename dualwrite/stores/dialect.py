@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +25,19 @@ class Standing(Enum):
     FAILED = "failed: the database would answer COMMIT with a ROLLBACK"
     ENDED = "not open"
     BROKEN = "the connection is lost"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells one database from another, by values that only the comparison of two of them gives a meaning.
+
+    Attributes:
+        database: The server that runs now, and the database in it; or the file.
+        table: The library's table of states there; None where there is none.
+    """
+
+    database: tuple[object, ...]
+    table: object
 
 
 class Dialect(Protocol):
@@ -109,6 +123,14 @@ class Dialect(Protocol):
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """Whether a name begins with exactly that prefix: a condition that an index on the names answers."""
+        ...
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """Where a statement about the library's tables goes on this connection, which is outside a transaction or reads only.
+
+        Raises:
+            SQLAlchemyError: The database failed.
+        """
         ...
 
     def witness(self, connection: Connection) -> Witness:

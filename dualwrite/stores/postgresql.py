@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
-from dualwrite.stores.dialect import Standing
+from dualwrite.stores.dialect import Identity, Standing
 from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
 from dualwrite.stores.watchdog import WATCHDOG
@@ -66,6 +66,11 @@ _NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
 _PREPARED: Final = text(
     "SELECT gid, prepared FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, :prefix) "
     "ORDER BY gid"
+)
+
+
+_IDENTITY: Final = text(
+    "SELECT pg_postmaster_start_time(), oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
 )
 
 
@@ -258,6 +263,12 @@ class PostgreSQL:
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Any role may read this; a copy of a server began at another time."""
+        name = connection.dialect.identifier_preparer.format_table(tables.state)
+        started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
+        return Identity((started, database), table)
 
     def witness(self, connection: Connection) -> Witness:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""

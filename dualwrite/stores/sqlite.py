@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from sqlalchemy import exc, literal_column, update
@@ -19,7 +20,7 @@ from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.doubt import DatabaseVerdict
-from dualwrite.stores.dialect import Standing
+from dualwrite.stores.dialect import Identity, Standing
 from dualwrite.stores.witness import SqliteWitness
 
 if TYPE_CHECKING:
@@ -137,6 +138,16 @@ class SQLite:
         """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case here."""
         return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
 
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.dialect.Dialect`. By whatever names and links the file was opened."""
+        schema = tables.schema or "main"
+        file = _files(_driver(connection)).get(schema)
+        try:
+            found = Path(file).stat() if file else None
+        except OSError:
+            found = None
+        return Identity((found.st_dev, found.st_ino) if found else (file,), schema if file else None)
+
     def witness(self, connection: Connection) -> Witness:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         return SqliteWitness(connection)
@@ -195,7 +206,7 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
     """The names of the attached databases, once they are known to be able to keep a decision."""
     if sqlite3.sqlite_version_info < _OLDEST:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old", next_step="use SQLite 3.35 or newer")
-    files = {str(name): str(file) for _, name, file in driver.execute("PRAGMA database_list") if name != "temp"}
+    files = _files(driver)
     if not files.get(tables.schema or "main"):
         raise ConfigurationError(
             f"SQLite's database {tables.schema or 'main'!r} is not attached, or is in memory: what it decides dies with the "
@@ -216,6 +227,11 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
                 next_step="keep all tables of a dual write in one file, or use journal_mode DELETE",
             )
     return kept
+
+
+def _files(driver: sqlite3.Connection) -> dict[str, str]:
+    """The file of each attached database, '' where it is in memory."""
+    return {str(name): str(file) for _, name, file in driver.execute("PRAGMA database_list") if name != "temp"}
 
 
 def _pragma(driver: sqlite3.Connection, pragma: str, name: str = "main") -> int:

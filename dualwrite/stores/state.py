@@ -19,6 +19,7 @@ from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
+from dualwrite.stores.same_database import SameDatabase
 from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
@@ -77,6 +78,7 @@ class SqlStateStore:
         self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
+        self._same_database = SameDatabase(self._engine, self._dialect, self._tables, self._own)
         self._records = Records(self._tables, self._dialect)
         state = self._tables.state
         namespace = bindparam("namespace_", type_=String())
@@ -118,13 +120,14 @@ class SqlStateStore:
 
     # Inside the caller's transaction
 
+    def check_same_database(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.check_same_database`."""
+        _refuse_transaction(connection)
+        self._same_database.check(connection)
+
     def begin(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.StateStore.begin`."""
-        if connection.in_transaction():
-            raise IllegalStateError(
-                "the connection is already in a transaction",
-                next_step="end it first (SQLAlchemy begins one with the first statement, also with a SELECT)",
-            )
+        _refuse_transaction(connection)
         with self._mapped():
             try:
                 self._dialect.begin(connection, self._tables)
@@ -379,3 +382,11 @@ class SqlStateStore:
 
 def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit
+
+
+def _refuse_transaction(connection: Connection) -> None:
+    if connection.in_transaction():
+        raise IllegalStateError(
+            "the connection is already in a transaction",
+            next_step="end it first (SQLAlchemy begins one with the first statement, also with a SELECT)",
+        )

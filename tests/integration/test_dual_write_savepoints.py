@@ -152,7 +152,7 @@ def test_a_savepoint_that_the_library_cannot_see_aborts_both(writer, dualwrite_t
 def test_what_the_producer_would_refuse_is_refused_inside_the_savepoint(writer, dualwrite_topic, orders, both, kept):
     """Nothing that is known to fail waits; and once it has failed, both sides abort whatever becomes of the savepoint."""
     with (
-        pytest.raises(TransactionAborted, match="went on without it: .*MSG_SIZE_TOO_LARGE"),
+        pytest.raises(TransactionAborted, match="went on after an error: .*MSG_SIZE_TOO_LARGE"),
         writer.transaction() as tx,
     ):
         add_by_connection(tx, orders, 1, "1")

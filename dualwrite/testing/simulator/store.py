@@ -172,6 +172,9 @@ class SimulatedStore:
             used.lose()
             raise TransactionInDoubt(f"the answer to {label} is missing") from error
 
+    def check_same_database(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.StateStore.check_same_database`. There is one simulated database."""
+
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> None:
         """See :meth:`dualwrite.ports.StateStore.watch_savepoints`. The simulated database has no savepoints."""
 

@@ -1,0 +1,85 @@
+"""The messages of one dual write on their way to the producer: at once, or when their savepoint is released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.ports import Message, SavepointWatch
+
+
+class Sending:
+    """Hands messages to the producer, and remembers the first error: whoever swallows it must not get half of the block.
+
+    Attributes:
+        begun: Whether a Kafka transaction has begun.
+        refusal: The first error of the block that must abort it, also where the block goes on.
+        savepoints: The savepoints that messages wait for; None where none are used.
+    """
+
+    def __init__(self, producer: TransactionalProducer, transactional_id: str) -> None:
+        self._producer = producer
+        self._id = transactional_id
+        self.begun = False
+        self.refusal: DualWriteError | None = None
+        self.savepoints: SavepointWatch | None = None
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None) -> None:
+        """Take a message; see :meth:`dualwrite.dual_write.DualWrite.send`."""
+        try:
+            if self.savepoints is None or self.savepoints.direct:
+                self._hand_over(message)
+            else:
+                if check is not None and self.savepoints.holds:
+                    check(self._producer)
+                self.savepoints.add(message)
+                self._hand_over_released()
+        except IllegalStateError:
+            raise  # it has changed nothing
+        except DualWriteError as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def finish(self) -> None:
+        """Hand over what still waits. Nothing may be sent any more.
+
+        Raises:
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, whoever swallowed it; or the
+                producer refuses now; or a savepoint was rolled back unseen.
+        """
+        self._require_no_refusal()
+        if self.savepoints is not None:
+            self.savepoints.finish()
+            self._hand_over_released()
+
+    def stop(self) -> None:
+        """Watch no savepoints any more."""
+        if self.savepoints is not None:
+            self.savepoints.stop()
+
+    def _hand_over(self, message: Message) -> None:
+        if not self.begun:
+            self._producer.begin_transaction()
+            self.begun = True
+        message(self._producer)
+
+    def _hand_over_released(self) -> None:
+        if self.savepoints is not None:
+            for message in self.savepoints.take():
+                self._hand_over(message)
+
+    def _require_no_refusal(self) -> None:
+        if self.refusal is None:
+            return
+        if isinstance(self.refusal, Fenced):
+            raise self.refusal
+        raise TransactionAborted(
+            f"the block went on after an error: {self.refusal.what}",
+            transactional_id=self._id,
+            next_step=self.refusal.next_step,
+            retryable=isinstance(self.refusal, Unavailable) or getattr(self.refusal, "retryable", False),
+        ) from self.refusal

@@ -1,0 +1,182 @@
+"""One dual write is decided in one database: connections and sessions that lead elsewhere are refused before anything is begun."""
+
+import shutil
+from contextlib import ExitStack
+
+import pytest
+from sqlalchemy import Integer, Text, create_engine, event, insert, make_url, select, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from dualwrite import ConfigurationError, DualWriter, IllegalStateError, TransactionAborted
+from dualwrite.testing.reading import read_committed
+
+on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    note: Mapped[str | None] = mapped_column(Text)
+
+
+@pytest.fixture
+def writer(kafka, engine):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        yield writer
+
+
+@pytest.fixture
+def engine_of():
+    """Makes engines that are disposed of after the test."""
+    with ExitStack() as later:
+
+        def make(url, **options):
+            made = create_engine(url, **options)
+            later.callback(made.dispose)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def copied(request, url, engine, writer, engine_of, dualwrite_postgres):
+    """An engine of a whole copy of the database, the library's rows included."""
+    if engine.dialect.name == "sqlite":
+        target = f"{make_url(url).database}.copy"
+        engine.dispose()
+        shutil.copyfile(make_url(url).database, target)
+        yield engine_of(f"sqlite:///{target}")
+        return
+    engine.dispose()
+    name = f"{make_url(url).database}_copy"
+    admin = engine_of(make_url(url).set(database="postgres"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        source = make_url(url).database
+        connection.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": source}
+        )
+        connection.execute(text(f'CREATE DATABASE "{name}" TEMPLATE "{source}"'))
+    copy = engine_of(make_url(url).set(database=name))
+    yield copy
+    copy.dispose()
+    dualwrite_postgres.drop_database(name)
+
+
+def write(writer, connection, topic, orders, number):
+    with writer.transaction(connection) as tx:
+        tx.connection.execute(insert(orders).values(id=number))
+        tx.produce(topic, value=str(number))
+
+
+def rows(engine, orders):
+    with engine.connect() as connection:
+        return list(connection.scalars(select(orders.c.id)))
+
+
+def messages(kafka, topic):
+    return [int(message.value) for message in read_committed(kafka, topic)]
+
+
+def test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is(
+    kafka, engine, writer, copied, dualwrite_topic, orders
+):
+    with copied.connect() as connection:
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="another database"):
+                write(writer, connection, dualwrite_topic, orders, 1)
+            assert not connection.in_transaction()
+    write(writer, None, dualwrite_topic, orders, 2)
+    assert (rows(copied, orders), rows(engine, orders), messages(kafka, dualwrite_topic)) == ([], [2], [2])
+
+
+def test_a_connection_of_another_engine_of_the_same_database_works_and_is_asked_once(
+    kafka, engine, url, writer, engine_of, tmp_path, dualwrite_topic, orders
+):
+    if engine.dialect.name == "sqlite":
+        link = tmp_path / "link.db"
+        link.symlink_to(make_url(url).database)
+        url = f"sqlite:///{link}"
+    other = engine_of(url)
+    asked = []
+    event.listen(engine, "begin", asked.append)
+    with other.connect() as connection:
+        write(writer, connection, dualwrite_topic, orders, 1)
+        assert len(asked) == 1
+        write(writer, connection, dualwrite_topic, orders, 2)
+    with engine.execution_options(logging_token="x").connect() as connection:  # shares the pool of its engine
+        asked.clear()
+        write(writer, connection, dualwrite_topic, orders, 3)
+        assert len(asked) == 1, "the one of the dual write"
+    event.remove(engine, "begin", asked.append)
+    assert rows(engine, orders) == [1, 2, 3]
+    assert messages(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+@on_postgresql
+def test_a_connection_that_finds_another_schemas_tables_is_refused(
+    kafka, engine, url, writer, engine_of, dualwrite_topic, orders
+):
+    with engine.begin() as connection:
+        connection.execute(text("CREATE SCHEMA tenant"))
+        connection.execute(text("CREATE TABLE tenant.kafka_transaction_state (LIKE public.kafka_transaction_state)"))
+        connection.execute(
+            text("INSERT INTO tenant.kafka_transaction_state SELECT * FROM public.kafka_transaction_state")
+        )
+    other = engine_of(url, connect_args={"options": "-c search_path=tenant,public"})
+    with other.connect() as connection, pytest.raises(ConfigurationError, match="other tables"):
+        write(writer, connection, dualwrite_topic, orders, 1)
+    assert (rows(engine, orders), messages(kafka, dualwrite_topic)) == ([], [])
+
+
+@on_postgresql
+def test_an_unprivileged_role_can_tell_the_databases_apart(
+    kafka, engine, url, writer, engine_of, dualwrite_topic, orders
+):
+    role = f"plain_{dualwrite_topic[-12:]}"
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'plain'"))
+        connection.execute(text(f"GRANT SELECT, INSERT, UPDATE ON ALL TABLES IN SCHEMA public TO {role}"))
+    plain = engine_of(make_url(url).set(username=role, password="plain"))
+    with plain.connect() as connection:
+        write(writer, connection, dualwrite_topic, orders, 1)
+    plain.dispose()
+    assert rows(engine, orders) == messages(kafka, dualwrite_topic) == [1]
+    with engine.begin() as connection:
+        connection.execute(text(f"DROP OWNED BY {role}"))
+        connection.execute(text(f"DROP ROLE {role}"))
+
+
+@on_postgresql
+def test_another_kind_of_database_and_what_is_no_connection_are_refused(writer, engine, engine_of, tmp_path):
+    with (
+        engine_of(f"sqlite:///{tmp_path}/other.db").connect() as connection,
+        pytest.raises(ConfigurationError, match="another database"),
+        writer.transaction(connection),
+    ):
+        pass
+    for given in (Session(bind=engine), engine):
+        with pytest.raises(IllegalStateError, match=type(given).__name__), writer.transaction(given):
+            pass
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_session_that_binds_a_class_to_another_database_is_refused(
+    kafka, engine, copied, dualwrite_topic, orders, swallowed
+):
+    factory = sessionmaker(binds={Order: copied})
+    with DualWriter("others", kafka=kafka, engine=engine, session_factory=factory) as writer:
+        refused = TransactionAborted if swallowed else ConfigurationError
+        with pytest.raises(refused, match="another connection"), writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value="1")
+            tx.session.add(Order(id=1))
+            try:
+                tx.session.flush()
+            except ConfigurationError:
+                if not swallowed:
+                    raise
+                tx.session.expunge_all()
+    assert (rows(copied, orders), rows(engine, orders), messages(kafka, dualwrite_topic)) == ([], [], [])
