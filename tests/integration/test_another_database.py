@@ -111,7 +111,6 @@ def test_a_connection_of_another_engine_of_the_same_database_works_and_is_asked_
         asked.clear()
         write(writer, connection, dualwrite_topic, orders, 3)
         assert len(asked) == 1, "the one of the dual write"
-    event.remove(engine, "begin", asked.append)
     assert rows(engine, orders) == [1, 2, 3]
     assert messages(kafka, dualwrite_topic) == [1, 2, 3]
 
