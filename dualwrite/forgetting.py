@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.ports import StateRow
-    from dualwrite.recovery import IdStatus
+    from dualwrite.recovery_plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
 _ENDED: Final = frozenset(

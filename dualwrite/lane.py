@@ -54,6 +54,11 @@ def lane_id(name: str, number: int) -> str:
     return name if number == 0 else f"{name}#{number}"
 
 
+def writer_of(transactional_id: str) -> str:
+    """The name of the writer that a lane belongs to."""
+    return transactional_id.partition("#")[0]
+
+
 def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
     """Claim and settle the first lane, then every other that has a row: from then on the former owner can add none.
 

@@ -8,26 +8,24 @@ for, only those whose transaction has been open for some time.
 from __future__ import annotations
 
 import logging
-import re
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dualwrite.after_restore import Forgotten, find_forgotten, next_incarnations, retire_without_rows, went_back
 from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
+from dualwrite.errors import DatabaseWentBack, Fenced
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.lane import lane_id
-from dualwrite.looking import Unsettled, inspect
-from dualwrite.mismatch import other_cluster
-from dualwrite.observations import TransactionStatus
+from dualwrite.lane import lane_id, writer_of
+from dualwrite.looking import inspect
+from dualwrite.mismatch import gone_back, other_cluster
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
-from dualwrite.protocol.settle import SettleStep
+from dualwrite.recovery_plan import IdStatus, Plan, describe
 from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
@@ -39,32 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_YOUNG_S = 60.0
 _BATCH = 100
 _WORKERS = 4
-
-
-@dataclass(frozen=True)
-class IdStatus:
-    """One transactional id as the row and the coordinator show it.
-
-    Attributes:
-        row: The row.
-        incarnation: The unsettled incarnation that this is about: the owner's own, or one that it has not settled.
-        kafka_status: What the coordinator shows of that incarnation.
-        open_for_s: Seconds since its Kafka transaction began; None where none is open.
-        step: What settling would do in Kafka.
-        needs_recovery: Whether settling changes anything in Kafka or in the database's tables, or would report a loss.
-        prepared_for_s: Seconds since that incarnation has prepared a database transaction that is not ended; None where there
-            is none.
-    """
-
-    row: StateRow
-    incarnation: int
-    kafka_status: TransactionStatus
-    open_for_s: float | None
-    step: SettleStep
-    needs_recovery: bool
-    prepared_for_s: float | None = None
 
 
 @dataclass
@@ -77,7 +52,10 @@ class RecoveryReport:
         rolled_forward: Those whose decided transaction was committed in Kafka now.
         losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Also those that
             another process has recorded, and ended before it told anybody.
-        skipped: Ids that would need recovery, whose transaction was not open for long enough.
+        skipped: Ids that would need recovery, and were left alone: a transaction of their writer was not open for long enough.
+        went_back: Ids that cannot be claimed, as the database has lost a claim of theirs: see ``after_restore``.
+        forgotten: With ``after_restore``, the Kafka ids that the database had forgotten, and what was done with each.
+        unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing either that could be settled.
     """
 
     planned: list[IdStatus] = field(default_factory=list)
@@ -85,6 +63,9 @@ class RecoveryReport:
     rolled_forward: list[str] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    went_back: list[DatabaseWentBack] = field(default_factory=list)
+    forgotten: list[Forgotten] = field(default_factory=list)
+    unknown: bool = False
 
 
 def status(
@@ -121,7 +102,7 @@ def recover(
     engine: Engine | str,
     schema: str | None = None,
     prefix: str | None = None,
-    open_for_s: float = 0.0,
+    open_for_s: float | None = None,
     dry_run: bool = False,
     after_restore: bool = False,
     timeout_s: float = 300.0,
@@ -131,8 +112,8 @@ def recover(
 ) -> RecoveryReport:
     """Settle what dead owners left: commit in Kafka what the database decided, abort the rest.
 
-    May be called at any time, by any number of processes at once. An owner that is alive and has a transaction open is
-    fenced: its transaction aborts on both sides and it must open its writer anew.
+    May be called at any time, by any number of processes at once. A writer is taken with all its lanes, or not at all. An owner
+    that is alive is fenced by that: its open transactions abort on both sides, and it must open its writer again.
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
@@ -140,11 +121,12 @@ def recover(
         engine: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
         prefix: All ids that begin so; all ids if neither is given.
-        open_for_s: Leave ids alone whose Kafka transaction began less than this many seconds ago, or who prepared something
-            in the database less than that ago.
+        open_for_s: Leave writers alone that have begun a Kafka transaction, or prepared one in the database, less than this
+            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several.
         dry_run: Only find out what would be done.
         after_restore: The database was restored, and that Kafka may show newer messages is accepted: go on above every
-            incarnation that Kafka knows, aborting what is open there.
+            incarnation that Kafka knows, aborting what is open there. Also lanes and writers that are younger than the backup
+            and have no row: those of the id or the prefix; without either, the lanes of the writers that have one.
         timeout_s: Bounds the whole, in seconds.
         owner: Who recovers, for people who read the row.
         on_settled: Told each id that is done, from several threads.
@@ -161,20 +143,38 @@ def recover(
     """
     with _connected(engine, schema) as store:
         report = recover_rows(
-            partial(_select, store, transactional_id, prefix),
+            lambda: _whole_writers(store, _select(store, transactional_id, prefix)),
             store=store,
             connect=partial(_coordinator, kafka),
-            open_for_s=open_for_s,
+            open_for_s=_open_for_s(open_for_s, transactional_id),
             dry_run=dry_run,
-            after_restore=after_restore,
+            after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
             deadline=Deadline(timeout_s),
             owner=unique_owner(owner),
             on_settled=on_settled,
             on_planned=on_planned,
         )
+        rows = _select(store, transactional_id, prefix)
+        report.unknown = transactional_id is not None and not rows and not report.forgotten
         if not dry_run:
-            _tell(report, _select(store, transactional_id, prefix), store)
+            _tell(report, rows, store)
         return report
+
+
+def _open_for_s(asked: float | None, transactional_id: str | None) -> float:
+    if asked is not None:
+        return asked
+    return _YOUNG_S if transactional_id is None else 0.0
+
+
+def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | None) -> Callable[[str], bool]:
+    """Which ids without a row may be settled after a restore."""
+    if transactional_id is not None:
+        return lambda name: writer_of(name) == transactional_id
+    if prefix:
+        return lambda name: name.startswith(prefix)
+    names = {row.transactional_id for row in store.find("")}
+    return lambda name: name != writer_of(name) and writer_of(name) in names
 
 
 def _tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore) -> None:
@@ -195,48 +195,110 @@ def recover_rows(
     connect: Callable[[], AbstractContextManager[TransactionCoordinator]],
     open_for_s: float = 0.0,
     dry_run: bool = False,
-    after_restore: bool = False,
+    after_restore: Callable[[str], bool] | None = None,
     deadline: Deadline,
     owner: str,
     on_settled: Callable[[str], None] = lambda _: None,
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
 ) -> RecoveryReport:
-    """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens."""
+    """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
+
+    ``after_restore`` says of which ids without a row what Kafka knows is to be settled too.
+    """
     report = RecoveryReport()
     rows = select()
     with connect() as coordinator:
         found = _inspect(rows, store, coordinator, deadline)
-        raise_to = _known_incarnations(rows, coordinator, deadline) if after_restore else {}
-    for item in found:
-        waits_s = item.prepared_for_s if item.open_for_s is None else item.open_for_s
-        if item.needs_recovery and (waits_s is None or waits_s >= open_for_s):
-            report.planned.append(item)
-        elif item.needs_recovery:
-            report.skipped.append(item.row.transactional_id)
+        if after_restore is not None:
+            report.forgotten += find_forgotten(rows, coordinator, deadline, is_asked_for=after_restore)
+    raise_to = next_incarnations(report.forgotten)
+    plan = Plan.of(found, rows, open_for_s, raise_to.keys())
+    report.planned, report.skipped = plan.items, plan.skipped
+    report.went_back += [gone_back(why, name) for name, why in plan.went_back]
     on_planned(report.planned)
     if dry_run:
         return report
-    ids = sorted({item.row.transactional_id for item in report.planned} | raise_to.keys())
-    batches = [ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH)]
-
-    def settle_batch(batch: Sequence[str]) -> SettleReport:
-        with connect() as own:
-            ground = Ground(own, store, owner)
-            claimed = claim_rows(
-                ground, batch, deadline, raise_to={key: raise_to[key] for key in batch if key in raise_to}
-            )
-            return settle(claimed, coordinator=own, store=store, deadline=deadline, on_settled=on_settled)
-
-    for batch, done in zip(batches, _each(settle_batch, batches), strict=True):
-        report.settled.extend(batch)
-        report.rolled_forward.extend(done.rolled_forward)
-        report.losses.extend(done.losses)
+    recovery = _Recovery(select, store, connect, deadline, owner, raise_to, on_settled)
+    for done in _each(recovery.settle_batch, plan.batches(_BATCH)):
+        report.settled.extend(name for name in done.ids if name in plan.wanted)
+        report.rolled_forward.extend(done.report.rolled_forward)
+        report.losses.extend(done.report.losses)
+        report.went_back.extend(done.went_back)
+    if report.forgotten:
+        with connect() as coordinator:
+            retire_without_rows(report.forgotten, coordinator, deadline)
+        report.forgotten = [replace(one, settled=True) for one in report.forgotten]
     return report
 
 
+@dataclass
+class _Done:
+    """What became of one batch of ids."""
+
+    ids: list[str] = field(default_factory=list)
+    report: SettleReport = field(default_factory=SettleReport)
+    went_back: list[DatabaseWentBack] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Recovery:
+    """What all batches of a recovery share."""
+
+    select: Callable[[], Sequence[StateRow]]
+    store: StateStore
+    connect: Callable[[], AbstractContextManager[TransactionCoordinator]]
+    deadline: Deadline
+    owner: str
+    raise_to: Mapping[str, int]
+    on_settled: Callable[[str], None]
+
+    def settle_batch(self, writers: Sequence[Sequence[str]]) -> _Done:
+        """Claim and settle whole writers. One whose claim the database has lost is left out."""
+        done = _Done()
+        left = list(writers)
+        with self.connect() as coordinator:
+            ground = Ground(coordinator, self.store, self.owner)
+            while left:
+                try:
+                    claimed = self._claim(ground, left)
+                except DatabaseWentBack as error:
+                    others = [writer for writer in left if error.transactional_id not in writer]
+                    if len(others) == len(left):
+                        raise
+                    left = others
+                    done.went_back.append(error)
+                else:
+                    done.ids = [row.transactional_id for row in claimed]
+                    done.report = settle(
+                        claimed,
+                        coordinator=coordinator,
+                        store=self.store,
+                        deadline=self.deadline,
+                        on_settled=self.on_settled,
+                    )
+                    break
+        return done
+
+    def _claim(self, ground: Ground, writers: Sequence[Sequence[str]]) -> Sequence[StateRow]:
+        """All lanes of a writer in one transaction: an owner that loses one of them loses all."""
+        ids = [name for writer in writers for name in writer]
+        raise_to = {name: self.raise_to[name] for name in ids if name in self.raise_to}
+        claimed = {row.transactional_id: row for row in claim_rows(ground, ids, self.deadline, raise_to=raise_to)}
+        # From here on their owners can add no lane. One may have been added before.
+        for row in self.select():
+            name, first = row.transactional_id, claimed.get(writer_of(row.transactional_id))
+            if name not in claimed and first is not None:
+                guard = (first.transactional_id, first.incarnation)
+                try:
+                    [claimed[name]] = claim_rows(ground, [name], self.deadline, guard=guard)
+                except Fenced as error:
+                    logger.info("%s: left to the new owner of %s: %s", name, first.transactional_id, error)
+        return list(claimed.values())
+
+
 def _each(
-    settle_batch: Callable[[Sequence[str]], SettleReport], batches: Sequence[Sequence[str]]
-) -> Iterable[SettleReport]:
+    settle_batch: Callable[[Sequence[Sequence[str]]], _Done], batches: Sequence[Sequence[Sequence[str]]]
+) -> Iterable[_Done]:
     if len(batches) <= 1:  # most recoveries, and they need no threads
         return [settle_batch(batch) for batch in batches]
     with ThreadPoolExecutor(_WORKERS) as threads:
@@ -251,37 +313,32 @@ def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | No
     return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 
+def _whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[StateRow]:
+    """The rows, with the other lanes of writers of which only some lanes were selected."""
+    names = {row.transactional_id for row in rows}
+    outside = {writer_of(name) for name in names} - names
+    firsts = store.read(list(outside)) if outside else []
+    lanes = [row for first in firsts for row in store.find(f"{first.transactional_id}#")]
+    return [*rows, *(row for row in [*firsts, *lanes] if row.transactional_id not in names)]
+
+
 def _inspect(
     rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
 ) -> list[IdStatus]:
     check_cluster(rows, coordinator.cluster_id(deadline))
     participants = store.participants(rows)
     prepared_at = {(found.row.transactional_id, found.incarnation): found.prepared_at for found in participants}
+    back = went_back(rows, store, coordinator, deadline)
     inspected = inspect(rows, coordinator=coordinator, deadline=deadline, participants=participants)
     return [
-        _describe(item, step, prepared_at.get((item.row.transactional_id, item.incarnation)))
+        describe(
+            item,
+            step,
+            prepared_at.get((item.row.transactional_id, item.incarnation)),
+            back.get(item.row.transactional_id) if item.incarnation == item.row.incarnation else None,
+        )
         for item, step in inspected
     ]
-
-
-def _describe(item: Unsettled, step: SettleStep, prepared_at: datetime | None) -> IdStatus:
-    view = item.known.view
-    assert view is not None
-    is_open = view.status is TransactionStatus.ONGOING
-    matters = is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE)
-    return IdStatus(
-        row=item.row,
-        incarnation=item.incarnation,
-        kafka_status=view.status,
-        open_for_s=_seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None,
-        step=step,
-        needs_recovery=matters or prepared_at is not None,
-        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp()),
-    )
-
-
-def _seconds_since(instant: float) -> float:
-    return max(0.0, time.time() - instant)
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
@@ -293,33 +350,6 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
     for row in rows:
         if row.cluster_id != cluster_id:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
-
-
-_MATTERS = frozenset(
-    {
-        SettleStep.COMMIT,
-        SettleStep.RECORD_LOST,
-        SettleStep.RECORD_UNVERIFIABLE,
-        SettleStep.WAIT,
-        SettleStep.END_FORGOTTEN,
-    }
-)
-
-
-def _known_incarnations(
-    rows: Iterable[StateRow], coordinator: TransactionCoordinator, deadline: Deadline
-) -> dict[str, int]:
-    """For each id that Kafka knows newer incarnations of than the database, the first number above them all."""
-    result = {}
-    for row in rows:
-        known = [
-            int(match[1])
-            for kafka_id in coordinator.list_ids(row.kafka_id(0)[:-1], deadline)
-            if (match := re.fullmatch(re.escape(row.kafka_id(0)[:-1]) + r"([0-9]+)", kafka_id))
-        ]
-        if known and max(known) > row.incarnation:
-            result[row.transactional_id] = max(known) + 1
-    return result
 
 
 @contextmanager

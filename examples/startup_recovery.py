@@ -36,10 +36,10 @@ def on_startup(kafka: dict[str, str], url: str) -> list[str]:
     """The start-up hook: settle what dead processes have left, for all ids that begin so.
 
     A ``DualWriter`` does it for its own id when it is opened. The hook is for ids whose writer does not come back: a worker
-    that was scaled away, a job that has run for the last time. Where other members of the service are at work, pass
-    ``open_for_s=60`` too: recovery fences a writer whose transaction it finds open.
+    that was scaled away, a job that has run for the last time. Where other members of the service are at work, leave
+    ``open_for_s`` at its 60 seconds: recovery fences a writer whose transaction it finds open.
     """
-    return recover(prefix="payments", kafka=kafka, engine=url).rolled_forward
+    return recover(prefix="payments", open_for_s=0, kafka=kafka, engine=url).rolled_forward
 
 
 def main() -> None:

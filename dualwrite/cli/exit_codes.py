@@ -18,6 +18,9 @@ ERROR: Final = 1
 NEEDS_RECOVERY: Final = 3
 INCIDENTS: Final = 4
 UNAVAILABLE: Final = 5
+NO_SUCH_ID: Final = 6
+LEFT_ALONE: Final = 7
+WENT_BACK: Final = 8
 
 
 def exit_code_for_errors(command: Callable[P, R]) -> Callable[P, R]:

@@ -11,9 +11,10 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
-from dualwrite.cli.exit_codes import INCIDENTS, exit_code_for_errors
-from dualwrite.cli.report import recovery_json, report_console, status_table
-from dualwrite.recovery import IdStatus
+from dualwrite.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
+from dualwrite.cli.report import forgotten_words, recovery_json, report_console, status_table
+from dualwrite.recovery import RecoveryReport
+from dualwrite.recovery_plan import IdStatus
 
 
 @click.command()
@@ -25,11 +26,15 @@ from dualwrite.recovery import IdStatus
     "open_for_s",
     default=None,
     type=float,
-    help="Leave ids alone whose Kafka transaction began less than this many seconds ago: their owner may be alive, and "
+    help="Leave writers alone that have begun a transaction less than this many seconds ago: their owner may be alive, and "
     "recovery fences it. Default: 0 for one id, 60 for several.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
-@click.option("--after-restore", is_flag=True, help="The database was restored: go on above what Kafka knows.")
+@click.option(
+    "--after-restore",
+    is_flag=True,
+    help="The database was restored: go on above what Kafka knows, also of lanes and writers younger than the backup.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds for the whole.")
 @database_options
@@ -51,13 +56,13 @@ def recover(
 ) -> None:
     """Commit in Kafka what the database decided, abort the rest.
 
+    A writer is taken with all its lanes, or left alone.
+
     Exit code: 0 all is settled (with --dry-run: shown), 4 losses were found and recorded, 5 a server does not answer,
-    1 another error.
+    6 there is no such id, 7 all is settled but what was left alone, 8 the database has gone back in time, 1 another error.
     """
     if sum([transactional_id is not None, prefix is not None, everything]) != 1:
         raise click.UsageError("give one of: a transactional id, --prefix, --all")
-    if open_for_s is None:
-        open_for_s = 0.0 if transactional_id is not None else 60.0
     console = Console(stderr=True, quiet=as_json, soft_wrap=True)
     progress = Progress(
         SpinnerColumn(), TextColumn("settling"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -84,16 +89,39 @@ def recover(
     if as_json:
         click.echo(json.dumps(recovery_json(report), indent=2))
     else:
-        out = report_console()
-        if report.planned:
-            out.print(status_table(report.planned))
-        word = "would be settled" if dry_run else "settled"
-        count = len(report.planned) if dry_run else len(report.settled)
-        out.print(
-            f"{count} ids {word}, {len(report.rolled_forward)} rolled forward, {len(report.skipped)} left alone, "
-            f"{len(report.losses)} losses"
-        )
-        for loss in report.losses:
-            out.print(f"  {loss.row.transactional_id}: {loss.detail}", style="red")
+        _print(report, dry_run=dry_run)
+    if report.unknown:
+        click.echo(f"dualwrite: there is no row of {transactional_id!r}", err=True)
+    code = _exit_code(report)
+    if code:
+        raise SystemExit(code)
+
+
+def _print(report: RecoveryReport, *, dry_run: bool) -> None:
+    out = report_console()
+    if report.planned:
+        out.print(status_table(report.planned))
+    word = "would be settled" if dry_run else "settled"
+    count = len(report.planned) if dry_run else len(report.settled)
+    out.print(
+        f"{count} ids {word}, {len(report.rolled_forward)} rolled forward, {len(report.skipped)} left alone, "
+        f"{len(report.losses)} losses"
+    )
+    for name in report.skipped:
+        out.print(f"  {name}: left alone: its writer has begun a transaction a moment ago")
+    for item in report.forgotten:
+        out.print(f"  {forgotten_words(item)}")
+    for error in report.went_back:
+        out.print(f"  {error}", style="red")
+    for loss in report.losses:
+        out.print(f"  {loss.row.transactional_id}: {loss.detail}", style="red")
+
+
+def _exit_code(report: RecoveryReport) -> int:
+    if report.unknown:
+        return NO_SUCH_ID
+    if report.went_back:
+        return WENT_BACK
     if report.losses:
-        raise SystemExit(INCIDENTS)
+        return INCIDENTS
+    return LEFT_ALONE if report.skipped else 0

@@ -9,8 +9,11 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
+from dualwrite.after_restore import Forgotten
+from dualwrite.observations import TransactionStatus
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.recovery import IdStatus, RecoveryReport
+from dualwrite.recovery import RecoveryReport
+from dualwrite.recovery_plan import IdStatus
 from dualwrite.settling import Loss
 from dualwrite.stores.batches import Batch
 
@@ -35,7 +38,11 @@ def report_console() -> Console:
 
 def will_do(item: IdStatus) -> str:
     """What settling would do with it, in words."""
+    if item.claim_lost:
+        return "nothing: the database has gone back in time; compare both, then recover --after-restore"
     in_kafka = _will_do_in_kafka(item)
+    if item.went_back is not None:
+        return f"report that the database has gone back in time; {in_kafka}"
     if item.prepared_for_s is None or in_kafka == _WILL[SettleStep.COMMIT]:
         return in_kafka
     decided = _row_word(item) != "-"
@@ -44,9 +51,11 @@ def will_do(item: IdStatus) -> str:
 
 
 def _will_do_in_kafka(item: IdStatus) -> str:
+    if item.open_for_s is not None and item.step in {SettleStep.RETIRE, SettleStep.RECORD_COMMITTED}:
+        return "abort: undecided"  # the row names an earlier one
+    if item.open_for_s is not None and item.step in {SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}:
+        return f"{_WILL[item.step]}; abort what is open since: undecided"
     if item.step is SettleStep.RETIRE:
-        if item.open_for_s is not None:
-            return "abort: undecided"
         return _WILL[SettleStep.END_FORGOTTEN] if _row_word(item) == "decided" else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
 
@@ -62,6 +71,7 @@ def status_table(items: Sequence[IdStatus]) -> Table:
         "row",
         "Kafka",
         "open for",
+        "aborted in",
         *prepared,
         "owner",
         "recovery would",
@@ -74,6 +84,7 @@ def status_table(items: Sequence[IdStatus]) -> Table:
             _row_word(item),
             item.kafka_status.value,
             _seconds(item.open_for_s),
+            _seconds(item.aborted_in_s),
             *([_seconds(item.prepared_for_s)] if shows_prepared else []),
             item.row.owner,
             will_do(item),
@@ -103,10 +114,12 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "prepared_transaction_state": str(item.row.prepared),
         "kafka": item.kafka_status.value,
         "open_for_s": item.open_for_s,
+        "aborted_in_s": item.aborted_in_s,
         "prepared_for_s": item.prepared_for_s,
         "owner": item.row.owner,
         "updated_at": item.row.updated_at.isoformat(),
         "needs_recovery": item.needs_recovery,
+        "went_back": item.went_back,
         "recovery_would": will_do(item),
     }
 
@@ -150,6 +163,18 @@ def loss_json(loss: Loss) -> dict[str, object]:
     }
 
 
+def forgotten_words(item: Forgotten) -> str:
+    """What a recovery after a restore does, or did, with a Kafka id that the database had forgotten."""
+    aborted = "aborted, undecided in this database" if item.settled else "to be aborted, undecided in this database"
+    found = {
+        TransactionStatus.ONGOING: f"a transaction was open: {aborted}",
+        TransactionStatus.PREPARE_COMMIT: "its newest transaction was being committed: this database has no row of it",
+        TransactionStatus.COMPLETE_COMMIT: "its newest transaction is committed: this database has no row of it",
+    }.get(item.status, "nothing was open")
+    row = "the row goes on above it" if item.has_row else "younger than the backup, it has no row"
+    return f"{item.kafka_id}: {found}; {row}{'; unusable from now on' if item.settled else ''}"
+
+
 def recovery_json(report: RecoveryReport) -> dict[str, object]:
     """The document of ``dualwrite recover --json``."""
     return {
@@ -158,4 +183,16 @@ def recovery_json(report: RecoveryReport) -> dict[str, object]:
         "rolled_forward": report.rolled_forward,
         "skipped": report.skipped,
         "losses": [loss_json(loss) for loss in report.losses],
+        "went_back": [{"transactional_id": error.transactional_id, "detail": error.what} for error in report.went_back],
+        "forgotten": [
+            {
+                "kafka_id": item.kafka_id,
+                "transactional_id": item.transactional_id,
+                "incarnation": item.incarnation,
+                "kafka": item.status.value,
+                "has_row": item.has_row,
+                "settled": item.settled,
+            }
+            for item in report.forgotten
+        ],
     }

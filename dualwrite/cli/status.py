@@ -9,8 +9,9 @@ import click
 
 from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
-from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, exit_code_for_errors
+from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.cli.report import report_console, status_json, status_table
+from dualwrite.recovery_plan import is_young
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.state import SqlStateStore
 
@@ -18,6 +19,16 @@ from dualwrite.stores.state import SqlStateStore
 @click.command()
 @click.argument("transactional_id", required=False)
 @click.option("--prefix", help="All ids that begin so. Without an id and a prefix: all ids.")
+@click.option(
+    "--problems", is_flag=True, help="Only what is open for longer than --open-for, and what else needs a person."
+)
+@click.option(
+    "--open-for",
+    "open_for_s",
+    default=60.0,
+    show_default=True,
+    help="With --problems: a transaction that is younger, in seconds, is taken for a writer's at work.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 @click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds for the whole.")
 @database_options
@@ -27,6 +38,8 @@ def status(
     *,
     transactional_id: str | None,
     prefix: str | None,
+    problems: bool,
+    open_for_s: float,
     as_json: bool,
     timeout_s: float,
     url: str,
@@ -35,7 +48,8 @@ def status(
 ) -> None:
     """Show what is unsettled. Changes nothing.
 
-    Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 1 an error.
+    Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 5 a server does not answer,
+    6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they tell of those alone.
     """
     engine = engine_of(url)
     try:
@@ -45,6 +59,9 @@ def status(
         incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
     finally:
         engine.dispose()
+    known = bool(items)
+    if problems:
+        items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
     open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
     if as_json:
         document = {
@@ -66,9 +83,17 @@ def status(
         console.print(status_table(items))
         needing = sum(item.needs_recovery for item in items)
         console.print(f"\n{len(items)} unsettled, {needing} to recover, {len(open_incidents)} losses not acknowledged")
+        for item in items:
+            if item.went_back is not None:
+                console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")
         for incident in open_incidents:
             console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")
+    if any(item.went_back is not None for item in items):
+        raise SystemExit(WENT_BACK)
     if open_incidents:
         raise SystemExit(INCIDENTS)
+    if transactional_id is not None and not known:
+        click.echo(f"dualwrite: there is no row of {transactional_id!r}", err=True)
+        raise SystemExit(NO_SUCH_ID)
     if any(item.needs_recovery for item in items):
         raise SystemExit(NEEDS_RECOVERY)

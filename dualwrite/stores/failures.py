@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.stores.tables import INCIDENT_TABLE, LEDGER_TABLE, RUN_TABLE, SLOT_TABLE, STATE_TABLE, VERSION_TABLE
+from dualwrite.stores.tables import (
+    BATCH_VIEW,
+    INCIDENT_TABLE,
+    LEDGER_TABLE,
+    RUN_TABLE,
+    SLOT_TABLE,
+    STATE_TABLE,
+    VERSION_TABLE,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Engine
@@ -161,6 +169,14 @@ def migrate_command(url: URL | str, schema: str | None) -> str:
     return shlex.join([*words, "--schema", schema] if schema is not None else words)
 
 
+def migrate_advice(url: URL | str | None, schema: str | None) -> str:
+    """Who makes or upgrades the tables, and how. Not the application's role, which needs no right to create any."""
+    if url is None or not (shown := make_url(url)).username:
+        return f"run: {'dualwrite migrate' if url is None else migrate_command(url, schema)}"
+    owner = shown.set(username="OWNER", password=None)
+    return f"as the role that owns the tables, which {shown.username!r} need not be: {migrate_command(owner, schema)}"
+
+
 def map_database_error(
     error: exc.SQLAlchemyError,
     engine: Engine | None = None,
@@ -185,8 +201,11 @@ def map_database_error(
     meaning = meaning_of(error)
     what = f"{meaning.value}: {driver_words(error)}"
     if meaning is Meaning.SCHEMA:
-        command = "dualwrite migrate" if engine is None else migrate_command(engine.url, schema)
-        return ConfigurationError(what, transactional_id=transactional_id, next_step=f"run: {command}")
+        return ConfigurationError(
+            what,
+            transactional_id=transactional_id,
+            next_step=migrate_advice(None if engine is None else engine.url, schema),
+        )
     if meaning is Meaning.PRIVILEGE:
         return ConfigurationError(what, transactional_id=transactional_id, next_step=_grants(engine, schema))
     if meaning in _ADVICE:
@@ -239,5 +258,5 @@ def _grants(engine: Engine | None, schema: str | None) -> str:
     )
     return (
         f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "
-        f"GRANT SELECT ON {prefix}{VERSION_TABLE} TO {role}"
+        f"GRANT SELECT ON {prefix}{VERSION_TABLE}, {prefix}{BATCH_VIEW} TO {role}"
     )

@@ -7,7 +7,7 @@ from typing import Final
 from sqlalchemy import Engine, column, exc, select, table
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.failures import Meaning, map_database_error, meaning_of, migrate_command
+from dualwrite.stores.failures import Meaning, map_database_error, meaning_of, migrate_advice, migrate_command
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import VERSION_TABLE
 
@@ -27,17 +27,17 @@ def check_schema(engine: Engine, schema: str | None = None) -> None:
         Unavailable: The database does not answer.
     """
     dialect_of(engine)
-    command = migrate_command(engine.url, schema)
+    command, advice = migrate_command(engine.url, schema), migrate_advice(engine.url, schema)
     found = _recorded_revision(engine, schema)
     if found == SCHEMA_REVISION:
         return
     where = "the database" if schema is None else f"schema {schema!r}"
     if found is None:
-        raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=f"run: {command}")
+        raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=advice)
     if found < SCHEMA_REVISION:
         raise ConfigurationError(
             f"dualwrite's tables in {where} are of version {found}, this library needs {SCHEMA_REVISION}",
-            next_step=f"run: {command}",
+            next_step=advice,
         )
     raise ConfigurationError(
         f"dualwrite's tables in {where} are of version {found}, this library knows only {SCHEMA_REVISION}",

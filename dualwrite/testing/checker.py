@@ -132,6 +132,7 @@ class Checker:
             engine=engine,
             schema=self._schema,
             prefix=self._prefix,
+            open_for_s=0.0,
             timeout_s=self._timeout_s,
             owner="checker",
         )

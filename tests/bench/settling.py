@@ -39,7 +39,7 @@ def run(ground: Ground, *, ids: int = 1000) -> dict[str, float]:
     topic = ground.topic()
     leave_decided(ground, ids, topic)
     started = time.perf_counter()
-    report = recover(kafka=ground.kafka, engine=ground.url, prefix="left-")
+    report = recover(open_for_s=0, kafka=ground.kafka, engine=ground.url, prefix="left-")
     seconds = time.perf_counter() - started
     if len(report.settled) != ids or len(report.rolled_forward) != ids:
         raise RuntimeError(f"{len(report.settled)} settled, {len(report.rolled_forward)} rolled forward, of {ids}")

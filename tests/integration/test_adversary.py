@@ -308,7 +308,7 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
                 tx.connection.execute(insert(orders).values(id=1))
                 tx.send_offsets_to_transaction([offset], consumer.consumer_group_metadata())
         failpoints.arm("")
-        assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+        assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
         assert consumer.committed([offset], 30)[0].offset == 7
 
 

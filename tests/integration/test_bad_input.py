@@ -157,7 +157,7 @@ def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, ord
     ):
         tx.connection.execute(orders.insert().values(id=1))
         tx.produce("guarded", value="1")
-    assert recover(kafka=guarded.client_config(), engine=engine).losses == []
+    assert recover(open_for_s=0, kafka=guarded.client_config(), engine=engine).losses == []
     assert [record.value for record in read_committed(guarded.admin_config(), "guarded")] == [b"1"]
 
 

@@ -9,8 +9,9 @@ import pytest
 from confluent_kafka import Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
+from sqlalchemy import text
 
-from dualwrite import DecidedTransactionLost, DualWriter
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -116,6 +117,42 @@ def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_recovery(
     assert found.returncode == 4, found.stderr
     assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["lost"]
     assert dualwrite("recover", "case").returncode == 0
+
+
+def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, kafka, engine, url, dualwrite_topic):
+    """Taken lane by lane, it went on with the others."""
+    with DualWriter("case", kafka=kafka, engine=engine) as writer:
+        with pytest.raises((Fenced, TransactionAborted)), writer.transaction() as open_block:
+            open_block.produce(dualwrite_topic, value="undecided")
+            open_block.connection.execute(text("SELECT 1"))
+            shown = dualwrite("status", "--json")
+            (item,) = [one for one in json.loads(shown.stdout)["ids"] if one["kafka"] == "Ongoing"]
+            assert item["recovery_would"] == "abort: undecided"
+            assert 0 < item["aborted_in_s"] < 900
+            assert json.loads(dualwrite("status", "--problems", "--json").stdout)["ids"] == []
+            young = recover(kafka=kafka, engine=url)  # as the command's: 60 s
+            assert (young.settled, young.skipped) == ([], [item["transactional_id"]])
+            assert dualwrite("recover", "--all").returncode == 7
+            taken = recover("case", kafka=kafka, engine=url)
+            assert taken.settled == [item["transactional_id"]]
+        for _ in range(2):
+            with pytest.raises(Fenced), writer.transaction():
+                pass
+    assert {row.incarnation for row in SqlStateStore(engine).find("case")} == {2}
+
+
+def test_what_is_open_after_a_committed_one_is_shown_as_what_becomes_of_it(
+    dualwrite, tmp_path, kafka, url, dualwrite_topic
+):
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    case.run(failpoint="write.recorded:3", killed=True)  # the lane's first is complete, and its row names it
+    shown = json.loads(dualwrite("status", "--json").stdout)["ids"]
+    assert [one["recovery_would"] for one in shown if one["kafka"] == "Ongoing"] == ["abort: undecided"]
+
+
+def test_an_id_that_does_not_exist_has_an_exit_code(dualwrite, engine):
+    assert dualwrite("recover", "nobody").returncode == 6
+    assert dualwrite("status", "nobody").returncode == 6
 
 
 @pytest.mark.parametrize("arguments", [["recover"], ["recover", "a", "--all"], ["recover", "--all", "-X", "nonsense"]])

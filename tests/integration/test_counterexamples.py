@@ -133,7 +133,7 @@ def test_a_newer_transaction_of_the_same_epoch_is_never_committed_by_an_older_ro
     assert (item.row.prepared.producer_id, item.row.prepared.epoch) == (view.producer_id, view.epoch), (
         "the row names the producer of the open transaction, and yet not that transaction"
     )
-    report = recover(kafka=kafka, engine=url)
+    report = recover(open_for_s=0, kafka=kafka, engine=url)
     assert (report.settled, report.rolled_forward, report.losses) == (["case"], [], [])
     assert case.verify() == {"w1-0"}
 
@@ -149,7 +149,7 @@ def test_partitions_that_a_late_request_adds_do_not_hide_a_decided_transaction(
     with KafkaCoordinator(KafkaConfig.parse(kafka)) as coordinator:
         late = {kafka_id: (state.producer_id, state.epoch, {(elsewhere, 0)})}
         assert coordinator.add_partitions(late, Deadline(30)) == {kafka_id: True}
-    assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+    assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
     assert both() == ([1], [1, 1])
 
 
@@ -166,7 +166,7 @@ def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualw
     (claimed,) = store.claim(["orders"], owner="test", cluster_id=stale.cluster_id)
     assert not stale.prepared.has_transaction
     assert claimed.prepared.has_transaction
-    report = recover(kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, engine=engine)
     assert report.rolled_forward == ["orders"]
     assert both() == ([1], [1, 1])
 
@@ -275,7 +275,7 @@ def test_lost_commit_with_the_database_out_of_reach_is_in_doubt_and_never_guesse
         with pytest.raises(TransactionInDoubt):
             write(writer, dualwrite_topic, orders, 1)
     through.dispose()
-    report = recover(kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, engine=engine)
     assert report.rolled_forward == ["orders"]
     assert both() == ([1], [1, 1])
 

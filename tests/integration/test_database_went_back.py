@@ -3,12 +3,14 @@
 import shutil
 
 import pytest
+from confluent_kafka import Producer
 from sqlalchemy import create_engine, insert, select, update
 
-from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter
+from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
 from dualwrite.lanes import Lanes
-from dualwrite.observations import Outcome
+from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.protocol import lost_decisions
+from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
@@ -192,3 +194,47 @@ def test_what_was_aborted_since_is_no_sign_of_it(kafka, engine, dualwrite_topic,
                 tx.produce(dualwrite_topic, value="no", partition=0)
                 raise LookupError
     assert SqlStateStore(engine).incidents("orders") == []
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(kafka, engine, dualwrite_topic, orders):
+    """A lane, and a writer, whose row the database has forgotten: no row leads to their Kafka ids."""
+    DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+    left = {f"{name}.{'0123456789ab'}.1" for name in ("orders#1", "younger", "another")}
+    owners = [Producer({**kafka, "transactional.id": kafka_id}) for kafka_id in sorted(left)]
+    for owner in owners:
+        owner.init_transactions(120)
+        owner.begin_transaction()
+        owner.produce(dualwrite_topic, "undecided", partition=0)
+        owner.flush()
+    seen = [
+        recover("orders", kafka=kafka, engine=engine, after_restore=True),
+        recover("younger", kafka=kafka, engine=engine, after_restore=True),
+        recover(prefix="ano", kafka=kafka, engine=engine, after_restore=True),
+    ]
+    told = {(one.kafka_id, one.status, one.has_row, one.settled) for report in seen for one in report.forgotten}
+    assert told == {(kafka_id, TransactionStatus.ONGOING, False, True) for kafka_id in left}
+    assert not seen[1].unknown
+    assert read_committed(kafka, dualwrite_topic) == []  # waits until nothing is open
+
+
+def test_a_lost_claim_is_shown_and_hinders_no_other_id(kafka, engine, dualwrite_topic, orders, backup, url):
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+    restore = backup()
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 2)
+    restore()
+    with DualWriter("other", kafka=kafka, engine=engine, max_lanes=1) as other:
+        other._opened()
+    shown = {one.row.transactional_id: one for one in status(kafka=kafka, engine=url)}
+    assert shown["orders"].claim_lost
+    assert shown["orders"].needs_recovery
+    assert shown["other"].went_back is None
+    refused = recover(open_for_s=0, kafka=kafka, engine=url)
+    assert [error.transactional_id for error in refused.went_back] == ["orders"]
+    accepted = recover("orders", kafka=kafka, engine=url, after_restore=True)
+    assert [one.incarnation for one in accepted.forgotten if one.has_row] == [2]
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, dualwrite_topic, orders, 3)
+    assert status("orders", kafka=kafka, engine=url)[0].went_back is None

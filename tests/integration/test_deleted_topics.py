@@ -56,7 +56,7 @@ def values(kafka, topic):
 
 def test_what_is_left_of_it_is_committed(kafka, engine, left, topics, dualwrite_kafka, coordinator):
     dualwrite_kafka.delete_topic(topics[1])
-    report = recover(kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, engine=engine)
     assert (report.rolled_forward, report.losses) == (["orders"], [])
     assert values(kafka, topics[0]) == values(kafka, topics[2]) == [b"1", b"2"]
     assert SqlStateStore(engine).read(["orders"])[0].completed.value == "committed"
@@ -67,7 +67,7 @@ def test_a_topic_that_was_made_anew_under_the_name_is_no_evidence_against_it(
 ):
     dualwrite_kafka.delete_topic(topics[0])
     dualwrite_kafka.create_topic(topics[0])
-    report = recover(kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, engine=engine)
     assert (report.rolled_forward, report.losses) == (["orders"], [])
     assert values(kafka, topics[0]) == []
     assert values(kafka, topics[1]) == values(kafka, topics[2]) == [b"1", b"2"]
@@ -76,7 +76,7 @@ def test_a_topic_that_was_made_anew_under_the_name_is_no_evidence_against_it(
 def test_without_any_of_its_topics_nobody_can_tell(kafka, engine, left, topics, dualwrite_kafka, coordinator):
     for topic in topics:
         dualwrite_kafka.delete_topic(topic)
-    [loss] = recover(kafka=kafka, engine=engine).losses
+    [loss] = recover(open_for_s=0, kafka=kafka, engine=engine).losses
     assert loss.outcome.value == "unverifiable"
     kafka_id = left.kafka_id(left.incarnation)
     status = coordinator.describe([kafka_id], Deadline(30))[kafka_id].status
@@ -89,7 +89,7 @@ def test_a_topic_that_is_there_and_shows_another_end_outweighs_the_others(kafka,
     with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
         ids = left.prepared.producer_id, left.prepared.epoch
         admin.abort_transaction(AbortTransactionSpec(Place(topics[1], 0), *ids, coordinator_epoch=0))
-    [loss] = recover(kafka=kafka, engine=engine).losses
+    [loss] = recover(open_for_s=0, kafka=kafka, engine=engine).losses
     assert loss.outcome.value == "lost"
     assert values(kafka, topics[0]) == values(kafka, topics[1]) == [b"1"]
     assert len(SqlStateStore(engine).incidents("orders")) == 1

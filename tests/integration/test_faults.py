@@ -92,10 +92,10 @@ def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hast
     kafka = {**patient(hasty_kafka.client_config()), "transaction.timeout.ms": 11_000}
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     wait_for(kafka, kafka_id, TransactionStatus.COMPLETE_ABORT, TransactionStatus.NO_SUCH_ID)
-    report = recover(kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, engine=engine)
     assert [loss.outcome.value for loss in report.losses] == ["lost"]
     assert len(SqlStateStore(engine).incidents("orders")) == 1
-    assert not recover(kafka=kafka, engine=engine).losses, "a second settling changed something"
+    assert not recover(open_for_s=0, kafka=kafka, engine=engine).losses, "a second settling changed something"
     assert read_committed(kafka_of(kafka), topic) == []
 
 
@@ -123,7 +123,7 @@ def test_id_that_the_coordinator_has_forgotten_is_settled_by_the_log(hasty_kafka
     coordinator.end({kafka_id: row.prepared}, committed=True, deadline=Deadline(30))
     coordinator.close()
     wait_for(kafka, kafka_id, TransactionStatus.NO_SUCH_ID)
-    assert recover(kafka=kafka, engine=engine).losses == []
+    assert recover(open_for_s=0, kafka=kafka, engine=engine).losses == []
     with DualWriter("orders", kafka=kafka, engine=engine) as writer:
         write(writer, topic, orders, 2)
     assert sorted(record.value for record in read_committed(kafka, topic)) == [b"1", b"1", b"2", b"2"]
@@ -159,7 +159,7 @@ def test_another_cluster_is_refused_and_nothing_is_aborted(kafka, hasty_kafka, e
     with pytest.raises(ConfigurationError, match="cluster"):
         DualWriter("orders", kafka=patient(hasty_kafka.client_config()), engine=engine).open()
     assert SqlStateStore(engine).read(["orders"]) == before
-    assert recover(kafka=kafka, engine=engine).rolled_forward == ["orders"]
+    assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
 
 
 def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
@@ -169,7 +169,7 @@ def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
 
     def settle():
         try:
-            reports.append(recover(kafka=kafka, engine=engine, prefix="left-"))
+            reports.append(recover(open_for_s=0, kafka=kafka, engine=engine, prefix="left-"))
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             failures.append(error)
 
@@ -201,7 +201,7 @@ def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing
     case.run(operations=2)
     zombie.send_signal(signal.SIGCONT)
     zombie.communicate(timeout=PATIENCE_S)
-    recover(kafka=kafka, engine=url)
+    recover(open_for_s=0, kafka=kafka, engine=url)
     took_over = point == "claim.before"  # it claims after the other has finished: a new owner, not a zombie
     rows = case.verify()
     assert {"w2-0", "w2-1"} <= rows
@@ -303,7 +303,9 @@ def test_what_a_tool_has_aborted_is_not_decided_if_there_is_time_to_look(
 
 def test_recovery_url_and_engine_are_the_same(kafka, url, engine, orders, dualwrite_topic):
     leave_decided(kafka, engine, dualwrite_topic, orders, 1)
-    assert [item.row.transactional_id for item in recover(kafka=kafka, engine=url, dry_run=True).planned] == ["orders"]
+    assert [
+        item.row.transactional_id for item in recover(open_for_s=0, kafka=kafka, engine=url, dry_run=True).planned
+    ] == ["orders"]
     own = create_engine(url)
     assert recover("orders", kafka=kafka, engine=own, open_for_s=3600).skipped == ["orders"]
     assert recover("orders", kafka=kafka, engine=own).rolled_forward == ["orders"]

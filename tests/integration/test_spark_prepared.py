@@ -73,7 +73,7 @@ def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, wri
         write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="claim.before")
     assert prepared_transactions(numbers)
     assert len(numbers.rows()) < ROWS
-    recover(kafka=numbers.kafka, engine=numbers.url)
+    recover(open_for_s=0, kafka=numbers.kafka, engine=numbers.url)
     assert prepared_transactions(numbers) == []
     numbers.verify()
     write(numbered(spark), batchId="1")

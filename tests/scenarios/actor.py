@@ -122,7 +122,13 @@ class _Actor:
             return
 
     def recovers(self, *, after_restore: bool) -> None:
-        recover(kafka=self._settings.kafka, engine=self._engine, after_restore=after_restore, owner=self._settings.name)
+        recover(
+            open_for_s=0,
+            kafka=self._settings.kafka,
+            engine=self._engine,
+            after_restore=after_restore,
+            owner=self._settings.name,
+        )
 
     def closes(self) -> None:
         assert self._writer is not None

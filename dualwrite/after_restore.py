@@ -1,0 +1,136 @@
+"""After a restore: what Kafka knows of transactional ids that the database has forgotten."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dualwrite.deadline import Deadline
+from dualwrite.looking_back import lost_decisions, lost_detail
+from dualwrite.observations import TransactionStatus
+from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+
+logger = logging.getLogger(__name__)
+
+_KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
+_OURS: Final = re.compile(r"[0-9a-f]{12}")
+"""A namespace as the rows have it: other programs' transactional ids have none."""
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """One Kafka id that the restored database does not know, or not any more.
+
+    Attributes:
+        kafka_id: Kafka's ``transactional.id``.
+        transactional_id: The writer's id, or its lane's.
+        incarnation: The incarnation.
+        status: What the coordinator showed of it before anything was done.
+        has_row: Whether the database has a row of that id, of an older incarnation.
+        settled: Whether it was made unusable, and aborted what was open under it. False: left alone.
+    """
+
+    kafka_id: str
+    transactional_id: str
+    incarnation: int
+    status: TransactionStatus
+    has_row: bool
+    settled: bool
+
+
+def find_forgotten(
+    rows: Collection[StateRow],
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    *,
+    is_asked_for: Callable[[str], bool],
+) -> Sequence[Forgotten]:
+    """The Kafka ids that are newer than the rows, or have no row. Changes nothing.
+
+    Ids of other namespaces than their row's belong to another database, or to a row that was deleted: they are left out.
+
+    Args:
+        rows: The rows, all of those asked for.
+        coordinator: Kafka.
+        deadline: Bounds the asking.
+        is_asked_for: Whether an id without a row may be settled. Another database's ids look the same.
+
+    Raises:
+        Unavailable: Not all brokers answered in time.
+    """
+    by_id = {row.transactional_id: row for row in rows}
+    found: dict[str, tuple[str, int, bool]] = {}
+    for kafka_id in coordinator.list_ids("", deadline):
+        match = _KAFKA_ID.fullmatch(kafka_id)
+        if match is None:
+            continue
+        name, namespace, incarnation = match[1], match[2], int(match[3])
+        row = by_id.get(name)
+        if row is not None and row.namespace == namespace and incarnation > row.incarnation:
+            found[kafka_id] = (name, incarnation, True)
+        elif row is None and _OURS.fullmatch(namespace) and is_asked_for(name):
+            found[kafka_id] = (name, incarnation, False)
+    views = coordinator.describe(found.keys(), deadline) if found else {}
+    return [
+        Forgotten(kafka_id, name, incarnation, views[kafka_id].status, has_row, settled=False)
+        for kafka_id, (name, incarnation, has_row) in sorted(found.items())
+    ]
+
+
+def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
+    """For each id with a row, the first incarnation above all that Kafka knows."""
+    result: dict[str, int] = {}
+    for one in forgotten:
+        if one.has_row:
+            result[one.transactional_id] = max(result.get(one.transactional_id, 0), one.incarnation + 1)
+    return result
+
+
+def retire_without_rows(
+    forgotten: Iterable[Forgotten], coordinator: TransactionCoordinator, deadline: Deadline
+) -> None:
+    """Make the ids without a row unusable: no row names what is open under them, so it is aborted.
+
+    Raises:
+        Unavailable: Not all could be retired in time; run it again.
+    """
+    ids = [one.kafka_id for one in forgotten if not one.has_row]
+    if ids:
+        coordinator.retire(ids, deadline)
+        for kafka_id in ids:
+            logger.warning("%s: no row of the restored database names it: retired", kafka_id)
+
+
+def went_back(
+    rows: Collection[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
+) -> Mapping[str, tuple[str, bool]]:
+    """What shows that the database has lost commits, by id: for people, and whether a claim is among them. Changes nothing.
+
+    Args:
+        rows: The rows as they were read.
+        store: The database; the rows are read again where something shows, as their owners may go on meanwhile.
+        coordinator: Kafka.
+        deadline: Bounds the asking.
+
+    Raises:
+        Unavailable: The coordinators did not answer in time.
+    """
+    next_ids = {row.kafka_id(row.incarnation + 1): row for row in rows}
+    views = coordinator.describe(next_ids.keys(), deadline) if next_ids else {}
+    seen: dict[str, tuple[str, bool]] = {}
+    for lost in lost_decisions(rows, coordinator=coordinator, store=store, deadline=deadline, upto_own=True):
+        seen[lost.transactional_id] = (lost_detail(lost), False)
+    for kafka_id, row in next_ids.items():
+        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
+            seen[row.transactional_id] = (f"Kafka knows {kafka_id}, which the database has not claimed yet", True)
+    if not seen:
+        return {}
+    known = {row.transactional_id: (row.incarnation, row.prepared) for row in rows}
+    return {
+        row.transactional_id: seen[row.transactional_id]
+        for row in store.read(list(seen))
+        if known[row.transactional_id] == (row.incarnation, row.prepared)
+    }

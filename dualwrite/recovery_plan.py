@@ -1,0 +1,173 @@
+"""What a recovery takes, and what it leaves alone: decided from what the rows and Kafka show. Pure but for the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from dualwrite.lane import writer_of
+from dualwrite.looking import Unsettled
+from dualwrite.observations import TransactionStatus
+from dualwrite.ports import StateRow
+from dualwrite.protocol.settle import SettleStep
+
+_MATTERS: Final = frozenset(
+    {
+        SettleStep.COMMIT,
+        SettleStep.RECORD_LOST,
+        SettleStep.RECORD_UNVERIFIABLE,
+        SettleStep.WAIT,
+        SettleStep.END_FORGOTTEN,
+    }
+)
+
+
+@dataclass(frozen=True)
+class IdStatus:
+    """One transactional id as the row and the coordinator show it.
+
+    Attributes:
+        row: The row.
+        incarnation: The unsettled incarnation that this is about: the owner's own, or one that it has not settled.
+        kafka_status: What the coordinator shows of that incarnation.
+        open_for_s: Seconds since its Kafka transaction began; None where none is open.
+        step: What settling would do in Kafka.
+        needs_recovery: Whether settling changes anything in Kafka or in the database's tables, or would report a loss.
+        prepared_for_s: Seconds since that incarnation has prepared a database transaction that is not ended; None where there
+            is none.
+        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None where none is open.
+        went_back: What shows that the database has lost what it had committed; None where nothing does.
+        claim_lost: Whether a claim is among that: then nobody can claim the id before a recovery after the restore.
+    """
+
+    row: StateRow
+    incarnation: int
+    kafka_status: TransactionStatus
+    open_for_s: float | None
+    step: SettleStep
+    needs_recovery: bool
+    prepared_for_s: float | None = None
+    aborted_in_s: float | None = None
+    went_back: str | None = None
+    claim_lost: bool = False
+
+    @property
+    def waits_for_s(self) -> float | None:
+        """Seconds since its owner has left something open on either side; None where nothing is."""
+        return self.prepared_for_s if self.open_for_s is None else self.open_for_s
+
+
+def describe(
+    item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None
+) -> IdStatus:
+    """One unsettled incarnation, for people and for the plan.
+
+    Args:
+        item: What is known of it.
+        step: What settling would do.
+        prepared_at: Since when it has something prepared in the database.
+        back: What shows that the database has lost commits of the id, and whether a claim is among them.
+    """
+    view = item.known.view
+    assert view is not None
+    is_open = view.status is TransactionStatus.ONGOING
+    matters = is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE)
+    open_for_s = _seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None
+    timeout_s = None if view.timeout_ms is None else view.timeout_ms / 1000
+    return IdStatus(
+        row=item.row,
+        incarnation=item.incarnation,
+        kafka_status=view.status,
+        open_for_s=open_for_s,
+        step=step,
+        needs_recovery=matters or prepared_at is not None or back is not None,
+        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp()),
+        aborted_in_s=None if open_for_s is None or timeout_s is None else max(0.0, timeout_s - open_for_s),
+        went_back=back[0] if back is not None else None,
+        claim_lost=back is not None and back[1],
+    )
+
+
+def _seconds_since(instant: float) -> float:
+    return max(0.0, time.time() - instant)
+
+
+def is_young(item: IdStatus, open_for_s: float) -> bool:
+    """Whether its owner has begun something less than so many seconds ago: it may be alive."""
+    return item.waits_for_s is not None and item.waits_for_s < open_for_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recovery takes and leaves.
+
+    Attributes:
+        items: What needs recovery and is taken.
+        skipped: The ids that need it and are left alone.
+        went_back: The ids that nobody can claim, with what shows it.
+        wanted: The ids of which something needs to be settled or raised.
+        writers: The ids to claim, each writer with all its lanes.
+    """
+
+    items: list[IdStatus]
+    skipped: list[str]
+    went_back: list[tuple[str, str]]
+    wanted: frozenset[str]
+    writers: list[list[str]]
+
+    @classmethod
+    def of(
+        cls, found: Iterable[IdStatus], rows: Sequence[StateRow], open_for_s: float, raised: Collection[str] = ()
+    ) -> Plan:
+        """Decide writer by writer: one whose owner may be alive is left alone altogether, the others are taken altogether.
+
+        Args:
+            found: All that is unsettled.
+            rows: All rows that may be taken.
+            open_for_s: An owner that has begun something less than this many seconds ago may be alive.
+            raised: Ids whose incarnation is to be raised after a restore, which nothing hinders.
+        """
+        names = {row.transactional_id for row in rows}
+
+        def group(name: str) -> str:
+            return writer if (writer := writer_of(name)) in names else name  # a pool's slots have no first lane
+
+        needing = [item for item in found if item.needs_recovery]
+        lost = {
+            item.row.transactional_id: item.went_back
+            for item in needing
+            if item.claim_lost and item.went_back is not None and item.row.transactional_id not in raised
+        }
+        young = {group(item.row.transactional_id) for item in needing if is_young(item, open_for_s)}
+        blocked = {group(name) for name in lost}
+        items, skipped = [], []
+        for item in needing:
+            name = item.row.transactional_id
+            if group(name) in blocked:
+                continue
+            if group(name) in young:
+                skipped.append(name)
+            else:
+                items.append(item)
+        wanted = {item.row.transactional_id for item in items} | set(raised)
+        taken = {group(name) for name in wanted}
+        writers: dict[str, list[str]] = {}
+        for name in sorted(names | wanted):
+            if group(name) in taken:
+                writers.setdefault(group(name), []).append(name)
+        return cls(items, list(dict.fromkeys(skipped)), sorted(lost.items()), frozenset(wanted), list(writers.values()))
+
+    def batches(self, size: int) -> list[list[list[str]]]:
+        """The writers in batches of about that many ids."""
+        batches: list[list[list[str]]] = []
+        count = size
+        for writer in self.writers:
+            if count >= size:
+                batches.append([])
+                count = 0
+            batches[-1].append(writer)
+            count += len(writer)
+        return batches
