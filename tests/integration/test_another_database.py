@@ -78,7 +78,7 @@ def rows(engine, orders):
 
 
 def messages(kafka, topic):
-    return [int(message.value) for message in read_committed(kafka, topic)]
+    return sorted(int(message.value) for message in read_committed(kafka, topic))
 
 
 def test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is(
