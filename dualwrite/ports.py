@@ -196,8 +196,8 @@ class TransactionCoordinator(Protocol):
         Args:
             states: The transactions.
             deadline: Bounds the whole.
-            read_on: Whether to read on where something is open before a transaction, which takes as long as the log is from
-                there. Otherwise that is ``OPEN``.
+            read_on: Whether to read on where something is open before a transaction, also where that takes long. Otherwise
+                that is ``OPEN``.
         """
         ...
 

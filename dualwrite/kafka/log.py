@@ -32,6 +32,7 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 1_048_576
+_NEAR: Final = 2_000  # offsets: so little is read at once, instead of waiting for what others have open before it
 _ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however great
 _AT_ONCE: Final = 16  # partitions: bounds the memory
 _READ_UNCOMMITTED: Final = 0
@@ -180,7 +181,8 @@ def prove_now(
         topics: The topics; their leaders are taken as they are known.
         states: As for :func:`prove`.
         deadline: Bounds the whole.
-        read_on: Whether to read on where something is open before a transaction. Otherwise that is ``OPEN``.
+        read_on: Whether to read on where something is open before a transaction, also where the log is long from there.
+            Otherwise that is ``OPEN``.
 
     Raises:
         ConfigurationError: We may not read or describe a topic.
@@ -290,7 +292,8 @@ class _Search:
         records = MemoryRecords(partition.records or b"")
         if not scan.glanced:
             proof = scan.glance(records, partition.aborted_transactions or ())
-            return proof if proof is not None or self._read_on else LogProof.OPEN
+            near = partition.high_watermark - scan.first.offset < _NEAR
+            return proof if proof is not None or self._read_on or near else LogProof.OPEN
         before = scan.position
         proof = scan.read(records)
         if proof is not None or scan.position > before:

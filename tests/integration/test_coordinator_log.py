@@ -16,6 +16,7 @@ from kafka.structs import TopicPartition as Place
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.kafka import log
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.observations import LogProof, TransactionStatus
@@ -207,6 +208,23 @@ def test_a_marker_written_by_hand_in_one_partition_is_a_loss_and_is_told(
         assert coordinator.prove([state], soon()) == [LogProof.ABORTED]
     assert f"{dualwrite_topic}[0] committed" in caplog.text
     assert f"{dualwrite_topic}[1] aborted" in caplog.text
+
+
+@pytest.mark.parametrize(("near", "others"), [(log._NEAR, LogProof.COMMITTED), (0, LogProof.OPEN)], ids=["near", "far"])
+def test_what_others_have_open_before_it_is_read_past_where_that_is_little(
+    coordinator, config, dualwrite_topic, monkeypatch, near, others
+):
+    monkeypatch.setattr(log, "_NEAR", near)
+    before, producer = PlainProducer(config), PlainProducer(config)
+    before.write(dualwrite_topic, (0,))
+    open_before = before.state(coordinator)
+    state = written(coordinator, producer, dualwrite_topic, COMMIT, (0, 1))
+    assert coordinator.prove_now([state, open_before], soon(), read_on=False) == [
+        {(dualwrite_topic, 0): others, (dualwrite_topic, 1): LogProof.COMMITTED},
+        {(dualwrite_topic, 0): LogProof.OPEN},
+    ]
+    finish(coordinator, before, ABORT)
+    assert coordinator.prove_now([open_before], soon(), read_on=False) == [{(dualwrite_topic, 0): LogProof.ABORTED}]
 
 
 def test_a_long_log_with_great_batches_is_read_to_the_marker(coordinator, config, dualwrite_kafka):

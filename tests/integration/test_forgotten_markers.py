@@ -90,6 +90,7 @@ class Stage:
         with pytest.raises(ZeroDivisionError), self.writer.transaction() as tx:
             for partition in (0, 1):
                 tx.produce(self.topic, f"{value}/{partition}", partition=partition)
+            self.lane.producer._instance._raw.flush(LONG_S)  # it is there when the broker goes away
             raise ZeroDivisionError
 
     def leave_open(self, value):
@@ -170,7 +171,8 @@ def stages(cluster, tmp_path_factory):
         wait_until(lambda: made[UNDECIDED].view().status is TransactionStatus.EMPTY, LONG_S)
         cluster.resume(AWAY)
         wait_until(lambda: all(stage.has_all_leaders() for stage in made.values()), LONG_S)
-        assert all(stage.hanging() == [0] for stage in made.values()), "the broker has not forgotten the markers"
+        hanging = {name: stage.hanging() for name, stage in made.items()}
+        assert all(where == [0] for where in hanging.values()), f"the broker has not forgotten the markers: {hanging}"
         back.set()
         settler.join(LONG_S)
     yield made
