@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dualwrite.block import Ending
 from dualwrite.testing.simulator.database import Kind
 from dualwrite.testing.simulator.process import Server
+from model.owners import TOPIC
 from model.world import PARTITIONS, World
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Schedule:
         self._environment = random.choice((0.0, 0.0, 0.01, 0.04))
         self._most_alive = random.choice((1, 2, 2, 3, 4))
         self._lanes = random.choice((1, 1, 1, 2))
+        self._suspends = random.choice((0.0, 0.0, 0.01, 0.04))
+        self._leader_goes_on = random.choice((0.02, 0.1))
         self._opens, self._arrives = 0.06, 0.06
         self._opened = 0
         self._recoverers = 0
@@ -69,9 +72,14 @@ class Schedule:
             return
         if random.random() < self._environment and self._disturb():
             return
+        if random.random() < self._suspends and self._suspend():
+            return
+        if world.simulation.broker.suspended and random.random() < self._leader_goes_on:
+            self._go_on_leading()
+            return
         if world.simulation.held and random.random() < self._arrives:
             held = random.choice(world.simulation.held)
-            if random.random() < 0.8:
+            if world.simulation.can_arrive(held) and random.random() < 0.8:
                 world.do_arrive(held, answered=random.random() < 0.7)
             else:
                 world.do_drop(held)
@@ -102,9 +110,9 @@ class Schedule:
         call = process.call
         if call.server is Server.COMMAND:
             self._command(process)
-        elif call.held or call.lost:
-            if call.held and random.random() < 0.3:
-                held = next(held for held in world.simulation.held if held.call is call)
+        elif world.simulation.waits_for_an_answer(process):
+            held = next((held for held in world.simulation.held if held.call is call), None)
+            if held is not None and world.simulation.can_arrive(held) and random.random() < 0.3:
                 world.do_arrive(held, answered=random.random() < 0.6)
             else:
                 world.do_wait_in_vain(process, random.choice(_WAITS_S))
@@ -164,6 +172,26 @@ class Schedule:
         else:
             world.do_write_markers()
 
+    def _suspend(self) -> bool:
+        """The leader of a partition is suspended, or has been for so long that its session has ended."""
+        broker = self.world.simulation.broker
+        partition = self._random.randrange(PARTITIONS)
+        if (TOPIC, partition) not in broker.suspended:
+            self.world.do_suspend(partition)
+        elif (TOPIC, partition) not in broker.leaderless:
+            self.world.do_lose_leader(partition)
+        else:
+            return False
+        return True
+
+    def _go_on_leading(self) -> None:
+        broker = self.world.simulation.broker
+        _, partition = place = self._random.choice(broker.suspended)
+        if place not in broker.leaderless and self._random.random() < 0.6:
+            self.world.do_lose_leader(partition)
+        else:
+            self.world.do_resume(partition)
+
     def _fault(self, process: Process) -> None:
         random, world = self._random, self.world
         call = process.call
@@ -193,7 +221,7 @@ class Schedule:
             self.world.do_restart_broker()
         elif draw < 0.8:
             self.world.do_delay_markers()
-        elif at_rest := self.world.at_rest():
+        elif at_rest := self.world.at_rest(everywhere=True):
             self.world.do_expire(self._random.choice(at_rest))
         else:
             return False
@@ -220,7 +248,10 @@ class Schedule:
             self.world.do_force_terminate(chosen)
         elif all(process.name.startswith("R") for process in self.world.alive):
             # The tool is for transactions whose producer is gone.
-            self.world.do_abort_on_partition(chosen, self._random.randrange(PARTITIONS))
+            partition = self._random.randrange(PARTITIONS)
+            if (TOPIC, partition) in self.world.simulation.broker.suspended:
+                return False
+            self.world.do_abort_on_partition(chosen, partition)
         else:
             return False
         return True

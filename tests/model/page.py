@@ -38,7 +38,8 @@ comes to rest, two recoveries run, and both sides are compared:
 - every message that readers see is in the database and the other way round, whole, once, in order; but for recorded losses
   that the environment has caused (a transaction that was timed out or terminated);
 - whoever was told "committed" or "aborted" was told the truth;
-- no transaction holds readers back, nothing hangs, no error says that somebody has made a mistake;
+- no transaction holds readers back, but for undecided ones whose abort was skipped while nobody looked: those an operator ends;
+- nothing hangs, no error says that somebody has made a mistake;
 - the second recovery finds nothing to do and changes nothing.
 
 What is found is made shorter, and is then a text that can be run again: `tests/model/found` has what was found once.
@@ -56,7 +57,7 @@ FOOT = """\
 - The simulated client and database are written by hand, from sources and measurements. Only the simulated broker is held
   against a real one. What they do otherwise than the real ones is shown by the [runs on real servers](proof-chaos.md).
 - Code below the ports: SQL, the wire, threads, forks, Spark, slots and ledgers. Consumed offsets.
-- A cluster of several brokers, topics that are deleted, logs that are truncated, a database that loses commits.
+- Leaders that move to other brokers (they go away and come back), topics that are deleted, logs that are truncated, a database that loses commits.
 - Chance tries much, not everything: within bounds, the [search](proof-search.md) does.
 """
 
@@ -78,6 +79,10 @@ _HAPPENED = {
     "database stops": "the database is stopped at once, and started",
     "broker restarts": "the broker is restarted",
     "markers delayed": "the broker delays its markers",
+    "leaders suspended": "the leader of a partition is suspended: no connection breaks",
+    "leaders lost": "its session ends: the partition has no leader, and its markers are skipped",
+    "leaders resumed": "it goes on, before everything heals",
+    "undecided transactions ended by an operator": "an undecided transaction is left open, its abort skipped while nobody looked",
     "time-outs": "the broker times an open transaction out",
     "operator aborts": "an operator aborts an open transaction",
     "expired ids": "the broker forgets an id",

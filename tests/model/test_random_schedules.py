@@ -28,6 +28,7 @@ def test_both_sides_agree_after_every_random_schedule(first):
     assert counts.happened["kills"] > 100
     assert counts.happened["late requests"] > 20
     assert counts.told["committed"] > 100
+    assert counts.happened["leaders lost"] > 5
 
 
 @pytest.mark.parametrize("first", range(HANDED_OVER_FROM, HANDED_OVER_FROM + 2 * CHUNK, CHUNK))
@@ -65,16 +66,37 @@ def test_a_planted_mistake_about_what_was_handed_over_is_found_soon(mistake):
         "retire_before_complete",
         "never_retired",
         "nothing_settled_at_the_start",
+        "goes_on_before_the_end_is_known",
     ],
 )
 def test_a_planted_mistake_is_found_soon(mistake):
     assert run_chunk(0, 1000, mistake).findings
 
 
-def test_a_schedule_that_has_found_a_mistake_finds_it_when_it_is_planted_again():
-    lines = text_lines((FOUND / "first_init_comes_late.txt").read_text(encoding="utf-8"))
-    with planted("kept_after_a_repeated_init"), pytest.raises(AssertionError, match="told as lost"):
-        run_lines(lines)
+@pytest.mark.parametrize(
+    ("schedule", "mistake", "shows"),
+    [
+        ("first_init_comes_late", "kept_after_a_repeated_init", "told as lost"),
+        ("suspended_leader_then_an_abort", "goes_on_before_the_end_is_known", "told as lost"),
+        ("suspended_leader_then_a_commit", "goes_on_before_the_end_is_known", "not in the database, and readers see"),
+        ("suspended_leader_and_an_overwritten_row", "goes_on_before_the_end_is_known", "held back"),
+        ("suspended_leader_then_closed", "closes_without_the_proof", "held back"),
+    ],
+)
+def test_a_schedule_that_has_found_a_mistake_finds_it_when_it_is_planted_again(schedule, mistake, shows):
+    with planted(mistake), pytest.raises(AssertionError, match=shows):
+        run_lines(lines_of_found(schedule))
+
+
+def test_what_an_owner_knows_of_its_abort_leaves_nothing_to_an_operator():
+    lines = lines_of_found("suspended_leader_then_a_commit")
+    assert not run_lines(lines).counts["undecided transactions ended by an operator"]
+    with planted("settles_without_what_the_owner_knows"):
+        assert run_lines(lines).counts["undecided transactions ended by an operator"] == 1
+
+
+def lines_of_found(name):
+    return text_lines((FOUND / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 def test_several_processes_run_the_same_schedules_as_one():
