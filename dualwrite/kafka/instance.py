@@ -278,6 +278,10 @@ class ProducerInstance(JudgedProducer):
         """Where something may be open that was aborted, or never prepared. The coordinator may have forgotten it."""
         if self.pending_end is not None:
             return frozenset() if self.pending_end.ended.committed else self.pending_end.ended.partitions
+        if (
+            self.transaction.given_up is not None
+        ):  # its abort was not answered: settling may find that done, and no partitions
+            return self.transaction.given_up.partitions
         return frozenset() if self.transaction.prepared is not None else self.transaction.deliveries.partitions
 
     @property
@@ -312,6 +316,7 @@ class ProducerInstance(JudgedProducer):
         ended = None
         if self.transaction.deliveries.produced or self.transaction.sent_offsets:
             ended = self._evidence.ended(self.transaction, bulk=self._bulk, deadline=deadline)
+            self.transaction.given_up = ended
         self.epoch_may_rise |= self.machine.state is ProducerState.FAILED or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors

@@ -19,6 +19,7 @@ from dualwrite.kafka.deliveries import Deliveries
 from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.handle import Handle, IdLogger
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 
@@ -36,6 +37,7 @@ class Transaction:
         self.maybe_sent_twice = False
         self.first_write_at: float | None = None
         self.prepared: PreparedTxnState | None = None
+        self.given_up: Ended | None = None
 
 
 class JudgedProducer:

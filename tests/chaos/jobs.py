@@ -176,7 +176,7 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         if job["aborts_hanging"]:
             with suppress(Unavailable):  # the checker settles, too, and says so
                 recover(kafka=job["kafka"], engine=engine, prefix=job["prefix"], timeout_s=job["timeout_s"])
-            hanging = abort_hanging(job["kafka"], job["topic"], job["partitions"])
+            hanging = len(abort_hanging(job["kafka"], job["topic"], job["partitions"]))
         verdict = checker.check(follower)
     document = {
         "operations": verdict.operations,

@@ -327,7 +327,7 @@ class Leaderless(InCluster):
         kafka = self.ground.kafka.client_config()
         recover(self.transactional_id, kafka=kafka, engine=self.ground.engine, timeout_s=RECOVERS_S)
         if hanging := abort_hanging(kafka, self.topic, 2):
-            self.note(f"{hanging} undecided, aborted as an operator does")
+            self.note(f"undecided, aborted as an operator does: {hanging}")
         super()._judge()
         self.ground.kafka.delete_topic(self.topic)
 

@@ -11,14 +11,14 @@ from kafka.admin import AbortTransactionSpec, TransactionState
 _ENDED = {TransactionState.EMPTY, TransactionState.COMPLETE_COMMIT, TransactionState.COMPLETE_ABORT}
 
 
-def abort_hanging(kafka: Mapping[str, str], topic: str, partitions: int) -> int:
+def abort_hanging(kafka: Mapping[str, str], topic: str, partitions: int) -> list[str]:
     """Abort what is open in a topic although its coordinator calls it ended. To be called after a recovery.
 
     A recovery leaves open what nobody has decided, where its abort was skipped while nobody was looking. If it were decided,
     whoever compares both sides afterwards would find it lost.
 
     Returns:
-        How many there were, counted by partition.
+        Each with its partition, for people.
     """
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     admin = KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"].split(","))
@@ -26,8 +26,9 @@ def abort_hanging(kafka: Mapping[str, str], topic: str, partitions: int) -> int:
         producers = admin.describe_producers([TopicPartition(topic, number) for number in range(partitions)])
         listed = [one for listing in admin.list_transactions().values() for one in listing]
         under_way = {one.producer_id for one in listed if one.state not in _ENDED}
+        names = {one.producer_id: one.transactional_id for one in listed}
         hanging = [
-            AbortTransactionSpec(partition, one.producer_id, one.producer_epoch)
+            AbortTransactionSpec(partition, one.producer_id, one.producer_epoch, max(0, one.coordinator_epoch))
             for partition, found in producers.items()
             for one in found.active_producers
             if one.current_transaction_start_offset >= 0 and one.producer_id not in under_way
@@ -36,4 +37,4 @@ def abort_hanging(kafka: Mapping[str, str], topic: str, partitions: int) -> int:
             admin.abort_transaction(spec)
     finally:
         admin.close()
-    return len(hanging)
+    return [f"{names.get(one.producer_id)} in {one.topic_partition.partition}" for one in hanging]
