@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness.patience import PATIENCE_S
 from sqlalchemy import create_engine, text
+from sqlalchemy.dialects import postgresql
 
 from dualwrite import migrations
 from dualwrite.testing import read_committed
@@ -28,6 +30,12 @@ messages: {1: 'tea', 3: 'pot'}
 killed after the database commit: rows [1], Kafka transaction Ongoing
 recovered: ['payments'] rolled forward
 rows [1], messages [1]
+""",
+    "offsets_as_rows.py": """\
+member 0 has read 10 messages, and stands still
+member 1 has taken over, and written 20
+member 0 was taken over: it writes nothing, and goes on from the row
+rows: 20, messages: 20, written twice: 0
 """,
     "kip939_recipe.py": """\
 event 1: written; recovery: nothing was ongoing
@@ -54,6 +62,23 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == PRINTED[example]
+
+
+@pytest.mark.thorough
+def test_offsets_as_rows_by_an_upsert_are_written_twice(dualwrite_kafka, dualwrite_postgres, monkeypatch):
+    """The control: what the condition in the example is for."""
+    monkeypatch.setenv("DUALWRITE_TEST_KAFKA", dualwrite_kafka.bootstrap_servers)
+    monkeypatch.setenv("DUALWRITE_TEST_POSTGRES", dualwrite_postgres.url)
+    names = runpy.run_path(str(EXAMPLES / "offsets_as_rows.py"))
+    offsets = names["OFFSETS"]
+
+    def upsert(connection, topic, partition, *, expected, to):
+        new = postgresql.insert(offsets).values(topic=topic, partition=partition, next_offset=to)
+        connection.execute(new.on_conflict_do_update(index_elements=["topic", "partition"], set_={"next_offset": to}))
+
+    names["main"].__globals__["move_offset"] = upsert
+    with pytest.raises(AssertionError, match="written twice"):
+        names["main"]()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
