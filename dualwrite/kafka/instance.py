@@ -23,7 +23,7 @@ from dualwrite.kafka.ends import PendingEnd, know_end
 from dualwrite.kafka.evidence import OLD_S
 from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error
 from dualwrite.kafka.handle import MakeHandle
-from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction
+from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction, judged_whole
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
@@ -80,6 +80,7 @@ class ProducerInstance(JudgedProducer):
         self.pending_end: PendingEnd | None = None
         self._looked_at = 0.0
 
+    @judged_whole
     def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
         """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
         try:
@@ -99,6 +100,7 @@ class ProducerInstance(JudgedProducer):
         self.log.info("ready as producer %d:%d", *ids)
         self._judge(Phase.INIT, took_s)
 
+    @judged_whole
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
         self._require_end_known(deadline)
@@ -194,6 +196,7 @@ class ProducerInstance(JudgedProducer):
             self._raise(self._delivery_failure())
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
+    @judged_whole
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         transaction = self.transaction
@@ -209,6 +212,7 @@ class ProducerInstance(JudgedProducer):
         transaction.sent_offsets |= any(offset.offset >= 0 for offset in offsets)
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
 
+    @judged_whole
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
@@ -290,6 +294,7 @@ class ProducerInstance(JudgedProducer):
         first = self.transaction.first_write_at
         return 0.0 if first is None else now_s() - first
 
+    @judged_whole
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit what is prepared."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
@@ -299,6 +304,7 @@ class ProducerInstance(JudgedProducer):
         self._judge(Phase.COMMIT, took_s)
         self.transaction.prepared = None
 
+    @judged_whole
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort. Messages get a moment to arrive first: with some in flight the producer is thrown away instead.
 

@@ -8,7 +8,8 @@ doubtful, also where the call itself has answered success.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NoReturn
+from functools import wraps
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -23,9 +24,39 @@ from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.machine import Machine
 from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 
+if TYPE_CHECKING:
+    from typing import Concatenate, ParamSpec
+
+    Arguments = ParamSpec("Arguments")
+
+Judged = TypeVar("Judged", bound="JudgedProducer")
+Result = TypeVar("Result")
+
 _PROBE_S: Final = 2.0
 
 INIT_MAY_COME: Final = "a producer id was asked for again before the first request was answered; that one may yet come"
+
+
+def judged_whole(
+    verb: Callable[Concatenate[Judged, Arguments], Result],
+) -> Callable[Concatenate[Judged, Arguments], Result]:
+    """Make the producer doubtful where an interruption (``KeyboardInterrupt``) leaves a verb.
+
+    librdkafka may have done what the machine does not know, or a call that was too slow may not have been judged.
+    """
+
+    @wraps(verb)
+    def whole(self: Judged, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return verb(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            if self.machine.allows(ProducerEvent.DOUBT):
+                self.doubt(f"{verb.__name__} was interrupted")
+            raise
+
+    return whole
 
 
 class Transaction:

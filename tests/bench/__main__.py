@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from bench import known_end, latency, page, settling, spark_memory
+from bench import fairness, known_end, latency, page, settling, spark_memory
 from bench.servers import Ground, machine, servers
 
-PARTS = ("latency", "known_end", "settling", "memory")
+PARTS = ("latency", "known_end", "fairness", "settling", "memory")
 
 
 def main() -> None:
@@ -22,6 +22,7 @@ def main() -> None:
     measures: dict[str, Callable[[Ground], object]] = {
         "latency": latency.run,
         "known_end": known_end.run,
+        "fairness": fairness.run,
         "settling": settling.run,
         "memory": lambda ground: spark_memory.measure(ground, (1, 10)),
     }
@@ -29,7 +30,8 @@ def main() -> None:
         for name, measure in measures.items():
             if name in wanted:
                 print(f"{name} ...", flush=True)
-                figures[name] = measure(ground)
+                figures[name] = measured = measure(ground)
+                print(measured, flush=True)
                 # After each: what took minutes to measure is not lost to what comes after it.
                 page.keep(figures)
     print(f"written: {page.PAGE.name}", flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import spark_page
+from bench.fairness import LANES, THREADS
 
 FIGURES = Path(__file__).with_name("figures.json")
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -43,12 +44,31 @@ def render(figures: Mapping[str, Any]) -> str:
         parts += _latency(figures["latency"])
     if "known_end" in figures:
         parts += _known_end(figures["known_end"])
+    if "fairness" in figures:
+        parts += _fairness(figures["fairness"])
     parts += spark_page.sections(figures.get("bench_spark", {}))
     if "memory" in figures:
         parts += _memory(figures["memory"])
     if "settling" in figures:
         parts += _settling(figures["settling"])
     return "\n".join(parts)
+
+
+def _fairness(figures: Mapping[str, float]) -> list[str]:
+    return [
+        f"## {THREADS} threads on {LANES} lanes",
+        "",
+        "Each thread does one dual write after the other, one message and one row. Milliseconds, with the wait for a lane:",
+        "",
+        "| p50 | p99 | longest | dual writes per second | of a thread, fewest and most |",
+        "|---|---|---|---|---|",
+        f"| {figures['p50']:.0f} | {figures['p99']:.0f} | {figures['longest']:.0f} | {figures['per second']:.0f} "
+        f"| {figures['fewest of a thread']:.0f}, {figures['most of a thread']:.0f} |",
+        "",
+        f"The p99 is **{figures['p99'] / figures['p50']:.1f}** times the p50 (aim: at most 3): lanes go to whichever thread came "
+        "first.",
+        "",
+    ]
 
 
 def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -1,0 +1,64 @@
+"""``KeyboardInterrupt`` at the lines of a dual write: both sides stay equal, and the writer goes on with its one lane."""
+
+import itertools
+import random
+
+import pytest
+from harness.interruption import Interruption
+from sqlalchemy import insert, select
+
+from dualwrite import DualWriteError, DualWriter, recover
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+
+STEP = 23
+"""In the ordinary run each 23rd line, beginning with a random one of the first."""
+
+
+@pytest.mark.parametrize(
+    ("first", "step"),
+    [
+        pytest.param(random.randrange(1, STEP + 1), STEP, id="some lines"),
+        pytest.param(1, 1, id="every line", marks=[pytest.mark.thorough, pytest.mark.longest]),
+    ],
+)
+def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
+    kafka, engine, orders, dualwrite_topic, first, step
+):
+    numbers, told = itertools.count(), {}
+
+    def write(writer):
+        number = next(numbers)
+        with writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value=str(number), partition=0)
+            tx.connection.execute(insert(orders).values(id=number))
+        return number
+
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, lane_timeout_s=30) as writer:
+        write(writer)
+        for line in itertools.count(first, step):
+            interruption = Interruption(line)
+            try:
+                with interruption.armed():
+                    told[write(writer)] = interruption.at
+            except KeyboardInterrupt:
+                assert interruption.at is not None
+            except DualWriteError as error:
+                told[f"{interruption.at}"] = error
+            if interruption.at is None:
+                break
+            try:
+                told[write(writer)] = None
+            except DualWriteError as error:
+                pytest.fail(f"after an interruption at {interruption.at}: {error!r}")
+    recover("orders", kafka=kafka, engine=engine)
+    with engine.connect() as connection:
+        rows = sorted(connection.execute(select(orders.c.id)).scalars())
+    assert rows == sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+    assert {number for number in told if isinstance(number, int)} <= set(rows)
+    assert not [where for where in told.values() if where is not None], (
+        "an interruption vanished, or became another error"
+    )
+    assert SqlStateStore(engine).incidents("orders") == []
