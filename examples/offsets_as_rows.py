@@ -147,8 +147,8 @@ def main() -> None:
             rows = Counter(connection.scalars(select(RECEIPTS.c.body)))
         messages = Counter((record.value or b"").decode() for record in read_committed(kafka, target))
         print(f"rows: {rows.total()}, messages: {messages.total()}, written twice: {sum(n > 1 for n in rows.values())}")
-        assert rows == messages == Counter(map(str, range(20))), "written twice"
         engine.dispose()
+        assert rows == messages == Counter(map(str, range(20))), "written twice"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ does a row, whoever sends it and by whatever way.
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from sqlalchemy import text
@@ -175,4 +176,5 @@ class SqliteWitness:
 
     def stop(self) -> None:
         """See :class:`Witness`."""
-        self._cursor.close()
+        with suppress(sqlite3.ProgrammingError):  # an interrupted statement has closed the connection
+            self._cursor.close()
