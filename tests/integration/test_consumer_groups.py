@@ -1,0 +1,71 @@
+"""Consume, transform, write to both: what a member of a consumer group leaves that dies inside its block, and who goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+
+from dualwrite import recover
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+MEMBER = """\
+import sys
+from confluent_kafka import Consumer, TopicPartition
+from dualwrite import DualWriter
+
+servers, url, group, topic = sys.argv[1:]
+consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 6000, "enable.auto.commit": False,
+                     "auto.offset.reset": "earliest"})
+consumer.subscribe([topic])
+while (message := consumer.poll(1.0)) is None or message.error() is not None:
+    pass
+with DualWriter(f"{group}-0", kafka={"bootstrap.servers": servers}, engine=url) as writer, writer.transaction() as tx:
+    tx.produce(topic, value="receipt")
+    tx.send_offsets_to_transaction([TopicPartition(topic, 0, message.offset() + 1)], consumer.consumer_group_metadata())
+"""
+
+
+def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned(kafka, url, engine, dualwrite_topic):
+    servers, group = kafka["bootstrap.servers"], f"group-{dualwrite_topic}"
+    producer = Producer(kafka)
+    producer.produce(dualwrite_topic, value="payment", partition=0)
+    producer.flush()
+    dead = subprocess.run(
+        [sys.executable, "-c", MEMBER, servers, url, group, dualwrite_topic],
+        env={**os.environ, "DUALWRITE_FAILPOINT": "write.prepared"},
+        check=False,
+    )
+    assert dead.returncode == -signal.SIGKILL
+
+    stalled = []
+
+    def assigned(consumer, partitions):
+        [partition] = [one for one in partitions if one.partition == 0]
+        with pytest.raises(KafkaException):
+            consumer.committed([partition], timeout=2.0)
+        stalled.append(partition)
+        # What the group has taken from a dead member is as old as the session's time-out; living members are younger.
+        report = recover(prefix=f"{group}-", kafka=kafka, engine=engine, open_for_s=5)
+        assert report.settled
+
+    settings = {
+        "group.id": group,
+        "session.timeout.ms": 6000,
+        "enable.auto.commit": False,
+        "auto.offset.reset": "earliest",
+    }
+    consumer = Consumer({"bootstrap.servers": servers, **settings})
+    consumer.subscribe([dualwrite_topic], on_assign=assigned)
+    try:
+        while (message := consumer.poll(1.0)) is None or message.error() is not None:
+            pass
+        assert message.value() == b"payment"
+        assert stalled
+        [committed] = consumer.committed([TopicPartition(dualwrite_topic, 0)], timeout=60)
+        assert committed.offset < 0
+    finally:
+        consumer.close()
