@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -21,6 +23,19 @@ WHOLE_BATCH: Final = -1
 """The partition id of a batch that is written as one whole."""
 BEGUN: Final = -2
 """The partition id of the row that says where a batch is written to, and with how many partitions it was begun."""
+
+
+@dataclass(frozen=True)
+class WrittenPartition:
+    """One partition that is written and committed.
+
+    Attributes:
+        rows: Number of rows in it.
+        rows_digest: What the sink has recorded of them, to know them again; None where it has not.
+    """
+
+    rows: int
+    rows_digest: int | None
 
 
 @dataclass(frozen=True)
@@ -59,15 +74,7 @@ class Ledger:
             func.coalesce(func.sum(ledger.c.message_count), 0),
         ).where(*of_batch, ledger.c.partition_id >= 0)
 
-    def seen(
-        self,
-        connection: Connection,
-        sink: str,
-        batch_id: str,
-        partition_id: int,
-        *,
-        partition_count: int | None = None,
-    ) -> bool:
+    def seen(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> bool:
         """Whether the partition of that batch is written and committed.
 
         Args:
@@ -75,23 +82,50 @@ class Ledger:
             sink: Name of the sink.
             batch_id: Name of the batch.
             partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as one.
-            partition_count: How many partitions the batch has now, to be compared with what is recorded.
 
         Raises:
-            ConfigurationError: The batch was begun with another number of partitions; the table or a right is missing.
+            ConfigurationError: The table or a right is missing.
             Unavailable: The database does not answer.
             TransactionAborted: The transaction cannot go on.
         """
         bound = {"sink_": sink, "batch_": batch_id, "partition_": partition_id}
-        try:
+        with self._on(connection):
             seen = bool(connection.scalar(self._seen, bound))
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine, self._schema) from error
-        if partition_count is not None:
-            check_partition_count(sink, batch_id, self.started(connection, sink, batch_id), partition_count)
         if not seen:
             failpoints.hit("ledger.checked")
         return seen
+
+    def partition(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> WrittenPartition | None:
+        """What is recorded of a partition; None where it is not written and committed.
+
+        Raises:
+            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
+        """
+        ledger = self._ledger
+        statement = select(ledger.c.row_count, ledger.c.rows_digest).where(
+            *self._of_batch, ledger.c.partition_id == partition_id
+        )
+        with self._on(connection):
+            row = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).one_or_none()
+        if row is None:
+            failpoints.hit("ledger.checked")
+            return None
+        return WrittenPartition(*row)
+
+    def partitions(self, engine: Engine, sink: str, batch_id: str) -> Sequence[int]:
+        """The numbers of the partitions that are written and committed, in order.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`seen`.
+        """
+        ledger = self._ledger
+        statement = (
+            select(ledger.c.partition_id)
+            .where(*self._of_batch, ledger.c.partition_id >= 0)
+            .order_by(ledger.c.partition_id)
+        )
+        with self._on(engine) as connection:
+            return connection.scalars(statement, {"sink_": sink, "batch_": batch_id}).all()
 
     def require(self, connection: Connection, sink: str, batch_id: str, destination: Destination) -> int | None:
         """Make sure, inside the transaction that writes a partition, that the batch is written to that destination.
@@ -107,10 +141,8 @@ class Ledger:
         statement = select(ledger.c.partition_count, ledger.c.destination).where(
             *self._of_batch, ledger.c.partition_id == BEGUN
         )
-        try:
+        with self._on(connection):
             begun = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).one_or_none()
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine, self._schema) from error
         if begun is None:
             return None
         former = None if begun.destination is None else Destination.parse(begun.destination)
@@ -126,15 +158,8 @@ class Ledger:
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
         """
-        bound = {"sink_": sink, "batch_": batch_id}
-        engine = database if isinstance(database, Engine) else database.engine
-        try:
-            if isinstance(database, Connection):
-                return database.scalar(self._started, bound)
-            with database.connect() as connection:
-                return connection.scalar(self._started, bound)
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, engine, self._schema) from error
+        with self._on(database) as connection:
+            return connection.scalar(self._started, {"sink_": sink, "batch_": batch_id})
 
     def begin(
         self,
@@ -165,15 +190,8 @@ class Ledger:
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
-        engine = database if isinstance(database, Engine) else database.engine
-        try:
-            if isinstance(database, Connection):
-                self._begin(database, sink, batch_id, destination, partition_count)
-            else:
-                with database.begin() as connection:
-                    self._begin(connection, sink, batch_id, destination, partition_count)
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, engine, self._schema) from error
+        with self._on(database) as connection:
+            self._begin(connection, sink, batch_id, destination, partition_count)
 
     def _begin(
         self, connection: Connection, sink: str, batch_id: str, destination: Destination, partition_count: int
@@ -230,11 +248,8 @@ class Ledger:
             ConfigurationError, Unavailable: As :meth:`seen`.
         """
         bound = {"sink_": sink, "batch_": batch_id}
-        try:
-            with engine.begin() as connection:
-                self._change_begun(connection, bound, failed_at=database_now())
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, engine, self._schema) from error
+        with self._on(engine) as connection:
+            self._change_begun(connection, bound, failed_at=database_now())
 
     def written(self, database: Connection | Engine, sink: str, batch_id: str) -> Written:
         """How much of the batch's partitions is committed.
@@ -242,16 +257,8 @@ class Ledger:
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
         """
-        bound = {"sink_": sink, "batch_": batch_id}
-        engine = database if isinstance(database, Engine) else database.engine
-        try:
-            if isinstance(database, Connection):
-                row = database.execute(self._written, bound).one()
-            else:
-                with database.connect() as connection:
-                    row = connection.execute(self._written, bound).one()
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, engine, self._schema) from error
+        with self._on(database) as connection:
+            row = connection.execute(self._written, {"sink_": sink, "batch_": batch_id}).one()
         return Written(*map(int, row))
 
     def insert(
@@ -265,6 +272,7 @@ class Ledger:
         message_count: int,
         partition_count: int,
         started_at: datetime | None = None,
+        rows_digest: int | None = None,
     ) -> bool:
         """Record that the partition is written. Waits for another attempt's transaction that has recorded it already.
 
@@ -277,6 +285,7 @@ class Ledger:
             message_count: Messages in it.
             partition_count: How many partitions the batch has.
             started_at: When its writing began, by the database's clock, for people; None where nobody knows.
+            rows_digest: To know the rows again; 64 bits with a sign.
 
         Returns:
             True if the row is ours: commit. False if another attempt was first: roll back, its work counts. At REPEATABLE
@@ -300,6 +309,7 @@ class Ledger:
             "message_count": message_count,
             "partition_count": partition_count,
             "started_at": started_at,
+            "rows_digest": rows_digest,
         }
         statement = (
             dialect_of(connection.engine)
@@ -307,10 +317,8 @@ class Ledger:
             .values(written_at=database_now())  # the default is the moment when the transaction began
             .returning(self._ledger.c.partition_id)
         )
-        try:
+        with self._on(connection):
             inserted = connection.execute(statement, row).one_or_none() is not None
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine, self._schema) from error
         if inserted:
             failpoints.hit("ledger.inserted")
         return inserted
@@ -344,10 +352,20 @@ class Ledger:
         )
         if decided_ago_s is not None:
             statement = statement.values(written_at=database_now_plus(-decided_ago_s))
+        with self._on(engine) as connection:
+            connection.execute(statement)
+
+    @contextmanager
+    def _on(self, database: Connection | Engine) -> Generator[Connection, None, None]:
+        """The caller's connection, or one in a transaction of its own; the database's errors as ours."""
         try:
-            with engine.begin() as connection:
-                connection.execute(statement)
+            if isinstance(database, Connection):
+                yield database
+            else:
+                with database.begin() as connection:
+                    yield connection
         except exc.SQLAlchemyError as error:
+            engine = database if isinstance(database, Engine) else database.engine
             raise map_database_error(error, engine, self._schema) from error
 
 

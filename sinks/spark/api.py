@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.batches import without_unused
+from dualwrite.sinks.spark.digests import require_deterministic, with_digest
 from dualwrite.sinks.spark.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.progress import described
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
@@ -15,6 +16,7 @@ from dualwrite.sinks.spark.task import PartitionReport
 from dualwrite.sinks.spark.task_errors import named_failures
 
 if TYPE_CHECKING:
+    from pyspark import RDD
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
 
@@ -26,7 +28,9 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     """Write a DataFrame into a PostgreSQL table and a Kafka topic: each partition on both sides or on neither.
 
     May be called again with the same batch id, after any failure, until it returns: what is written is skipped. For that the
-    batch must have the same partitions each time: the same rows in the partition of the same number. Their number is checked.
+    batch must have the same partitions each time: the same rows in the partition of the same number. A DataFrame of which Spark
+    knows that it has not is refused; and before anything is written, the number of partitions and the rows of those that are
+    written are compared with what the ledger has recorded of them.
 
     Args:
         df: What to write. Its lineage runs again when a partition is retried.
@@ -38,13 +42,15 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         What was written. On return all of the batch is committed in the database and complete in Kafka.
 
     Raises:
-        ConfigurationError: A setting, a column, the table, the topic or a right does not fit, or the batch was begun with
-            another number of partitions. No row was written by this call.
+        ConfigurationError: A setting, a column, the table, the topic or a right does not fit; the DataFrame may give other
+            rows when it is computed again; or the batch was begun with another number of partitions, or for another
+            destination. No row was written by this call.
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or nobody can
             tell. It is recorded.
         Unavailable: A server does not answer. Run it again.
         pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, or the job was cancelled. Partitions that
-            were written stay; run it again. Where the reason is this library's, it is a :class:`JobFailed`, and its first line.
+            were written stay; run it again. Or they have found other rows than those that were written. Where the reason is
+            this library's, it is a :class:`JobFailed`, and its first line.
     """
     _require_classic(df)
     options = SinkOptions(**settings)
@@ -52,14 +58,32 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     jobs = SparkJobs(context)
     with BatchJob(options, batch_id, jobs) as job, described(context, f"dualwrite: {job.name}"), jobs.started():
         task = job.plan(df.schema)
-        reports = without_unused(df, task.layout).mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
+        rows = without_unused(df, task.layout)
+        if not options.allow_nondeterministic:
+            require_deterministic(df)
+            rows = with_digest(rows, df.schema, task.layout)
+        reports = rows.mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
         # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's
         # shuffles run now, and the very same plan then runs to its end.
         partition_count = reports.getNumPartitions()
+        if not options.allow_nondeterministic:
+            require_deterministic(df, reports)
         job.begin(partition_count)
         with named_failures(job.name), job.progress(partition_count):
-            rows = reports.collect()
-        return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in rows])
+            done = _run(reports, job.written_partitions())
+        return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in done])
+
+
+def _run(reports: RDD[Row], written: Sequence[int]) -> list[Row]:
+    """Run the tasks: at first those of partitions that are written, which compare their rows and fail if they are others."""
+    if not written:
+        return reports.collect()
+    missing = sorted({*range(reports.getNumPartitions())}.difference(written))
+    if not missing:
+        return []
+    context = reports.context
+    context.runJob(reports, list, written)
+    return context.runJob(reports, list, missing)
 
 
 def foreach_partition(
@@ -76,6 +100,8 @@ def foreach_partition(
         batch_id: Names the batch within the sink.
         settings: As for :func:`write_batch`.
 
+    The rows of partitions that are skipped are not compared with those that were written: only `write_batch` does that.
+
     Returns:
         The function. It holds the settings, pickles, and may be used once or again with the same DataFrame.
 
@@ -86,6 +112,8 @@ def foreach_partition(
     options = SinkOptions(**settings)
     with BatchJob(options, batch_id) as job:
         task = job.plan(df.schema)
+        if not options.allow_nondeterministic:
+            require_deterministic(df, df.rdd)
         job.begin(df.rdd.getNumPartitions())
         job.leave_to_caller()
     return task.run_rows

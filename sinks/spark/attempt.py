@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.sinks.spark.kept import Servers
+    from dualwrite.stores.ledger import WrittenPartition
     from dualwrite.stores.runs import Run
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,15 @@ class Attempt:
         """
         with self.engine.connect() as connection:
             return self.ledger.seen(connection, self.options.sink, self.batch_id, partition_id)
+
+    def written(self) -> WrittenPartition | None:
+        """What the ledger has recorded of this partition; None where it is not written.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`Ledger.partition`.
+        """
+        with self.engine.connect() as connection:
+            return self.ledger.partition(connection, self.options.sink, self.batch_id, self.partition)
 
     def seen_after(self, error: Exception, partition_id: int) -> bool:
         """Whether the ledger has that partition in spite of the error: another attempt shows as this one's failure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -136,6 +136,14 @@ class BatchJob(DriverSide):
             self._begun = True
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
+
+    def written_partitions(self) -> Sequence[int]:
+        """The numbers of the partitions that are written.
+
+        Raises:
+            ConfigurationError, Unavailable: The ledger could not be read.
+        """
+        return self._ledger.partitions(self._engine, self._options.sink, self._batch_id)
 
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
         """Settle, and say what became of the batch.

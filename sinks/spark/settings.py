@@ -72,6 +72,7 @@ class SinkSettings(_Needed, total=False):
     decide_within_s: float
     database_leg: str
     keep_slots: bool
+    allow_nondeterministic: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,6 +124,9 @@ class SinkOptions:
             max_prepared_transactions. "auto": staging where tables may be made, otherwise prepared.
         keep_slots: Whether a Python worker that Spark uses again keeps its connections, slots and producers from task to
             task, so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
+        allow_nondeterministic: For a batch that is written partition by partition: take a DataFrame whose plan may give other
+            rows when it is computed again, and do not compare the rows of partitions that are skipped with those that were
+            written. A batch that is decided as one may give other rows each time.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
@@ -157,6 +161,7 @@ class SinkOptions:
     decide_within_s: float = 3600.0
     database_leg: str = "auto"
     keep_slots: bool = True
+    allow_nondeterministic: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.sink, "the name of a sink")

@@ -26,6 +26,7 @@ from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import projected_batches
 from dualwrite.sinks.spark.destinations import destination_of
+from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, other_rows
 from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
@@ -87,22 +88,27 @@ class PartitionTask:
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields what became of it."""
-        report = self._run(projected_batches(whole_input(batches), self.schema, self.layout))
+        taken = Fingerprinted(whole_input(batches), len(self.schema.fields))
+        report = self._run(projected_batches(taken, self.schema, self.layout), taken)
         yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
 
     def run_rows(self, rows: Iterator[Row]) -> None:
         """For ``foreachPartition``, on the DataFrame's own rows."""
         self._run(row_batches(whole_input(rows), self.schema, self.layout))
 
-    def _run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
+    def _run(self, batches: Iterable[pa.RecordBatch], taken: Fingerprinted | None = None) -> PartitionReport:
         context = TaskContext.get()
         if context is None:
             raise IllegalStateError("this function runs in a Spark task only")
-        return write_partition(self, context.partitionId(), context.attemptNumber(), batches)
+        return write_partition(self, context.partitionId(), context.attemptNumber(), batches, taken)
 
 
 def write_partition(
-    task: PartitionTask, partition: int, attempt: int, batches: Iterable[pa.RecordBatch]
+    task: PartitionTask,
+    partition: int,
+    attempt: int,
+    batches: Iterable[pa.RecordBatch],
+    taken: Fingerprinted | None = None,
 ) -> PartitionReport:
     """Write one partition, unless that is done already. Durable on both sides on return.
 
@@ -110,17 +116,19 @@ def write_partition(
         task: What to do.
         partition: Number of the partition.
         attempt: Number of the attempt, for people.
-        batches: The projected rows; its normal end means that they are all. Nothing is taken from it if the partition is
-            already written.
+        batches: The projected rows; its normal end means that they are all.
+        taken: The rows that they are made of, to be compared with those of an earlier run if the partition is already written;
+            None where nothing is compared. Then nothing is taken from ``batches``, either.
 
     Raises:
+        ConfigurationError: The partition is already written, with other rows.
         DualWriteError: This attempt did not write the partition. The next one finds out by itself whether it must.
         DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database, the messages are not, or nobody knows. It
             is recorded; the next attempt finds the partition written.
     """
     failpoints.hit("spark.task_started")
     with servers(task.options) as found:
-        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run)).run(batches)
+        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run), taken).run(batches)
     failpoints.hit("spark.task_done")
     return report
 
@@ -130,14 +138,15 @@ class _WrittenByOther(Exception):
 
 
 class _Writing:
-    def __init__(self, task: PartitionTask, attempt: Attempt) -> None:
+    def __init__(self, task: PartitionTask, attempt: Attempt, taken: Fingerprinted | None) -> None:
         self._task = task
         self._attempt = attempt
+        self._taken = taken
         self._progress = Progress(attempt.name, task.options.progress_s)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         attempt, partition = self._attempt, self._attempt.partition
-        if attempt.seen(partition):
+        if self._is_written():
             logger.info("%s: already written", attempt.name)
             return PartitionReport(partition, 0, 0, written=False)
         try:
@@ -149,6 +158,7 @@ class _Writing:
             raise
         except _WrittenByOther:
             logger.info("%s: another attempt was faster", attempt.name)
+            self._is_written()  # and it had the same rows
             return PartitionReport(partition, 0, 0, written=False)
         except Exception as error:
             # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
@@ -158,6 +168,22 @@ class _Writing:
         rows, size = self._progress.rows, self._progress.bytes
         logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
         return PartitionReport(partition, rows, size, written=True)
+
+    def _is_written(self) -> bool:
+        """Whether the partition is written; if so, with the rows that this run has for it, too.
+
+        Raises:
+            ConfigurationError: With other rows.
+        """
+        written = self._attempt.written()
+        if written is None:
+            return False
+        taken = None if self._task.options.allow_nondeterministic else self._taken
+        if taken is not None and written.rows_digest is not None:
+            ours, theirs = taken.take_all(), Fingerprint(written.rows, written.rows_digest)
+            if ours.differs_from(theirs):
+                raise other_rows(self._attempt.name, ours, theirs)
+        return True
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
         source = iter(batches)
@@ -206,6 +232,7 @@ class _Writing:
             message_count=self._progress.rows,
             partition_count=partition_count,
             started_at=started_at,
+            rows_digest=None if self._taken is None else self._taken.fingerprint().digest,
         ):
             raise _WrittenByOther
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.protocol.batch_entry import Destination, Way
-from dualwrite.stores.ledger import WHOLE_BATCH, Ledger
+from dualwrite.stores.ledger import WHOLE_BATCH, Ledger, WrittenPartition
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
 ORDERS = Destination(Way.PARTITIONS, "orders", "orders", "cluster")
@@ -88,16 +88,20 @@ def test_a_changed_number_of_partitions_is_refused(database: Database, ledger: L
     connection.commit()
     assert ledger.started(connection, "sink", "batch") == 4
     assert ledger.started(connection.engine, "sink", "batch") == 4
-    assert ledger.seen(connection, "sink", "batch", 0, partition_count=4)
-    calls: list[Any] = [
-        lambda: ledger.seen(connection, "sink", "batch", 1, partition_count=5),
-        lambda: ledger.insert(connection, "sink", "batch", 1, row_count=0, message_count=0, partition_count=5),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigurationError, match="4 partitions and now has 5") as caught:
-            call()
-        assert "repartition(4" in str(caught.value)
-    assert not ledger.seen(connection, "sink", "another", 1, partition_count=5)
+    with pytest.raises(ConfigurationError, match="4 partitions and now has 5") as caught:
+        ledger.insert(connection, "sink", "batch", 1, row_count=0, message_count=0, partition_count=5)
+    assert "repartition(4" in str(caught.value)
+
+
+def test_what_is_known_of_the_rows_of_partitions(ledger: Ledger, connection: Connection) -> None:
+    assert ledger.insert(connection, "sink", "batch", 1, **COUNTS, rows_digest=-(2**63))
+    assert ledger.insert(connection, "sink", "batch", 0, **COUNTS)
+    connection.commit()
+    assert ledger.partition(connection, "sink", "batch", 1) == WrittenPartition(10, -(2**63))
+    assert ledger.partition(connection, "sink", "batch", 0) == WrittenPartition(10, None)
+    assert ledger.partition(connection, "sink", "batch", 2) is None
+    connection.rollback()
+    assert ledger.partitions(connection.engine, "sink", "batch") == [0, 1]
 
 
 def test_a_batch_that_is_for_another_destination_is_refused(ledger: Ledger, connection: Connection) -> None:
@@ -168,6 +172,8 @@ def test_a_missing_table_names_the_command(database: Database, ledger: Ledger, c
         lambda: ledger.seen(connection, "sink", "batch", 0),
         lambda: ledger.started(connection, "sink", "batch"),
         lambda: ledger.started(connection.engine, "sink", "batch"),
+        lambda: ledger.partition(connection, "sink", "batch", 0),
+        lambda: ledger.partitions(connection.engine, "sink", "batch"),
         lambda: ledger.require(connection, "sink", "batch", ORDERS),
         lambda: ledger.begin(connection.engine, "sink", "batch", ORDERS),
         lambda: ledger.fail(connection.engine, "sink", "batch"),

@@ -1,13 +1,15 @@
 """Batches that would tear or lose rows in silence are refused, before anything of them is written."""
 
+import psycopg
 import pytest
 from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left, write_by
+from pyspark import TaskContext
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import foreach_batch
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -83,3 +85,50 @@ def test_the_ways_of_a_whole_batch_are_one_and_another_topic_is_another_batch(sp
         )
     numbers.verify(10)
     nothing_is_left(numbers)
+
+
+def test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_order_completes_the_batch(spark, numbers):
+    """Half of the first run is written; the second has its rows the other way round, and would write that half again."""
+    url = numbers.url.replace("+psycopg", "")
+
+    def fail_when_the_other_is_written(batches):
+        if TaskContext.get().partitionId() == 1:
+            with psycopg.connect(url, autocommit=True) as connection:
+                while not connection.execute("SELECT 1 FROM dualwrite_ledger WHERE partition_id = 0").fetchone():
+                    pass
+            raise RuntimeError("partition 1 fails")
+        yield from batches
+
+    df = numbered(spark, 10, 2)
+    with pytest.raises(SPARKS_ERRORS, match="partition 1 fails"):
+        write_batch(df.mapInArrow(fail_when_the_other_is_written, df.schema), batch_id="1", **numbers.settings)
+    half = [(number, f"row {number}") for number in range(5)]
+    assert numbers.rows() == numbers.messages() == half
+
+    turned = df.select((9 - functions.col("id")).alias("id"), "name")
+    with pytest.raises(SPARKS_ERRORS, match="partition 0.*is written already with 5 rows, and has other rows now"):
+        write_batch(turned, batch_id="1", **numbers.settings)
+    assert numbers.rows() == numbers.messages() == half
+
+    in_order = df.sortWithinPartitions(functions.col("id").desc())
+    assert write_batch(in_order, batch_id="1", **numbers.settings).written_rows == 5
+    numbers.verify(10)
+
+
+def test_a_dataframe_that_gives_other_rows_each_time_is_refused_unless_it_is_allowed(spark, numbers):
+    df = numbered(spark, 10, 2)
+    random = df.withColumn("name", functions.concat(functions.lit("row "), functions.rand()))
+    for write in (write_batch, foreach_partition):
+        with pytest.raises(ConfigurationError, match=r'rand\(\).*use format\("dualwrite"\)'):
+            write(random, batch_id="1", **numbers.settings)
+    shuffled = df.groupBy("name").agg(functions.max("id").alias("id")).select("id", "name")
+    spark.conf.set("spark.sql.execution.sortBeforeRepartition", "false")
+    try:
+        with pytest.raises(ConfigurationError, match="in the order in which they come"):
+            write_batch(shuffled.repartition(2), batch_id="1", **numbers.settings)
+    finally:
+        spark.conf.unset("spark.sql.execution.sortBeforeRepartition")
+    assert numbers.execute("SELECT * FROM dualwrite_ledger") == []
+    write_batch(random, batch_id="1", **numbers.settings, allow_nondeterministic=True)
+    assert len(numbers.rows()) == 10
+    assert numbers.rows() == numbers.messages()

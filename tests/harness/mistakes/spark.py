@@ -131,3 +131,18 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
             real(self, connection, run)
 
     patch.setattr(Runs, "require", require)
+
+
+@mistake(
+    Check(
+        f"{_REFUSED}test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_order_completes_the_batch",
+        "DID NOT RAISE",
+    )
+)
+def other_rows_taken_for_the_same(patch: pytest.MonkeyPatch) -> None:
+    """A run takes a partition that is written for its own, whatever rows it has for it."""
+    from dualwrite.sinks.spark import digests, job
+    from harness.spark import SameTask
+
+    patch.setattr(digests.Fingerprint, "differs_from", lambda *_: False)
+    patch.setattr(job, "PartitionTask", SameTask)

@@ -1,0 +1,146 @@
+"""Does a batch that is run again give the same rows? Seen in the plan before, and in a digest of each partition's rows after.
+
+Partitions that are written stay when a batch is run again. If the run gives other rows, or the same rows in other partitions,
+both sides end up with a mixture of two runs: some rows twice, others nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from pyspark.sql import functions
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import RDD
+    from pyspark.sql import DataFrame
+
+    from dualwrite.sinks.spark.layout import Layout
+
+_DIGEST: Final = "digest"
+_HASHED: Final = (
+    spark.BooleanType, spark.ByteType, spark.ShortType, spark.IntegerType, spark.LongType, spark.FloatType, spark.DoubleType,
+    spark.DecimalType, spark.StringType, spark.BinaryType, spark.DateType, spark.TimestampType, spark.TimestampNTZType,
+    spark.DayTimeIntervalType,
+)  # fmt: skip
+"""The types that ``xxhash64`` takes in every version of Spark; of the others it takes no maps and no variants."""
+_INDETERMINATE: Final = "INDETERMINATE"
+
+
+def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> None:
+    """Refuse a DataFrame that gives other rows when it is computed again, as far as Spark itself knows.
+
+    Args:
+        df: What the user has given.
+        rows: What runs, where that is known by now: the order of its shuffles matters, too.
+
+    Raises:
+        ConfigurationError: It gives other rows.
+    """
+    plan = df._jdf.queryExecution().analyzed()  # noqa: SLF001 - Spark offers it to nobody in Python
+    if not plan.deterministic():
+        raise _not_repeatable("it has expressions such as rand(), uuid(), first() or monotonically_increasing_id()")
+    if rows is not None and rows._jrdd.rdd().outputDeterministicLevel().toString() == _INDETERMINATE:  # noqa: SLF001 - as above
+        raise _not_repeatable("a shuffle deals its rows out in the order in which they come")
+
+
+def _not_repeatable(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the DataFrame may give other rows when it is computed again: {why}. Partition by partition, a batch that is run "
+        "again would mix the rows of two runs",
+        next_step='use format("dualwrite"), which writes whole batches; or write the DataFrame down first (a table, '
+        "df.checkpoint()) and write that; or set allow_nondeterministic=True if the rows are the same each time all the same",
+    )
+
+
+def with_digest(df: DataFrame, schema: spark.StructType, layout: Layout) -> DataFrame:
+    """The DataFrame with one more column, a hash of each row's columns that are written; as it is where none can be hashed.
+
+    Args:
+        df: With the columns of the schema, in its order.
+        schema: The DataFrame's own schema.
+        layout: Which column goes where.
+    """
+    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
+    hashed = [name for number, name in enumerate(df.columns) if number in used and _can_hash(schema[number].dataType)]
+    return df.withColumn(_DIGEST, functions.xxhash64(*hashed)) if hashed else df
+
+
+def _can_hash(data_type: spark.DataType) -> bool:
+    if isinstance(data_type, spark.ArrayType):
+        return _can_hash(data_type.elementType)
+    if isinstance(data_type, spark.StructType):
+        return all(_can_hash(field.dataType) for field in data_type.fields)
+    return isinstance(data_type, _HASHED)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which rows a partition has, in whatever order.
+
+    Attributes:
+        rows: How many.
+        digest: The sum of their hashes, 64 bits with a sign; None where it is not known.
+    """
+
+    rows: int
+    digest: int | None
+
+    def differs_from(self, other: Fingerprint) -> bool:
+        """Whether they are of other rows for certain."""
+        if self.digest is None or other.digest is None:
+            return False
+        return self != other
+
+
+def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> ConfigurationError:
+    """The error for a partition that is written with other rows than this run has for it."""
+    found = f"has {ours.rows} rows now" if ours.rows != theirs.rows else "has other rows now"
+    return ConfigurationError(
+        f"{name}: the partition is written already with {theirs.rows} rows, and {found}: the DataFrame has changed, or gives "
+        "other rows when it is computed again",
+        next_step="nothing more of the batch is written: run it with the rows of its first run; or undo what is written, and "
+        'use a new batch id with a DataFrame that is written down first, or with format("dualwrite")',
+    )
+
+
+class Fingerprinted:
+    """A partition's batches, passed on while their fingerprint is taken.
+
+    Args:
+        batches: As Spark gives them: the DataFrame's columns, and the hashes where :func:`with_digest` has added them.
+        columns: The number of the DataFrame's columns.
+    """
+
+    def __init__(self, batches: Iterable[pa.RecordBatch], columns: int) -> None:
+        self._batches = batches
+        self._columns = columns
+        self._rows = 0
+        self._sum: np.uint64 | None = np.uint64(0)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for batch in self._batches:
+            self._rows += batch.num_rows
+            if batch.num_columns > self._columns:
+                hashes = batch.column(self._columns).to_numpy(zero_copy_only=False)
+                with np.errstate(over="ignore"):
+                    self._sum = None if self._sum is None else self._sum + hashes.view(np.uint64).sum(dtype=np.uint64)
+            else:
+                self._sum = None
+            yield batch
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all batches that were passed on so far."""
+        return Fingerprint(self._rows, None if self._sum is None else int(self._sum.astype(np.int64)))
+
+    def take_all(self) -> Fingerprint:
+        """Take what is left, and return the fingerprint of all."""
+        for _ in self:
+            pass
+        return self.fingerprint()
