@@ -8,7 +8,7 @@ for, only those whose transaction has been open for some time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,7 @@ from dualwrite.recovery_plan import IdStatus, Plan, describe
 from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
+from dualwrite.stores.slots import living_leases
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.telling import note_told, untold
 
@@ -122,7 +123,9 @@ def recover(
         schema: The database schema of the library's tables.
         prefix: All ids that begin so; all ids if neither is given.
         open_for_s: Leave writers alone that have begun a Kafka transaction, or prepared one in the database, less than this
-            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several.
+            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also
+            slots with something undecided whose lease is not over: their tasks renew it while they run, and leave it to a
+            driver that decides on what they have prepared.
         dry_run: Only find out what would be done.
         after_restore: The database was restored, and that Kafka may show newer messages is accepted: go on above every
             incarnation that Kafka knows, aborting what is open there. Also lanes and writers that are younger than the backup
@@ -147,6 +150,7 @@ def recover(
             store=store,
             connect=partial(_coordinator, kafka),
             open_for_s=_open_for_s(open_for_s, transactional_id),
+            leased=partial(living_leases, store.engine, schema=schema),
             dry_run=dry_run,
             after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
             deadline=Deadline(timeout_s),
@@ -194,6 +198,7 @@ def recover_rows(
     store: StateStore,
     connect: Callable[[], AbstractContextManager[TransactionCoordinator]],
     open_for_s: float = 0.0,
+    leased: Callable[[Collection[str]], Collection[str]] = lambda _: (),
     dry_run: bool = False,
     after_restore: Callable[[str], bool] | None = None,
     deadline: Deadline,
@@ -203,7 +208,8 @@ def recover_rows(
 ) -> RecoveryReport:
     """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
-    ``after_restore`` says of which ids without a row what Kafka knows is to be settled too.
+    ``after_restore`` says of which ids without a row what Kafka knows is to be settled too; ``leased``, which of some ids are
+    slots whose lease is not over.
     """
     report = RecoveryReport()
     rows = select()
@@ -212,7 +218,9 @@ def recover_rows(
         if after_restore is not None:
             report.forgotten += find_forgotten(rows, coordinator, deadline, is_asked_for=after_restore)
     raise_to = next_incarnations(report.forgotten)
-    plan = Plan.of(found, rows, open_for_s, raise_to.keys())
+    undecided = {item.row.transactional_id for item in found if item.needs_recovery and item.is_undecided}
+    at_work = leased(undecided) if undecided and open_for_s > 0 else ()
+    plan = Plan.of(found, rows, open_for_s, raise_to.keys(), at_work)
     report.planned, report.skipped = plan.items, plan.skipped
     report.went_back += [gone_back(why, name) for name, why in plan.went_back]
     on_planned(report.planned)

@@ -55,6 +55,13 @@ class IdStatus:
     claim_lost: bool = False
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether settling would undo what the owner has left: the row does not name it."""
+        prepared = self.row.prepared
+        is_named = prepared.has_transaction and prepared.incarnation == self.incarnation
+        return not is_named or self.row.completed is not None
+
+    @property
     def waits_for_s(self) -> float | None:
         """Seconds since its owner has left something open on either side; None where nothing is."""
         return self.prepared_for_s if self.open_for_s is None else self.open_for_s
@@ -120,7 +127,12 @@ class Plan:
 
     @classmethod
     def of(
-        cls, found: Iterable[IdStatus], rows: Sequence[StateRow], open_for_s: float, raised: Collection[str] = ()
+        cls,
+        found: Iterable[IdStatus],
+        rows: Sequence[StateRow],
+        open_for_s: float,
+        raised: Collection[str] = (),
+        leased: Collection[str] = (),
     ) -> Plan:
         """Decide writer by writer: one whose owner may be alive is left alone altogether, the others are taken altogether.
 
@@ -129,6 +141,7 @@ class Plan:
             rows: All rows that may be taken.
             open_for_s: An owner that has begun something less than this many seconds ago may be alive.
             raised: Ids whose incarnation is to be raised after a restore, which nothing hinders.
+            leased: Slots whose lease is not over: their workers may be alive. What is decided is taken all the same.
         """
         names = {row.transactional_id for row in rows}
 
@@ -141,7 +154,11 @@ class Plan:
             for item in needing
             if item.claim_lost and item.went_back is not None and item.row.transactional_id not in raised
         }
-        young = {group(item.row.transactional_id) for item in needing if is_young(item, open_for_s)}
+        young = {
+            group(item.row.transactional_id)
+            for item in needing
+            if is_young(item, open_for_s) or (item.is_undecided and item.row.transactional_id in leased)
+        }
         blocked = {group(name) for name in lost}
         items, skipped = [], []
         for item in needing:

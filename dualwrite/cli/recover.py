@@ -27,7 +27,7 @@ from dualwrite.recovery_plan import IdStatus
     default=None,
     type=float,
     help="Leave writers alone that have begun a transaction less than this many seconds ago: their owner may be alive, and "
-    "recovery fences it. Default: 0 for one id, 60 for several.",
+    "recovery fences it. Also Spark tasks whose lease is not over, unless it is 0. Default: 0 for one id, 60 for several.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
 @click.option(

@@ -82,7 +82,7 @@ def status(
         console = report_console()
         console.print(status_table(items))
         needing = sum(item.needs_recovery for item in items)
-        console.print(f"\n{len(items)} unsettled, {needing} to recover, {len(open_incidents)} losses not acknowledged")
+        console.print(f"\n{len(items)} ids, {needing} to recover, {len(open_incidents)} losses not acknowledged")
         for item in items:
             if item.went_back is not None:
                 console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")

@@ -306,5 +306,31 @@ class SlotPool:
         return [Lease(name, self.pool, owner, until) for name, owner, until in rows]
 
 
+def living_leases(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:
+    """Of these transactional ids, those that are slots whose lease is not over: their workers may be alive.
+
+    Args:
+        engine: The database.
+        names: Transactional ids, of whatever kind.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError: The table or a right is missing.
+        Unavailable: The database does not answer.
+    """
+    slot = declare_tables(schema).slot
+    found: set[str] = set()
+    try:
+        with engine.connect() as connection:
+            for chunk in in_chunks(sorted(names)):
+                statement = select(slot.c.transactional_id).where(
+                    slot.c.transactional_id.in_(chunk), slot.c.lease_until > database_now()
+                )
+                found.update(connection.scalars(statement))
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    return found
+
+
 def _place(name: ColumnElement[str], preferred: Sequence[str]) -> ColumnElement[int]:
     return case({one: place for place, one in enumerate(preferred)}, value=name, else_=len(preferred))

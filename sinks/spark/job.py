@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,28 @@ class BatchReport:
     written_bytes: int
 
 
+def what_stays(written: Sequence[int], partition_count: int) -> str:
+    """What a run that has failed has left, for people.
+
+    Args:
+        written: The numbers of the partitions that are committed, in order.
+        partition_count: How many partitions the batch has.
+    """
+    if not written:
+        return f"none of its {partition_count} partitions is committed, on either side; run it again with the same batch id"
+    ranges: list[list[int]] = []
+    for number in written:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    shown = ", ".join("-".join(map(str, ends)) for ends in ranges)
+    return (
+        f"{len(written)} of its {partition_count} partitions are committed and stay ({shown}); run it again with the same "
+        "batch id: it skips these and writes the others"
+    )
+
+
 class BatchJob(DriverSide):
     """One run of one batch whose partitions are written each on its own. Settles when it is entered, finished, or else left.
 
@@ -69,7 +92,7 @@ class BatchJob(DriverSide):
     """
 
     _layout: Layout
-    _begun = False
+    _begun_partitions = 0
     _finished = False
 
     def __init__(self, options: SinkOptions, batch_id: str, jobs: SparkJobs | None = None) -> None:
@@ -96,8 +119,9 @@ class BatchJob(DriverSide):
                 raise
             logger.warning("%s: not settled after a failure; the next run does it: %s", self.name, unsettled)
         finally:
-            if error is not None and self._begun:
+            if error is not None and self._begun_partitions:
                 self._note_failed()
+                self._tell_what_stays(error)
             self._close()
 
     def _give_up(self) -> None:
@@ -106,6 +130,16 @@ class BatchJob(DriverSide):
             # None of them can write any more. What they leave when they are killed is settled after that.
             self._jobs.end(self.name, Deadline(self._options.timeout_s))
             self._settle()
+
+    def _tell_what_stays(self, error: BaseException) -> None:
+        """Tasks tell of their own partition alone; here it shows what became of the batch."""
+        try:
+            words = what_stays(self.written_partitions(), self._begun_partitions)
+        except DualWriteError as unknown:
+            words = f"which of its partitions are committed is not known: {unknown}"
+        logger.error("%s failed: %s", self.name, words)
+        if sys.version_info >= (3, 11):
+            error.add_note(f"{self.name} failed: {words}")
 
     def plan(self, schema: spark.StructType) -> PartitionTask:
         """Check topic, table and every column; nothing is written.
@@ -133,7 +167,7 @@ class BatchJob(DriverSide):
             self._ledger.begin(
                 self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
             )
-            self._begun = True
+            self._begun_partitions = partition_count
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
 

@@ -21,6 +21,7 @@ from dualwrite.errors import (
     DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
+    TransactionAborted,
 )
 from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
@@ -163,6 +164,8 @@ class _Writing:
         except Exception as error:
             # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
             if not attempt.seen_after(error, partition):
+                if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
+                    error.next_step = "nothing of this partition was written on either side; others may be, and stay"
                 raise
             return PartitionReport(partition, 0, 0, written=False)
         rows, size = self._progress.rows, self._progress.bytes

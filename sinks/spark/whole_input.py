@@ -45,7 +45,7 @@ def whole_input(items: Iterable[Item]) -> Iterator[Item]:
     if not ahead or not _END.startswith(ahead):
         raise TransactionAborted(
             "the rows of the partition ended before Spark's end marker: the job failed or was cancelled, or the executor died",
-            next_step="nothing was written; see the job's own error",
+            next_step="nothing of the partition was written; see the job's own error",
         )
 
 

@@ -10,7 +10,7 @@ from harness.databases import Database, Thread
 
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores import slots
-from dualwrite.stores.slots import Lease, SlotPool
+from dualwrite.stores.slots import Lease, SlotPool, living_leases
 
 
 @pytest.fixture
@@ -147,6 +147,13 @@ def test_concurrent_workers_never_share_a_slot(database: Database, pool: SlotPoo
     assert sorted(names(leases)) == sorted(f"job#{number}" for number in range(1, 25))
 
 
+def test_whose_leases_live(database: Database, pool: SlotPool) -> None:
+    alive, over, free = pool.lease("alive", 60), pool.lease("dead", -1), pool.lease("done", 60)
+    give_back(pool, free, kept=True)
+    asked = [*names([alive, over, free]), "no slot"]
+    assert living_leases(database.engine(), asked, schema=database.schema) == {alive.transactional_id}
+
+
 @pytest.mark.postgresql
 def test_a_slot_that_is_being_leased_is_passed_over(postgres: Database) -> None:
     pool = SlotPool(postgres.engine(), "job")
@@ -162,6 +169,8 @@ def test_a_missing_table_names_the_command(database: Database, pool: SlotPool) -
         database.tables.slot.drop(connection)
     with pytest.raises(ConfigurationError, match="dualwrite migrate"):
         pool.lease("worker", 60)
+    with pytest.raises(ConfigurationError, match="dualwrite migrate"):
+        living_leases(database.engine(), ["job#1"], schema=database.schema)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 245, "a\nb"])

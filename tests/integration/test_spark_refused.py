@@ -87,7 +87,9 @@ def test_the_ways_of_a_whole_batch_are_one_and_another_topic_is_another_batch(sp
     nothing_is_left(numbers)
 
 
-def test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_order_completes_the_batch(spark, numbers):
+def test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_order_completes_the_batch(
+    spark, numbers, caplog
+):
     """Half of the first run is written; the second has its rows the other way round, and would write that half again."""
     url = numbers.url.replace("+psycopg", "")
 
@@ -102,6 +104,8 @@ def test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_orde
     df = numbered(spark, 10, 2)
     with pytest.raises(SPARKS_ERRORS, match="partition 1 fails"):
         write_batch(df.mapInArrow(fail_when_the_other_is_written, df.schema), batch_id="1", **numbers.settings)
+    assert "batch '1' failed: 1 of its 2 partitions are committed and stay (0); run it again with" in caplog.text
+    assert [(seen.phase, seen.written_partitions) for seen in numbers.batches()] == [("failed", 1)]
     half = [(number, f"row {number}") for number in range(5)]
     assert numbers.rows() == numbers.messages() == half
 

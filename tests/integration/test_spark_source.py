@@ -72,8 +72,10 @@ def test_a_task_that_fails_for_good_leaves_nothing(spark, numbers, write):
         write(numbered(spark, ROWS, 1).withColumn("name", bad), batchId="1")
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
+    assert [(seen.phase, seen.written_partitions) for seen in numbers.batches()] == [("failed", 0)]
     write(numbered(spark), batchId="1")
     numbers.verify()
+    assert [seen.phase for seen in numbers.batches()] == ["completed"]
 
 
 @pytest.mark.parametrize("point", TASK_POINTS)

@@ -7,6 +7,7 @@ import sys
 import pyarrow as pa
 import pytest
 
+from dualwrite.sinks.spark.job import what_stays
 from dualwrite.sinks.spark.progress import Progress
 
 BATCH = pa.RecordBatch.from_pydict({"id": pa.array(range(1000), pa.int64())})
@@ -55,3 +56,11 @@ def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(bef
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     assert [re.sub(r"^[-\d]+ [:,\d]+ ", "", line) for line in done.stderr.splitlines()] == told
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [([], "none of its 9"), ([3], "1 of its 9"), ([3], "(3)"), ([0, 1, 2, 4, 6, 7], "(0-2, 4, 6-7)")],
+)
+def test_a_failed_run_tells_which_partitions_stay(written, shown):
+    assert shown in what_stays(written, 9)
