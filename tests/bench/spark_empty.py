@@ -13,7 +13,7 @@ from bench.servers import servers
 from dualwrite.sinks.spark import register, write_batch
 
 PARTITIONS = 200
-RUNS = 3
+RUNS = 2
 
 
 def main() -> None:
