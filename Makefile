@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -23,6 +23,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 
 test: lint types jars ## all checks: lint, types, tests on real servers (20 minutes; THOROUGH=1: every one of them)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
+	@$(MAKE) --no-print-directory sqlalchemy-oldest
 
 lint: venv wheel ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -32,6 +33,14 @@ lint: venv wheel ## style, format and the direction of imports
 types: venv wheel ## mypy, strict, on the library as it is installed
 	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
+
+# In front of the one that is installed: no second environment is needed.
+SQLALCHEMY_OLDEST := 2.0.40
+sqlalchemy-oldest: venv ## the stores and the migrations with the oldest SQLAlchemy that is supported (a minute)
+	@[ -d .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)/sqlalchemy ] || $(PY) -m pip install --quiet --no-deps \
+		--disable-pip-version-check --target .cache/sqlalchemy-$(SQLALCHEMY_OLDEST) SQLAlchemy==$(SQLALCHEMY_OLDEST)
+	PYTHONPATH=$(CURDIR)/.cache/sqlalchemy-$(SQLALCHEMY_OLDEST) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal \
+		tests/conformance/test_store.py tests/conformance/test_claim.py tests/conformance/test_store_postgresql.py tests/migrations
 
 simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
 	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)

@@ -20,7 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, keep_requests_out_of_logs
+from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -147,7 +147,7 @@ class Brokers:
         unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
         if unknown:  # it would ignore them without a word
             raise ConfigurationError(f"the installed kafka-python does not know {', '.join(sorted(unknown))}")
-        keep_requests_out_of_logs()
+        quieten_logs()
         self._lock = threading.Lock()
         self._network: Network | None = None
         self._pid = os.getpid()

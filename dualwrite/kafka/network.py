@@ -1,16 +1,18 @@
 """kafka-python's connections and the thread that they live on.
 
 kafka-python is used below its admin client, which cannot send all the requests that this library needs, and which logs its
-configuration, passwords included. What it reports of lost connections through the standard ``logging``, at WARNING and
-ERROR, stays as it is. Only the loggers that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
+configuration, passwords included. Its loggers are quiet here unless the application sets their level: what a lost connection
+means is said by this library. Those that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
+from weakref import WeakSet
 
 from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
@@ -47,10 +49,54 @@ class _NoRequestsAtDebug(logging.Filter):
 _NO_REQUESTS_AT_DEBUG: Final = _NoRequestsAtDebug()
 
 
-def keep_requests_out_of_logs() -> None:
-    """Let kafka-python's loggers of whole requests be silent at DEBUG, in this process."""
+_our_threads: Final[WeakSet[threading.Thread]] = WeakSet()
+
+
+class _QuietOnOurThreads(logging.Filter):
+    """Leaves the application's own clients alone, and the loggers that it has given a level."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if threading.current_thread() not in _our_threads or record.levelno >= logging.CRITICAL:
+            return True
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None and logger.name.partition(".")[0] == "kafka":
+            if logger.level != logging.NOTSET:
+                return True
+            logger = logger.parent
+        return False
+
+
+_QUIET_ON_OUR_THREADS: Final = _QuietOnOurThreads()
+
+
+class _Selector(NetworkSelector):  # type: ignore[misc]  # it has no types
+    def run_forever(self) -> None:
+        """On the thread that it starts."""
+        _our_threads.add(threading.current_thread())
+        super().run_forever()
+
+
+@contextmanager
+def _quietly() -> Generator[None, None, None]:
+    """Take the caller's thread for ours while the block runs."""
+    thread = threading.current_thread()
+    if thread in _our_threads:
+        yield
+        return
+    _our_threads.add(thread)
+    try:
+        yield
+    finally:
+        _our_threads.discard(thread)
+
+
+def quieten_logs() -> None:
+    """Let kafka-python's loggers be quiet on our threads, and silent about whole requests at DEBUG in this process."""
     for name in ("kafka.protocol.parser", "kafka.net.connection"):
         logging.getLogger(name).addFilter(_NO_REQUESTS_AT_DEBUG)
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "kafka":
+            logging.getLogger(name).addFilter(_QUIET_ON_OUR_THREADS)
 
 
 class Network:
@@ -62,10 +108,11 @@ class Network:
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self._arguments = arguments
-        self._loop = NetworkSelector(client_id=arguments["client_id"])
         self._metadata: Message | None = None
-        self.lanes = [self._lane()]
-        self._loop.start()
+        with _quietly():
+            self._loop = _Selector(client_id=arguments["client_id"])
+            self.lanes = [self._lane()]
+            self._loop.start()
 
     def _lane(self) -> KafkaConnectionManager:
         # No bound of its own on the requests under way: kafka-python fails those over it instead of keeping them back.
@@ -77,8 +124,9 @@ class Network:
     def learn(self, metadata: Message) -> None:
         """Take over the brokers' addresses."""
         self._metadata = metadata
-        for lane in self.lanes:
-            lane.cluster.update_metadata(metadata)
+        with _quietly():
+            for lane in self.lanes:
+                lane.cluster.update_metadata(metadata)
 
     def disconnect(self, node: str) -> None:
         """Close a connection, soon."""
@@ -131,9 +179,10 @@ class Network:
                 lane.close()
 
         closed = threading.Event()
-        self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
-        closed.wait(1.0)  # a loop that hangs in a name server's silence does not answer
-        self._loop.close()
+        with _quietly():
+            self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
+            closed.wait(1.0)  # a loop that hangs in a name server's silence does not answer
+            self._loop.close()
 
 
 def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:

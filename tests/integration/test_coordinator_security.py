@@ -196,6 +196,7 @@ def test_what_may_not_be_read_of_the_cluster_is_left_out(kafka, ann, prepared):
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
 def test_no_password_shows_in_any_log(kafka, caplog, mechanism):
+    caplog.set_level(logging.DEBUG, logger="kafka")  # else it is quiet
     with caplog.at_level(logging.DEBUG), coordinator_of(kafka.client_config("ann", mechanism=mechanism)) as coordinator:
         coordinator.cluster_id(soon())
         repeated = repr(coordinator) + repr(vars(coordinator))
