@@ -1,0 +1,265 @@
+"""A broker is suspended at every fail point and goes on: no connection breaks, and it has missed markers (KAFKA-20734).
+
+Many writers stand at their points when one broker stops, so that it has to be suspended once. Half of each topic is on that
+broker alone. When the broker's session has ended, the writers go on: their coordinators skip its markers and call the
+transactions complete. Then it comes back, with these transactions open, and the writers go on as they like.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from harness.hanging import abort_hanging
+from harness.patience import PATIENCE_S, patient, wait_until
+from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
+
+from dualwrite import DualWriteError, DualWriter, failpoints, recover
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.migrations import upgrade
+from dualwrite.observations import TransactionStatus
+from dualwrite.recovery import status
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
+from dualwrite.testing.verdict import Place, compare
+
+pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
+
+SUSPENDED, OTHER = 3, 1
+ROWS = Table("operations", MetaData(), Column("id", Text, primary_key=True))
+ABORTING = {"write.before_abort", "write.rolled_back"}
+WRITING = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
+SETTLING = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
+DECIDED = {"write.prepared", "write.recorded", "write.decided"}
+"""From there on a dual write comes to its decision without the partition's leader, and its marker is due while there is none."""
+GOES_ON = ("aborts", "writes elsewhere", "closes", "dies")
+"""What an owner does when the broker is back: its next dual write aborts, or writes to the other partition; or it ends."""
+DONE = {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT}
+
+
+class OnPurpose(Exception):
+    """Leaves a dual write, which then aborts."""
+
+
+class Writer:
+    """One writer, which is to be at one fail point when the broker is suspended.
+
+    Args:
+        crowd: Where it writes.
+        point: The fail point of its second dual write, or of whoever settles that after its owner's death.
+        goes_on: What it does when the broker is back.
+    """
+
+    def __init__(self, crowd, point, goes_on):
+        self._crowd = crowd
+        self.point = point
+        self.goes_on = goes_on
+        self.name = f"{point}-{goes_on}".replace(" ", "-")
+        self.settled = point in SETTLING
+        self.kafka_id = ""
+        self._made = 0
+        self._writer = None
+
+    def open(self):
+        self._writer = DualWriter(self.name, kafka=self._crowd.kafka, engine=self._crowd.engine, max_lanes=1)
+        self._writer.open()
+
+    def until_suspended(self):
+        """Up to the point, wait there, and come to the end of what it was at."""
+        self.open()
+        self._write()
+        [row] = SqlStateStore(self._crowd.engine).read([self.name])
+        self.kafka_id = row.kafka_id(row.incarnation)
+        if not self.settled:
+            with self._crowd.waiting_at(self.point):
+                self._write(aborts=self.point in ABORTING)
+            return
+        with self._crowd.dying_at("write.decided"):
+            self._write()
+        self.die()
+        with self._crowd.waiting_at(self.point):
+            self.open()
+
+    def go_on(self):
+        if self.goes_on == "dies":
+            self.die()
+            return
+        if self.goes_on == "aborts":
+            self._write(aborts=True)
+            self._write()
+        elif self.goes_on == "writes elsewhere":
+            self._write(partitions=(1, 1))
+        self._writer.close()
+
+    def die(self):
+        """As by SIGKILL: nothing is recorded, and nobody keeps house."""
+        self._writer._lanes._closing.set()
+        for lane in self._writer._lanes._all:
+            lane.discard()
+
+    def _write(self, *, aborts=False, partitions=(0, 1)):
+        self._made += 1
+        operation = f"{self.name}/{self._made}"
+        journal = self._crowd.journal
+        try:
+            with journal.operation(operation, stream=self.name), self._writer.transaction() as tx:
+                for number in partitions:
+                    tx.produce(self._crowd.topic, operation, partition=number)
+                tx.connection.execute(ROWS.insert().values(id=operation))
+                if aborts:
+                    raise OnPurpose
+        except OnPurpose:
+            journal.aborted(operation)
+        except (DualWriteError, Dies):
+            pass  # the journal has it
+
+
+class Dies(BaseException):
+    """Stands for SIGKILL in a thread."""
+
+
+class Crowd:
+    """All writers of one suspension, with their topic, their rows and their journal."""
+
+    def __init__(self, cluster, engine, path, writers):
+        self.engine = engine
+        self.cluster = cluster
+        # No call is doubtful for its duration: that would end the incarnation, and hide what this is about.
+        self.kafka = {**patient(cluster.client_config()), "log_level": 2}
+        self.journal = Journal(path)
+        self.topic = f"t{time.monotonic_ns()}"
+        self.writers = [Writer(self, *one) for one in writers]
+        self._admin = AdminClient({**cluster.client_config(), "log_level": 0, "socket.timeout.ms": 3000})
+        self._here = threading.local()
+        self._arrived = threading.Semaphore(0)
+        self._suspended = threading.Event()
+        replicas = {"replica_assignment": [[SUSPENDED], [OTHER]], "config": {"min.insync.replicas": "1"}}
+        self._admin.create_topics([NewTopic(self.topic, num_partitions=2, **replicas)])[self.topic].result(PATIENCE_S)
+        wait_until(lambda: self._leader() == SUSPENDED)
+
+    def _leader(self):
+        try:
+            return self._admin.list_topics(self.topic, timeout=3).topics[self.topic].partitions[0].leader
+        except (KafkaException, KeyError):
+            return None
+
+    # What the fail points do to the thread that passes them
+
+    def waiting_at(self, point):
+        return self._armed(point, self._wait)
+
+    def dying_at(self, point):
+        return self._armed(point, self._die)
+
+    def _armed(self, point, does):
+        here = self._here
+
+        class Armed:
+            def __enter__(self):
+                here.point, here.does = point, does
+
+            def __exit__(self, *_):
+                here.point = None
+
+        return Armed()
+
+    def passed(self, name):
+        if getattr(self._here, "point", None) == name:
+            self._here.point = None
+            self._here.does()
+
+    def _wait(self):
+        self._arrived.release()
+        assert self._suspended.wait(PATIENCE_S)
+
+    @staticmethod
+    def _die():
+        raise Dies
+
+    # The course of events
+
+    def run(self):
+        with failpoints.watched(self.passed), ThreadPoolExecutor(len(self.writers)) as threads:
+            under_way = [threads.submit(writer.until_suspended) for writer in self.writers]
+            for _ in self.writers:
+                assert self._arrived.acquire(timeout=PATIENCE_S)
+            self.cluster.suspend(SUSPENDED)
+            try:
+                wait_until(lambda: self._leader() == -1)
+                self._suspended.set()
+                self._wait_until_skipped()
+            finally:
+                self.cluster.resume(SUSPENDED)
+            wait_until(lambda: self._leader() == SUSPENDED)
+            for one in under_way:
+                one.result(PATIENCE_S)
+            for one in [threads.submit(writer.go_on) for writer in self.writers]:
+                one.result(PATIENCE_S)
+        return self._check()
+
+    def _wait_until_skipped(self):
+        """Until the coordinators call complete what they could not write the markers of."""
+        ids = [writer.kafka_id for writer in self.writers if writer.point in DECIDED]
+        coordinator = KafkaCoordinator(KafkaConfig.parse(self.cluster.client_config()))
+        try:
+            wait_until(
+                lambda: all(view.status in DONE for view in coordinator.describe(ids, Deadline(PATIENCE_S)).values())
+            )
+        finally:
+            coordinator.close()
+
+    def _check(self):
+        """What is wrong."""
+        report = recover(kafka=self.kafka, engine=self.engine, timeout_s=120)
+        # Of owners that live, nothing hangs: they know where their last transaction was, until it is known to have ended there.
+        hanging = [f"hanging: {one}" for one in abort_hanging(self.kafka, self.topic, 2)]
+        wrong = [one for one in hanging if "-dies." not in one]
+        wrong += [f"lost: {loss.row.transactional_id}: {loss.detail}" for loss in report.losses]
+        wrong += [
+            f"to be recovered: {item}" for item in status(kafka=self.kafka, engine=self.engine) if item.needs_recovery
+        ]
+        wrong += [f"incident: {incident}" for incident in SqlStateStore(self.engine).incidents()]
+        history: History = Journal.read(self.journal.path)
+        with self.engine.connect() as connection:
+            rows = list(connection.execute(select(ROWS.c.id)).scalars())
+        seen = [
+            Place(self.topic, record.partition, record.offset, record.value.decode())
+            for record in read_committed(self.kafka, self.topic)
+        ]
+        return wrong + [str(finding) for finding in compare(history, rows, seen, messages_per_operation=2)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with EmbeddedKafka(brokers=3, start_timeout_s=PATIENCE_S) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def crowd_of(cluster, dualwrite_database, tmp_path):
+    engine = create_engine(dualwrite_database, pool_size=30, max_overflow=30)
+    with engine.connect() as connection:
+        upgrade(connection)
+    ROWS.metadata.create_all(engine)
+    yield lambda writers: Crowd(cluster, engine, tmp_path / "journal", writers)
+    engine.dispose()
+
+
+def test_a_broker_is_suspended_at_every_point_of_a_dual_write(crowd_of):
+    crowd = crowd_of(product(WRITING, ["aborts", "closes"]))
+    wrong = crowd.run()
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("goes_on", GOES_ON)
+def test_a_broker_is_suspended_at_every_point_whatever_its_writer_does_next(crowd_of, goes_on):
+    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING]])
+    wrong = crowd.run()
+    assert not wrong, "\n".join(wrong)
