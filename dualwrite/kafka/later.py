@@ -10,21 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-import kafka.errors as kafka_errors
-from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, describe_producers
 from dualwrite.kafka.routing import Leader, Partition, Topics
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.lost_decisions import Later
 
-_CHUNK_BYTES: Final = 1_048_576
-_NEWEST_VERSION_BY_NAME: Final = 12
-_AT_ONCE: Final = 16  # partitions: bounds the memory
 Sequenced = tuple[int, int]
 """An epoch and a sequence number: which record of a producer."""
 
@@ -137,8 +133,8 @@ def later_commits(
     scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
     pending = [scan for of_state in scans for scan in of_state]
     search = _Search(brokers, topics, deadline)
-    for start in range(0, len(pending), _AT_ONCE):
-        until_answered(pending[start : start + _AT_ONCE], search.go_on, deadline, "look for later transactions")
+    for start in range(0, len(pending), AT_ONCE):
+        until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, "look for later transactions")
     return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
 
 
@@ -165,7 +161,7 @@ class _Search:
         while reading := [scan for scan in leaders if scan not in answers]:
             if self._deadline.expired:
                 raise NotYet("there is more to read")
-            requests = [(leaders[scan].node, _fetch(scan, leaders[scan])) for scan in reading]
+            requests = [(leaders[scan].node, fetch(scan.place, leaders[scan], scan.position)) for scan in reading]
             for scan, response in zip(reading, self._brokers.exchange(requests, self._deadline), strict=True):
                 answer = _read(scan, response)
                 if answer is not None:
@@ -208,37 +204,10 @@ def _newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequen
 
 def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
     """Whether the partition is read to its end; None if there is more."""
-    if isinstance(response, NotYet):
-        return response
-    [partition] = response.responses[0].partitions
-    if kafka_errors.for_code(partition.error_code) is kafka_errors.OffsetOutOfRangeError:
+    partition = fetched(scan.place, response)
+    if partition is None:
         return True
-    why = verdict(partition.error_code, str(scan.place), f"Read on the topic {scan.first.topic!r}")
-    if why is not None:
-        return why
+    if isinstance(partition, NotYet):
+        return partition
     scan.read(MemoryRecords(partition.records or b""))
     return True if scan.done or scan.position >= partition.high_watermark else None
-
-
-def _fetch(scan: LaterScan, leader: Leader) -> Message:
-    partition = FetchRequest.FetchTopic.FetchPartition(
-        partition=scan.first.partition,
-        current_leader_epoch=leader.epoch,
-        fetch_offset=scan.position,
-        last_fetched_epoch=-1,
-        log_start_offset=-1,
-        partition_max_bytes=_CHUNK_BYTES,
-    )
-    return FetchRequest(
-        replica_id=-1,
-        max_wait_ms=0,
-        min_bytes=0,
-        max_bytes=_CHUNK_BYTES,
-        isolation_level=0,
-        session_id=0,
-        session_epoch=-1,
-        topics=[FetchRequest.FetchTopic(topic=scan.first.topic, partitions=[partition])],
-        forgotten_topics_data=[],
-        rack_id="",
-        max_version=_NEWEST_VERSION_BY_NAME,
-    )

@@ -15,14 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-import kafka.errors as kafka_errors
-from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.record.default_records import DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, until_answered
+from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, end_offsets, leader_epochs
 from dualwrite.kafka.routing import Leader, Partition, Topics
@@ -31,13 +30,8 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES: Final = 1_048_576
 _NEAR: Final = 2_000  # offsets: so little is read at once, instead of waiting for what others have open before it
 _ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however great
-_AT_ONCE: Final = 16  # partitions: bounds the memory
-_READ_UNCOMMITTED: Final = 0
-_READ_COMMITTED: Final = 1
-_NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which not every state has
 _FIRST_MAGIC_WITH_PRODUCERS: Final = 2
 
 
@@ -160,9 +154,9 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
     pending = [scan for of_state in scans for scan in of_state]
     what = "prove the outcome of " + (str(states[0]) if len(states) == 1 else f"{len(states)} transactions")
     proofs: dict[Scan, LogProof] = {}
-    for start in range(0, len(pending), _AT_ONCE):
+    for start in range(0, len(pending), AT_ONCE):
         search = _Search(brokers, topics, deadline)
-        proofs |= until_answered(pending[start : start + _AT_ONCE], search.go_on, deadline, what)
+        proofs |= until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, what)
     return [
         combined(state, {scan.place: proofs[scan] for scan in of_state})
         for state, of_state in zip(states, scans, strict=True)
@@ -205,9 +199,9 @@ def prove_now(
 
 def _answered_now(search: _Search, scans: Sequence[Scan]) -> dict[Scan, LogProof]:
     answers: dict[Scan, LogProof] = {}
-    for start in range(0, len(scans), _AT_ONCE):
+    for start in range(0, len(scans), AT_ONCE):
         try:
-            found = search.go_on(list(scans[start : start + _AT_ONCE]))
+            found = search.go_on(list(scans[start : start + AT_ONCE]))
         except NotYet as reason:
             logger.debug("no answer about the ends of transactions: %s", reason)
         else:
@@ -281,14 +275,11 @@ class _Search:
         return leaders
 
     def _read(self, scan: Scan, leader: Leader, response: Message | NotYet) -> LogProof | NotYet | None:
-        if isinstance(response, NotYet):
-            return response
-        [partition] = response.responses[0].partitions
-        if kafka_errors.for_code(partition.error_code) is kafka_errors.OffsetOutOfRangeError:
+        partition = fetched(scan.place, response)
+        if partition is None:
             return LogProof.UNKNOWABLE
-        why = verdict(partition.error_code, str(scan.place), f"Read on the topic {scan.first.topic!r}")
-        if why is not None:
-            return why
+        if isinstance(partition, NotYet):
+            return partition
         records = MemoryRecords(partition.records or b"")
         if not scan.glanced:
             proof = scan.glance(records, partition.aborted_transactions or ())
@@ -314,25 +305,6 @@ class _Search:
 
 
 def _fetch(scan: Scan, leader: Leader) -> Message:
-    chunk = _CHUNK_BYTES if scan.glanced else _ONE_BATCH
-    partition = FetchRequest.FetchTopic.FetchPartition(
-        partition=scan.first.partition,
-        current_leader_epoch=leader.epoch,
-        fetch_offset=scan.position,
-        last_fetched_epoch=-1,
-        log_start_offset=-1,
-        partition_max_bytes=chunk,
-    )
-    return FetchRequest(
-        replica_id=-1,
-        max_wait_ms=0,
-        min_bytes=0,
-        max_bytes=chunk,
-        isolation_level=_READ_UNCOMMITTED if scan.glanced else _READ_COMMITTED,
-        session_id=0,
-        session_epoch=-1,
-        topics=[FetchRequest.FetchTopic(topic=scan.first.topic, partitions=[partition])],
-        forgotten_topics_data=[],
-        rack_id="",
-        max_version=_NEWEST_VERSION_BY_NAME,
-    )
+    if scan.glanced:
+        return fetch(scan.place, leader, scan.position)
+    return fetch(scan.place, leader, scan.position, max_bytes=_ONE_BATCH, read_committed=True)
