@@ -22,13 +22,16 @@ from dualwrite.errors import (
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
+    from dualwrite.blocking import blocking_transactions
     from dualwrite.forgetting import ForgetReport, forget
+    from dualwrite.kafka.blocking import BlockingTransaction
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.recovery import RecoveryReport, recover
     from dualwrite.transaction import Transaction
     from dualwrite.writer import DualWriter
 
 __all__ = [
+    "BlockingTransaction",
     "CompletionPending",
     "ConfigurationError",
     "DatabaseWentBack",
@@ -47,16 +50,19 @@ __all__ = [
     "TransactionInDoubt",
     "TransactionalProducer",
     "Unavailable",
+    "blocking_transactions",
     "forget",
     "recover",
 ]
 
 _LAZY = {
+    "BlockingTransaction": "dualwrite.kafka.blocking",
     "DualWriter": "dualwrite.writer",
     "ForgetReport": "dualwrite.forgetting",
     "RecoveryReport": "dualwrite.recovery",
     "Transaction": "dualwrite.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",
+    "blocking_transactions": "dualwrite.blocking",
     "forget": "dualwrite.forgetting",
     "recover": "dualwrite.recovery",
 }

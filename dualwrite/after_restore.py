@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from dualwrite.deadline import Deadline
 from dualwrite.looking_back import lost_decisions, lost_detail
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.protocol.naming import is_drawn, parsed
 
 logger = logging.getLogger(__name__)
-
-_KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
-_OURS: Final = re.compile(r"[0-9a-f]{12}")
-"""A namespace as the rows have it: other programs' transactional ids have none."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +59,13 @@ def find_forgotten(
     by_id = {row.transactional_id: row for row in rows}
     found: dict[str, tuple[str, int, bool]] = {}
     for kafka_id in coordinator.list_ids("", deadline):
-        match = _KAFKA_ID.fullmatch(kafka_id)
-        if match is None:
+        if (named := parsed(kafka_id)) is None:
             continue
-        name, namespace, incarnation = match[1], match[2], int(match[3])
+        name, namespace, incarnation = named
         row = by_id.get(name)
         if row is not None and row.namespace == namespace and incarnation > row.incarnation:
             found[kafka_id] = (name, incarnation, True)
-        elif row is None and _OURS.fullmatch(namespace) and is_asked_for(name):
+        elif row is None and is_drawn(namespace) and is_asked_for(name):
             found[kafka_id] = (name, incarnation, False)
     views = coordinator.describe(found.keys(), deadline) if found else {}
     return [

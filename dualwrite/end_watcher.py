@@ -14,7 +14,7 @@ from dualwrite.kafka.ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.known_end import EndStep
 
 if TYPE_CHECKING:
-    from dualwrite.ports import TransactionCoordinator
+    from dualwrite.kafka.coordinator import KafkaCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,16 @@ class _Watched:
 class EndWatcher:
     """Asks for the ends of many lanes' transactions on one thread, all of them side by side.
 
+    It sees by the way where somebody else's open transaction holds back readers for seconds, and logs a warning.
+
     Args:
-        name: For the name of the thread.
+        name: The writer's.
         coordinator: Kafka; closed with the watcher.
         on_noted: Called after each end that was noted: there may be something to settle.
     """
 
-    def __init__(self, name: str, coordinator: TransactionCoordinator, on_noted: Callable[[], None]) -> None:
+    def __init__(self, name: str, coordinator: KafkaCoordinator, on_noted: Callable[[], None]) -> None:
+        self._name = name
         self._coordinator = coordinator
         self._on_noted = on_noted
         self._new: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
@@ -87,6 +90,7 @@ class EndWatcher:
             pause(wait_s)  # markers come a moment after the answer
             asked += self._taken(block=False)
             asked = self._asked_once(asked)
+            self._warn()
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         for watched in [*asked, *self._watched.values()]:
             watched.done.set()
@@ -118,6 +122,15 @@ class EndWatcher:
                 logger.exception("what was found out about the end of a transaction could not be noted")
             self._let_go([one])
         return again
+
+    def _warn(self) -> None:
+        """Say who holds back the readers of the partitions that this writer writes to: nobody tells them."""
+        try:
+            for one in self._coordinator.newly_held_back(Deadline(_LONGEST_ASK_S)):
+                if one.writer != self._name:
+                    logger.warning("%s: read_committed consumers are held back in %s", self._name, one)
+        except Exception as error:  # noqa: BLE001 - it is only a warning
+            logger.debug("not found out who holds back readers: %s", error)
 
     def _let_go(self, watched: list[_Watched]) -> None:
         for one in watched:

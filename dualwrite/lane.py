@@ -28,6 +28,7 @@ from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.handed_over import may_go_on
 from dualwrite.protocol.known_end import EndStep, PendingStep, next_pending_step
 from dualwrite.protocol.lost_decisions import contradiction
+from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.settling import settle
@@ -47,16 +48,6 @@ _PROVE_S: Final = 5.0
 """Kafka is asked for so long what became of a decided transaction, also where the time for its ending is over."""
 _KNOW_END_S: Final = 5.0
 """Bounds the wait for the end of a transaction before it is recorded as complete."""
-
-
-def lane_id(name: str, number: int) -> str:
-    """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
-    return name if number == 0 else f"{name}#{number}"
-
-
-def writer_of(transactional_id: str) -> str:
-    """The name of the writer that a lane belongs to."""
-    return transactional_id.partition("#")[0]
 
 
 def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.naming import kafka_id
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -51,7 +52,7 @@ class StateRow:
 
     def kafka_id(self, incarnation: int) -> str:
         """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
-        return f"{self.transactional_id}.{self.namespace}.{incarnation}"
+        return kafka_id(self.transactional_id, self.namespace, incarnation)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import DatabaseWentBack, Fenced
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.lane import lane_id, writer_of
 from dualwrite.looking import inspect
 from dualwrite.mismatch import gone_back, other_cluster
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.recovery_plan import IdStatus, Plan, describe
 from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from dualwrite.lane import writer_of
 from dualwrite.looking import Unsettled
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow
+from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.settle import SettleStep
 
 _MATTERS: Final = frozenset(

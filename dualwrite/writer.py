@@ -28,9 +28,10 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane, claim_lanes, lane_id
+from dualwrite.lane import Lane, claim_lanes
 from dualwrite.lanes import Lanes
 from dualwrite.losses import Losses, OnLoss
+from dualwrite.protocol.naming import lane_id
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema

@@ -12,6 +12,7 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka import ending, later, log
+from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, NotYet
@@ -59,6 +60,7 @@ class KafkaCoordinator:
         self._brokers = Brokers(config)
         self._coordinators = Coordinators(self._brokers)
         self._topics = Topics(self._brokers)
+        self._held_back = HeldBack()
 
     def __enter__(self) -> Self:
         return self
@@ -181,18 +183,27 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time, or one was still loading its part.
         """
+        found = {state.transactional_id for state in self._listed((), deadline)}
+        return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
 
-        def ask(_: list[None]) -> dict[None, list[str]]:
+    def _ids_of(self, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
+        """The Kafka ids of producer ids, as far as a coordinator shows them to us."""
+        return {state.producer_id: state.transactional_id for state in self._listed(producer_ids, deadline)}
+
+    def _listed(self, producer_ids: Collection[int], deadline: Deadline) -> Sequence[Message]:
+        request = ListTransactionsRequest(state_filters=[], producer_id_filters=list(producer_ids))
+
+        def ask(_: list[None]) -> dict[None, list[Message]]:
             nodes = self._brokers.nodes(deadline)
-            found = set()
-            for response in self._brokers.exchange([(node, _list_transactions()) for node in nodes], deadline):
+            found: list[Message] = []
+            for response in self._brokers.exchange([(node, request) for node in nodes], deadline):
                 if isinstance(response, NotYet):
                     raise response
                 why = verdict(response.error_code, "the list of transactions", "Describe on the transactional ids")
                 if why is not None:
                     raise why
-                found |= {state.transactional_id for state in response.transaction_states}
-            return {None: sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))}
+                found += response.transaction_states
+            return {None: found}
 
         return until_answered([None], ask, deadline, "list the transactional ids")[None]
 
@@ -287,7 +298,46 @@ class KafkaCoordinator:
         Raises:
             ConfigurationError: We may not read or describe a topic.
         """
-        return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on)
+        return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on, held_back=self._held_back)
+
+    def blocking(
+        self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
+    ) -> Sequence[BlockingTransaction]:
+        """The transactions that hold back the readers of these partitions; see :func:`dualwrite.kafka.blocking.find_blocking`.
+
+        Raises:
+            Unavailable: Not all leaders and coordinators answered in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return find_blocking(
+            [Place(*key) for key in partitions],
+            open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),
+            ids_of=lambda producer_ids: self._ids_of(producer_ids, deadline),
+            describe=lambda kafka_ids: self.describe(kafka_ids, deadline),
+            open_for_s=open_for_s,
+        )
+
+    def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
+        """What holds back the readers of partitions that :meth:`prove_now` has seen for some seconds: each transaction once.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`blocking`.
+        """
+        due = self._held_back.due()
+        if not due:
+            return ()
+        found = self.blocking([place.key for place in due], deadline, open_for_s=HELD_BACK_S)
+        return [one for one in found if one.first_offset == due[Place(one.topic, one.partition)]]
+
+    def partitions_of(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, int]:
+        """The number of partitions of each topic. A topic that does not exist is missing from the answer.
+
+        Raises:
+            Unavailable: The brokers did not answer in time.
+            ConfigurationError: We may not describe a topic.
+        """
+        found = self._find_topics(topics, deadline, fresh=True)
+        return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
         """What the logs show of each state's producer after it; see :func:`dualwrite.kafka.later.later_commits`.
@@ -334,7 +384,3 @@ def _describe_broker(node: int) -> Message:
         resource_type=_BROKER_RESOURCE, resource_name=str(node), configuration_keys=[_LONGEST_TIMEOUT]
     )
     return DescribeConfigsRequest(resources=[resource], include_synonyms=False, include_documentation=False)
-
-
-def _list_transactions() -> Message:
-    return ListTransactionsRequest(state_filters=[], producer_id_filters=[])

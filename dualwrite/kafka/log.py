@@ -20,6 +20,7 @@ from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.kafka.blocking import HeldBack
 from dualwrite.kafka.brokers import Brokers, until_answered
 from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.network import Message, NotYet
@@ -164,7 +165,13 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
 
 
 def prove_now(
-    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+    brokers: Brokers,
+    topics: Topics,
+    states: Sequence[PreparedTxnState],
+    deadline: Deadline,
+    *,
+    read_on: bool,
+    held_back: HeldBack,
 ) -> list[dict[Partition, LogProof | None]]:
     """What the log of each partition proves of each transaction now. Waits for nobody: who does not answer is missing.
 
@@ -177,13 +184,15 @@ def prove_now(
         deadline: Bounds the whole.
         read_on: Whether to read on where something is open before a transaction, also where the log is long from there.
             Otherwise that is ``OPEN``.
+        held_back: Told where the last stable offset of each partition is.
 
     Raises:
         ConfigurationError: We may not read or describe a topic.
     """
     scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
     asked = [scan for of_state in scans for scan in of_state]
-    answers = _answered_now(_Search(brokers, topics, deadline, read_on=read_on, fresh=False), asked)
+    search = _Search(brokers, topics, deadline, read_on=read_on, fresh=False, held_back=held_back)
+    answers = _answered_now(search, asked)
     # The topic may be another one by now than the one that was known.
     doubtful = {scan: replace(scan) for scan in asked if answers.get(scan) is LogProof.UNKNOWABLE}
     again = _answered_now(_Search(brokers, topics, deadline, read_on=read_on), list(doubtful.values()))
@@ -232,16 +241,25 @@ class _Search:
         deadline: Bounds the whole.
         read_on: Whether to read on where :meth:`Scan.glance` cannot tell; else that is ``OPEN``.
         fresh: Whether to ask for the leaders first: a topic may have been deleted and made again under its name.
+        held_back: Told where the last stable offset of each partition is.
     """
 
     def __init__(
-        self, brokers: Brokers, topics: Topics, deadline: Deadline, *, read_on: bool = True, fresh: bool = True
+        self,
+        brokers: Brokers,
+        topics: Topics,
+        deadline: Deadline,
+        *,
+        read_on: bool = True,
+        fresh: bool = True,
+        held_back: HeldBack | None = None,
     ) -> None:
         self._brokers = brokers
         self._topics = topics
         self._deadline = deadline
         self._read_on = read_on
         self._fresh = fresh
+        self._held_back = held_back
 
     def go_on(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
         """Read each partition until its proof is found, or something hinders it."""
@@ -282,6 +300,8 @@ class _Search:
             return partition
         records = MemoryRecords(partition.records or b"")
         if not scan.glanced:
+            if self._held_back is not None:
+                self._held_back.note(Place(*scan.place.key), partition.last_stable_offset, upto=scan.first.offset)
             proof = scan.glance(records, partition.aborted_transactions or ())
             near = partition.high_watermark - scan.first.offset < _NEAR
             return proof if proof is not None or self._read_on or near else LogProof.OPEN

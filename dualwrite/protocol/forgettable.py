@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dualwrite.protocol.naming import writer_of
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -34,11 +36,6 @@ def reason_to_keep(facts: Facts, untouched_for_s: float) -> str | None:
     if facts.untouched_for_s < untouched_for_s:
         return f"used {facts.untouched_for_s / 86400:.1f} days ago"
     return None
-
-
-def writer_of(transactional_id: str) -> str:
-    """The name of the writer, or of the pool, that an id belongs to: lanes and slots are ``name#number``."""
-    return transactional_id.partition("#")[0]
 
 
 def reasons_to_keep(facts: Mapping[str, Facts], untouched_for_s: float) -> Mapping[str, str]:

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
-from dualwrite import recover
+from dualwrite import DualWriter, blocking_transactions, recover
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
@@ -29,7 +30,31 @@ with DualWriter(f"{group}-0", kafka={"bootstrap.servers": servers}, engine=url) 
 """
 
 
-def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned(kafka, url, engine, dualwrite_topic):
+def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog):
+    """It writes to the same partitions, and warns of the dead member's transaction once."""
+
+    def warnings():
+        return [line for line in caplog.messages if "consumers are held back" in line]
+
+    deadline = time.monotonic() + 120
+    with DualWriter(f"other-{topic}", kafka=kafka, engine=engine) as writer:
+        while not warnings():
+            assert time.monotonic() < deadline
+            for partition in (0, 1):
+                with writer.transaction() as tx:
+                    tx.produce(topic, value="other", partition=partition)
+        for _ in range(3):
+            with writer.transaction() as tx:
+                tx.produce(topic, value="other")
+    [warning] = warnings()
+    assert f"held back in {topic}[" in warning
+    assert f"run `dualwrite recover {group}-0`" in warning
+    assert "open since 2" in warning
+
+
+def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned(
+    kafka, url, engine, dualwrite_topic, caplog
+):
     servers, group = kafka["bootstrap.servers"], f"group-{dualwrite_topic}"
     producer = Producer(kafka)
     producer.produce(dualwrite_topic, value="payment", partition=0)
@@ -40,6 +65,10 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
         check=False,
     )
     assert dead.returncode == -signal.SIGKILL
+    expect_a_warning_of_a_writer(kafka, engine, dualwrite_topic, group, caplog)
+    found = blocking_transactions(kafka, topics=[dualwrite_topic], group=group)
+    assert {one.topic for one in found} == {dualwrite_topic, "__consumer_offsets"}
+    assert {one.writer for one in found} == {f"{group}-0"}
 
     stalled = []
 
@@ -51,6 +80,7 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
         # What the group has taken from a dead member is as old as the session's time-out; living members are younger.
         report = recover(prefix=f"{group}-", kafka=kafka, engine=engine, open_for_s=5)
         assert report.settled
+        assert blocking_transactions(kafka, topics=[dualwrite_topic], group=group, open_for_s=0) == []
 
     settings = {
         "group.id": group,
@@ -61,7 +91,7 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
     consumer = Consumer({"bootstrap.servers": servers, **settings})
     consumer.subscribe([dualwrite_topic], on_assign=assigned)
     try:
-        while (message := consumer.poll(1.0)) is None or message.error() is not None:
+        while (message := consumer.poll(1.0)) is None or message.error() is not None or message.partition() != 0:
             pass
         assert message.value() == b"payment"
         assert stalled

@@ -21,8 +21,9 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane, claim_lanes, lane_id
+from dualwrite.lane import Lane, claim_lanes
 from dualwrite.losses import Losses
+from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery import recover_rows
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import (

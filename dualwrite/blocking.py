@@ -1,0 +1,74 @@
+"""What holds back a consumer: open transactions in its topics, and in the offsets of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from typing import Final
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+
+_OFFSETS: Final = "__consumer_offsets"
+_SIGN_BIT: Final = 0x8000_0000
+
+
+def blocking_transactions(
+    kafka: Mapping[str, object],
+    *,
+    topics: Collection[str] = (),
+    group: str | None = None,
+    open_for_s: float = HELD_BACK_S,
+    timeout_s: float = 30.0,
+) -> Sequence[BlockingTransaction]:
+    """The open transactions that hold back ``read_committed`` consumers, for a consumer that waits and is not told why.
+
+    May be called at any time; it changes nothing.
+
+    Args:
+        kafka: librdkafka configuration.
+        topics: The topics that the consumer reads.
+        group: Its group: its committed offsets are held back by transactions with offsets in them. Another group whose
+            offsets lie in the same partition of ``__consumer_offsets`` may be meant as well.
+        open_for_s: Leave out transactions that began less than this many seconds ago: their owners are at work.
+        timeout_s: Bounds the whole, in seconds.
+
+    Returns:
+        One entry for each transaction and partition. As text, each says whose it is, since when it is open, and what to do.
+
+    Raises:
+        ConfigurationError: A topic does not exist, or a right is missing: Read on the topics, and with ``group`` on
+            ``__consumer_offsets``.
+        Unavailable: The brokers did not answer in time.
+
+    Source: KIP-664, ``DescribeProducers``, ``ListTransactions``, ``DescribeTransactions``.
+    """
+    deadline = Deadline(timeout_s)
+    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+        asked = {*topics, _OFFSETS} if group is not None else set(topics)
+        counts = coordinator.partitions_of(asked, deadline)
+        if missing := sorted(set(topics) - counts.keys()):
+            raise ConfigurationError(f"there is no topic {', '.join(map(repr, missing))}")
+        places = [(topic, partition) for topic in topics for partition in range(counts[topic])]
+        if group is not None and _OFFSETS in counts:  # made with the first group's first offset
+            places.append((_OFFSETS, offsets_partition(group, counts[_OFFSETS])))
+        return coordinator.blocking(places, deadline, open_for_s=open_for_s)
+
+
+def offsets_partition(group: str, partitions: int) -> int:
+    """The partition of ``__consumer_offsets`` that holds a group's offsets: Java's ``String.hashCode``, as brokers use it.
+
+    Args:
+        group: The ``group.id``.
+        partitions: How many partitions ``__consumer_offsets`` has.
+    """
+    encoded = group.encode("utf-16-be")
+    hashed = 0
+    for high, low in zip(encoded[::2], encoded[1::2], strict=True):
+        hashed = (31 * hashed + (high << 8 | low)) & 0xFFFF_FFFF
+    if hashed == _SIGN_BIT:
+        return 0  # the least integer has no absolute value
+    return (hashed if hashed < _SIGN_BIT else (1 << 32) - hashed) % partitions

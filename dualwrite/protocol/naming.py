@@ -1,0 +1,35 @@
+"""How a writer, its lanes and their incarnations are named, in the database and in Kafka."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{12}")
+
+
+def lane_id(name: str, number: int) -> str:
+    """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
+    return name if number == 0 else f"{name}#{number}"
+
+
+def writer_of(transactional_id: str) -> str:
+    """The name of the writer, or of the pool, that an id belongs to: lanes and slots are ``name#number``."""
+    return transactional_id.partition("#")[0]
+
+
+def kafka_id(transactional_id: str, namespace: str, incarnation: int) -> str:
+    """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
+    return f"{transactional_id}.{namespace}.{incarnation}"
+
+
+def parsed(name: str) -> tuple[str, str, int] | None:
+    """The transactional id, namespace and incarnation of a Kafka ``transactional.id``; None if it has another form."""
+    match = _KAFKA_ID.fullmatch(name)
+    return None if match is None else (match[1], match[2], int(match[3]))
+
+
+def is_drawn(namespace: str) -> bool:
+    """Whether a namespace looks like one that the library has drawn: other programs' transactional ids have none."""
+    return _NAMESPACE.fullmatch(namespace) is not None
