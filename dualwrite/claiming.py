@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from dualwrite.deadline import Deadline
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import TransactionStatus
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.protocol.naming import lane_id
+from dualwrite.settling import settle
 
 logger = logging.getLogger(__name__)
 
@@ -86,3 +89,34 @@ def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow]
             raise gone_back(
                 f"Kafka already knows {kafka_id}, which the database is only now making", row.transactional_id
             )
+
+
+def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
+    """Claim and settle the first lane, then every other that has a row: from then on the former owner can add none.
+
+    Args:
+        ground: The servers.
+        name: The writer's transactional id.
+        count: How many lanes there are to be at least.
+        deadline: Bounds the whole.
+
+    Returns:
+        The rows by id, claimed and settled.
+
+    Raises:
+        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim goes on.
+        ConfigurationError, Fenced, Unavailable: As claiming and settling.
+    """
+    rows = {row.transactional_id: row for row in claim_rows(ground, [name], deadline)}
+    others = [
+        row.transactional_id
+        for row in ground.store.find(f"{name}#")
+        if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(name) + 1 :])
+    ]
+    if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
+        guard = (name, rows[name].incarnation)
+        rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
+    report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+    failpoints.hit("claim.settled")
+    report.raise_losses()
+    return rows

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.claiming import Ground, claim_rows
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline
 from dualwrite.errors import (
-    CompletionPending,
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
@@ -26,14 +24,14 @@ from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.handed_over import may_go_on
-from dualwrite.protocol.known_end import EndStep, PendingStep, next_pending_step
+from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lost_decisions import contradiction
-from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.producer_life import ProducerState
 from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.settling import settle
 from dualwrite.telling import note_told
 from dualwrite.turns import NoTurn, Turns
+from dualwrite.unanswered import prove_committed
 
 if TYPE_CHECKING:
     from dualwrite.end_watcher import EndWatcher
@@ -43,42 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 _PROVE_S: Final = 5.0
 """Kafka is asked for so long what became of a decided transaction, also where the time for its ending is over."""
 _KNOW_END_S: Final = 5.0
 """Bounds the wait for the end of a transaction before it is recorded as complete."""
-
-
-def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
-    """Claim and settle the first lane, then every other that has a row: from then on the former owner can add none.
-
-    Args:
-        ground: The servers.
-        name: The writer's transactional id.
-        count: How many lanes there are to be at least.
-        deadline: Bounds the whole.
-
-    Returns:
-        The rows by id, claimed and settled.
-
-    Raises:
-        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim goes on.
-        ConfigurationError, Fenced, Unavailable: As claiming and settling.
-    """
-    rows = {row.transactional_id: row for row in claim_rows(ground, [name], deadline)}
-    others = [
-        row.transactional_id
-        for row in ground.store.find(f"{name}#")
-        if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(name) + 1 :])
-    ]
-    if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
-        guard = (name, rows[name].incarnation)
-        rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
-    report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
-    failpoints.hit("claim.settled")
-    report.raise_losses()
-    return rows
 
 
 class Lane:
@@ -296,61 +262,13 @@ class Lane:
             logger.warning("%s: not settled: %s", self.transactional_id, error)
             self.discard()
             try:
-                self._complete_by_proof(state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
+                prove_committed(self._ground, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
             except DualWriteError as found:
                 raise found from cause
             return
         for loss in report.losses:
             if loss.row.prepared == state:
                 raise loss.as_error() from cause
-
-    def _complete_by_proof(self, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError) -> None:
-        """Ask Kafka what became of a transaction that could not be settled, by reading alone.
-
-        Another owner may have claimed the id; being fenced says nothing about the outcome. Or a server does not answer.
-        """
-        coordinator, kafka_id = self._ground.coordinator, self.row.kafka_id(state.incarnation or 0)
-        view = None
-        wait_s = _FIRST_WAIT_S
-        try:
-            while (step := next_pending_step(coordinator.prove([state], deadline)[0], view, state)) is PendingStep.LOOK:
-                if view is not None:
-                    pause(min(wait_s, deadline.remaining_s()))
-                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-                view = coordinator.describe([kafka_id], deadline)[kafka_id]
-                if deadline.expired:
-                    raise self._pending(str(unsettled), known=False)
-        except CompletionPending:
-            raise
-        except DualWriteError as error:
-            raise self._pending(f"{unsettled}; {error}", known=False) from error
-        if step is PendingStep.PENDING:
-            raise self._pending(str(unsettled), known=True)
-        if step is not PendingStep.COMMITTED:
-            raise self._recorded(state, Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE)
-
-    def _recorded(self, state: PreparedTxnState, outcome: Outcome) -> DualWriteError:
-        lost = outcome is Outcome.LOST
-        known = "aborted by the broker" if lost else "its records are no longer in the log"
-        detail = f"decided by the database; {known}"
-        try:
-            self._ground.store.record_outcomes([(replace(self.row, prepared=state), outcome, detail)])
-        except DualWriteError:
-            logger.exception("%s: the next settling records it: %s of %s", self.transactional_id, detail, state)
-        kind = DecidedTransactionLost if lost else OutcomeUnverifiable
-        return kind(detail, transactional_id=self.transactional_id, state=str(state))
-
-    def _pending(self, why: str, *, known: bool) -> CompletionPending:
-        if known:
-            what = f"the database has committed, and Kafka has not yet: {why}"
-            return CompletionPending(what, transactional_id=self.transactional_id)
-        error = CompletionPending(
-            f"the database has committed, and what Kafka did is not known: {why}",
-            transactional_id=self.transactional_id,
-            next_step="do not run the work again: settling completes it, or finds and records that it is lost",
-        )
-        error.outcome = "unknown"
-        return error
 
     def _renew(self, deadline: Deadline) -> SettleReport:
         """Throw the producer away and claim anew, unless another owner has taken over."""

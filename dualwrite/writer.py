@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from dualwrite import entered
 from dualwrite.block import dual_write, session_of_block
-from dualwrite.claiming import Ground, unique_owner
+from dualwrite.claiming import Ground, claim_lanes, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.end_watcher import EndWatcher
 from dualwrite.errors import (
@@ -28,7 +28,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane, claim_lanes
+from dualwrite.lane import Lane
 from dualwrite.lanes import Lanes
 from dualwrite.losses import Losses, OnLoss
 from dualwrite.protocol.naming import lane_id

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dualwrite.block import Ending, dual_write
-from dualwrite.claiming import Ground
+from dualwrite.claiming import Ground, claim_lanes
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
@@ -21,7 +21,7 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane, claim_lanes
+from dualwrite.lane import Lane
 from dualwrite.losses import Losses
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery import recover_rows

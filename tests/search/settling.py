@@ -66,7 +66,7 @@ class Settling(Step):
         self.go(f"claims incarnation {mine}, and the answer is lost", again, claimed, spends="claim")
 
     def fenced_renewal(self) -> None:
-        """The row has another owner. What is decided is then proved by the log: ``Lane._complete_by_proof``."""
+        """The row has another owner. What is decided is then proved by the log: ``dualwrite.unanswered``."""
         if self.p.write is not WriteState.DECIDED:
             self.go("finds another owner and stops", DONE)
             return

@@ -106,7 +106,8 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("decided_owner_dead", "transaction stays open|shows"))
 def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
     """A new owner begins without settling what former owners have left."""
-    patch.setattr(lane, "settle", lambda *_, **__: SettleReport())
+    for module in (claiming, lane):
+        patch.setattr(module, "settle", lambda *_, **__: SettleReport())
 
 
 @mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))

@@ -1,0 +1,85 @@
+"""A decided transaction of one's own whose commit was not answered, and that could not be settled either."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from dualwrite.claiming import Ground
+from dualwrite.deadline import Deadline, pause
+from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from dualwrite.observations import Outcome
+from dualwrite.ports import StateRow
+from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.known_end import PendingStep, next_pending_step
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
+
+
+def prove_committed(
+    ground: Ground, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
+) -> None:
+    """Ask Kafka what became of a transaction that could not be settled, by reading alone. Returns if it is committed.
+
+    Another owner may have claimed the id; being fenced says nothing about the outcome. Or a server does not answer.
+
+    Args:
+        ground: The servers.
+        row: The row as its owner knows it.
+        state: The transaction.
+        deadline: Bounds the asking.
+        unsettled: Why it could not be settled, for people.
+
+    Raises:
+        CompletionPending: It will be committed by whoever settles next, or that is not known.
+        DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more. It is recorded.
+    """
+    kafka_id = row.kafka_id(state.incarnation or 0)
+    view = None
+    wait_s = _FIRST_WAIT_S
+    try:
+        while (
+            step := next_pending_step(ground.coordinator.prove([state], deadline)[0], view, state)
+        ) is PendingStep.LOOK:
+            if view is not None:
+                pause(min(wait_s, deadline.remaining_s()))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            view = ground.coordinator.describe([kafka_id], deadline)[kafka_id]
+            if deadline.expired:
+                raise _pending(row, str(unsettled), known=False)
+    except CompletionPending:
+        raise
+    except DualWriteError as error:
+        raise _pending(row, f"{unsettled}; {error}", known=False) from error
+    if step is PendingStep.PENDING:
+        raise _pending(row, str(unsettled), known=True)
+    if step is not PendingStep.COMMITTED:
+        outcome = Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE
+        raise _recorded(ground, replace(row, prepared=state), outcome)
+
+
+def _recorded(ground: Ground, row: StateRow, outcome: Outcome) -> DualWriteError:
+    lost = outcome is Outcome.LOST
+    known = "aborted by the broker" if lost else "its records are no longer in the log"
+    detail = f"decided by the database; {known}"
+    try:
+        ground.store.record_outcomes([(row, outcome, detail)])
+    except DualWriteError:
+        logger.exception("%s: the next settling records it: %s of %s", row.transactional_id, detail, row.prepared)
+    kind = DecidedTransactionLost if lost else OutcomeUnverifiable
+    return kind(detail, transactional_id=row.transactional_id, state=str(row.prepared))
+
+
+def _pending(row: StateRow, why: str, *, known: bool) -> CompletionPending:
+    if known:
+        what = f"the database has committed, and Kafka has not yet: {why}"
+        return CompletionPending(what, transactional_id=row.transactional_id)
+    error = CompletionPending(
+        f"the database has committed, and what Kafka did is not known: {why}",
+        transactional_id=row.transactional_id,
+        next_step="do not run the work again: settling completes it, or finds and records that it is lost",
+    )
+    error.outcome = "unknown"
+    return error
