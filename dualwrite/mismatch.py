@@ -18,7 +18,7 @@ def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -
 def gone_back(
     seen: str, transactional_id: str, forgotten: str | None = None, *, recorded: bool = False
 ) -> DatabaseWentBack:
-    """The database has forgotten what it had committed.
+    """The database has forgotten what it had committed, or Kafka has followed a copy of it.
 
     Args:
         seen: What shows it.
@@ -27,15 +27,15 @@ def gone_back(
         recorded: Whether that is an incident in the database by now, so that the next opening of the writer goes on.
     """
     next_step = (
-        "messages newer than the database's state are visible in Kafka: compare both; it is recorded as an incident, and the "
-        "next opening of the writer goes on"
+        "messages newer than the database's state are visible in Kafka: stop what uses a copy, compare both; it is recorded "
+        "as an incident, and the next opening of the writer goes on"
         if recorded
-        else "messages newer than the database's state may be visible in Kafka: compare both, then run "
-        "`dualwrite recover --after-restore`"
+        else "messages newer than the database's state may be visible in Kafka: stop what uses a copy, compare both, "
+        "then run `dualwrite recover --after-restore`"
     )
     return DatabaseWentBack(
-        f"{seen}: the database has gone back in time (restored from a backup, cloned, or failed over to a copy that was "
-        "behind)",
+        f"{seen}: the database has gone back in time (restored from a backup, or failed over to a copy that was behind), "
+        "or a copy of it is in use beside it",
         transactional_id=transactional_id,
         next_step=next_step,
         state=forgotten,

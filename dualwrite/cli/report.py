@@ -39,7 +39,7 @@ def report_console() -> Console:
 def will_do(item: IdStatus) -> str:
     """What settling would do with it, in words."""
     if item.claim_lost:
-        return "nothing: the database has gone back in time; compare both, then recover --after-restore"
+        return "nothing: the database has gone back in time, or a copy is in use; compare both, then recover --after-restore"
     in_kafka = _will_do_in_kafka(item)
     if item.went_back is not None:
         return f"report that the database has gone back in time; {in_kafka}"
