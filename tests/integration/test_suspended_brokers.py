@@ -8,6 +8,7 @@ transactions complete. Then it comes back, with these transactions open, and the
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -157,17 +158,16 @@ class Crowd:
     def dying_at(self, point):
         return self._armed(point, self._die)
 
+    @contextmanager
     def _armed(self, point, does):
-        here = self._here
-
-        class Armed:
-            def __enter__(self):
-                here.point, here.does = point, does
-
-            def __exit__(self, *_):
-                here.point = None
-
-        return Armed()
+        self._here.point, self._here.does = point, does
+        try:
+            yield
+        finally:
+            # A thread of its own has passed it, or nobody: nobody is waited for.
+            if self._here.point is not None and does == self._wait:
+                self._arrived.release()
+            self._here.point = None
 
     def passed(self, name):
         if getattr(self._here, "point", None) == name:
