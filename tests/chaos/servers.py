@@ -103,7 +103,8 @@ class Servers:
         """SIGSTOP a broker, and SIGCONT: every other time only when its partitions have no leader any more."""
         with self._broker_away, self._outage():
             turn = next(self._suspended)
-            broker = self._broker(turn)
+            leaders = sorted(set(self._leaders())) or [1]
+            broker = None if self.brokers == 1 else leaders[turn // 2 % len(leaders)]
             self.kafka.suspend(broker)
             try:
                 if self.brokers > 1 and turn % 2:
