@@ -100,9 +100,9 @@ class Writer:
 
     def die(self):
         """As by SIGKILL: nothing is recorded, and nobody keeps house."""
-        self._writer._lanes._closing.set()
-        for lane in self._writer._lanes._all:
-            lane.discard()
+        for place in self._writer._lanes._turns.places:
+            place.thing.given_up = True
+            place.thing.lane.discard()
 
     def _write(self, *, aborts=False, partitions=(0, 1)):
         self._made += 1
@@ -188,7 +188,9 @@ class Crowd:
         with failpoints.watched(self.passed), ThreadPoolExecutor(len(self.writers)) as threads:
             under_way = [threads.submit(writer.until_suspended) for writer in self.writers]
             for _ in self.writers:
-                assert self._arrived.acquire(timeout=PATIENCE_S)
+                wait_until(
+                    lambda: self._arrived.acquire(timeout=1) or [one.result() for one in under_way if one.done()]
+                )
             self.cluster.suspend(SUSPENDED)
             try:
                 wait_until(lambda: self._leader() == -1)

@@ -74,12 +74,12 @@ def peak_mib() -> int:
 def keep(kind: str, name: str, found: Found, **more: Any) -> None:
     """Add it to what is known, and write the page anew."""
     seen: dict[str, Any] = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
-    kept = asdict(found) | {"seconds": round(found.seconds, 1)} | more
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    kept = asdict(found) | {"seconds": round(found.seconds, 1), "date": today} | more
     seen.setdefault(kind, {})[name] = kept
     seen["machine"] = (
         f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     )
-    seen["date"] = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     FIGURES.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n", "utf-8")
     PAGE.write_text(render(seen), "utf-8")
 

@@ -91,8 +91,8 @@ def render(seen: Mapping[str, Any]) -> str:
         HEAD,
         "## The product",
         "",
-        "| what | bounds | states | steps | longest | seconds | verdict |",
-        "|---|---|--:|--:|--:|--:|---|",
+        "| what | bounds | states | steps | longest | seconds | date | verdict |",
+        "|---|---|--:|--:|--:|--:|---|---|",
     ]
     lines += [_run(name, runs[name]) for name in CONFIGURATIONS if name in runs]
     peak_mib = max((run["peak_mib"] for run in runs.values()), default=0)
@@ -101,7 +101,7 @@ def render(seen: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"{total:,} states in all. *Longest*: steps to the state that is farthest away. Run by `make search`: one process, at most "
-        f"{peak_mib / 1024:.1f} GiB, {seen['date']}, {seen['machine']}, other work beside it.",
+        f"{peak_mib / 1024:.1f} GiB, {seen['machine']}, other work beside it.",
         "",
         TOGETHER,
         *(_saved(CONFIGURATIONS[name].sentence, run) for name, run in runs.items() if run["entire"]),
@@ -129,7 +129,7 @@ def _run(name: str, run: Mapping[str, Any]) -> str:
     verdict = run["wrong"] or ("nothing wrong" if run["whole"] else "not finished, nothing wrong so far")
     return (
         f"| {configuration.sentence} | {_bounds(configuration.bounds)} | {run['states']:,} | {run['steps']:,} | {run['depth']} | "
-        f"{run['seconds']:,.0f} | {verdict} |"
+        f"{run['seconds']:,.0f} | {run['date']} | {verdict} |"
     )
 
 
