@@ -1,5 +1,6 @@
 """A database that loses its last commits while its owner lives, as after an asynchronous failover, is found out."""
 
+import secrets
 import shutil
 
 import pytest
@@ -201,8 +202,9 @@ def test_what_was_aborted_since_is_no_sign_of_it(kafka, engine, dualwrite_topic,
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(kafka, engine, dualwrite_topic, orders):
     """A lane, and a writer, whose row the database has forgotten: no row leads to their Kafka ids."""
-    DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
-    left = {f"{name}.{'0123456789ab'}.1" for name in ("orders#1", "younger", "another")}
+    tag = secrets.token_hex(4)  # other tests' ids stand on the same brokers, as those of another database do
+    DualWriter(f"orders-{tag}", kafka=kafka, engine=engine, max_lanes=1).open()
+    left = {f"{name}.{'0123456789ab'}.1" for name in (f"orders-{tag}#1", f"younger-{tag}", f"another-{tag}")}
     owners = [Producer({**kafka, "transactional.id": kafka_id}) for kafka_id in sorted(left)]
     for owner in owners:
         owner.init_transactions(120)
@@ -210,9 +212,9 @@ def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(k
         owner.produce(dualwrite_topic, "undecided", partition=0)
         owner.flush()
     seen = [
-        recover("orders", kafka=kafka, engine=engine, after_restore=True),
-        recover("younger", kafka=kafka, engine=engine, after_restore=True),
-        recover(prefix="ano", kafka=kafka, engine=engine, after_restore=True),
+        recover(f"orders-{tag}", kafka=kafka, engine=engine, after_restore=True),
+        recover(f"younger-{tag}", kafka=kafka, engine=engine, after_restore=True),
+        recover(prefix=f"another-{tag[:4]}", kafka=kafka, engine=engine, after_restore=True),
     ]
     told = {(one.kafka_id, one.status, one.has_row, one.settled) for report in seen for one in report.forgotten}
     assert told == {(kafka_id, TransactionStatus.ONGOING, False, True) for kafka_id in left}

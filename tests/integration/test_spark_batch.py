@@ -228,8 +228,7 @@ def test_of_two_attempts_at_rows_with_a_primary_key_one_wins(spark, numbers):
     numbers.verify()
 
 
-def test_a_lost_lease_harms_nothing(spark, numbers):
-    """Somebody takes the slot of a running task: the task is fenced, and its next attempt writes."""
+def test_another_driver_of_the_batch_takes_over_from_a_running_task(spark, numbers):
     df = numbered(spark, partitions=1)
     rows = df.collect()
     settings = SinkOptions(**numbers.settings)
@@ -240,12 +239,17 @@ def test_a_lost_lease_harms_nothing(spark, numbers):
         def batches():
             yield from row_batches(rows, df.schema, task.layout)
             with BatchJob(settings, "1"):
-                pass  # a second driver of the same batch settles what tasks of it hold
+                pass  # it settles what tasks of the batch hold, and gives their run up
 
         with pytest.raises((Fenced, TransactionAborted)):
             write_partition(task, 0, 0, batches())
         numbers.verify(0)
-        assert write_partition(task, 0, 1, row_batches(rows, df.schema, task.layout)).written
+        with pytest.raises(Fenced, match="was given up"):
+            write_partition(task, 0, 1, row_batches(rows, df.schema, task.layout))
+    with BatchJob(settings, "1") as other:
+        task = other.plan(df.schema)
+        other.begin(1)
+        assert write_partition(task, 0, 0, row_batches(rows, df.schema, task.layout)).written
     numbers.verify()
 
 
