@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.databases import Database, prepare
-from sqlalchemy import Connection
+from sqlalchemy import Connection, create_engine
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.stores.state import SqlStateStore
@@ -115,8 +116,7 @@ def test_an_exhausted_pool_is_unavailable(postgres: Database) -> None:
 
 
 def test_a_driver_that_is_not_supported_is_refused(postgres: Database) -> None:
-    from sqlalchemy import create_mock_engine
-
-    engine: Any = create_mock_engine("postgresql+pg8000://", lambda *_: None)
+    driver = SimpleNamespace(paramstyle="format", __version__="1.31.2")  # as if it were installed
+    engine = create_engine("postgresql+pg8000://", module=driver)
     with pytest.raises(ConfigurationError, match="psycopg"):
         SqlStateStore(engine)

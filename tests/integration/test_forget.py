@@ -65,7 +65,7 @@ def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, 
     assert report.forgotten == []
     assert "recover" in report.kept["case"]
     assert report.unsettled == ["case"]
-    recover(kafka=kafka, engine=engine)
+    recover(kafka=kafka, engine=engine, open_for_s=0)
     age(engine)
     assert forget(kafka=kafka, engine=engine).kept == {}
     assert {record.value for record in read_committed(kafka, dualwrite_topic)}

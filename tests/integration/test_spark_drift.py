@@ -8,6 +8,7 @@ from harness.spark_source import LEGS, nothing_is_left, write_by
 
 from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.stores.ledger import WHOLE_BATCH
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -45,7 +46,8 @@ def test_a_type_that_loses_digits_refuses_what_was_staged(spark, numbers):
         "ALTER TABLE numbers ALTER id TYPE numeric(10, -1); RETURN NEW; END $$"
     )
     numbers.execute(
-        "CREATE TRIGGER alter_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION alter_it()"
+        "CREATE TRIGGER alter_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW "
+        f"WHEN (NEW.partition_id = {WHOLE_BATCH}) EXECUTE FUNCTION alter_it()"
     )
     with pytest.raises(SPARKS_ERRORS, match=r"'id' .* was bigint .* numeric\(10,-1\)"):
         write_by(numbers, numbered(spark), "staging")
