@@ -47,6 +47,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "slot.leased": "a slot is leased",
     "slot.released": "a slot is given back",
     "ledger.checked": "the ledger has no row for this partition",
+    "ledger.begun": "the row that says what a batch is for is inserted, not committed",
     "ledger.inserted": "the ledger row is inserted, not committed",
     "spark.task_started": "a Spark task begins",
     "spark.rows_copied": "a Spark task has sent all rows to the database",

@@ -206,6 +206,7 @@ class Ledger:
         entry = next_entry(recorded, destination)
         if entry is Entry.FIRST:
             if connection.execute(first).one_or_none() is not None:
+                failpoints.hit("ledger.begun")
                 return
             recorded = self._recorded(connection, bound)  # another run was faster
             entry = next_entry(recorded, destination)

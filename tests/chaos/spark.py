@@ -28,8 +28,8 @@ from dualwrite.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
 from dualwrite.sinks.spark import job, write_batch
 
-DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.inserted"]
-NOT_IN_A_TASK = {"write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}
+DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.begun"]
+NOT_IN_A_TASK = {"ledger.begun", "write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}
 TASK = [
     name
     for name in FAILPOINTS

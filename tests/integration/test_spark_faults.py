@@ -24,7 +24,7 @@ def drivers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "point", ["ledger.inserted", "spark.driver_done", pytest.param("spark.driver_started", marks=pytest.mark.thorough)]
+    "point", ["ledger.begun", "spark.driver_done", pytest.param("spark.driver_started", marks=pytest.mark.thorough)]
 )
 def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numbers, drivers, point):
     drivers.run(do="batch", settings=numbers.settings, failpoint=point, ends_with=-signal.SIGKILL)

@@ -18,6 +18,7 @@ from pyspark.sql import functions
 
 from dualwrite.recovery import status
 from dualwrite.sinks.spark import register
+from dualwrite.stores.ledger import WHOLE_BATCH
 
 
 def thorough(*points):
@@ -170,7 +171,8 @@ def test_an_emptied_staging_table_fails_the_batch(spark, numbers, write):
         "EXECUTE format('TRUNCATE %I', name); END LOOP; RETURN NEW; END $$"
     )
     numbers.execute(
-        "CREATE TRIGGER empty_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW EXECUTE FUNCTION empty_it()"
+        "CREATE TRIGGER empty_it BEFORE INSERT ON dualwrite_ledger FOR EACH ROW "
+        f"WHEN (NEW.partition_id = {WHOLE_BATCH}) EXECUTE FUNCTION empty_it()"
     )
     with pytest.raises(SPARKS_ERRORS, match="holds 0 rows of 250"):
         write(numbered(spark), batchId="1")
