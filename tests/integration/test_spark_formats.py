@@ -78,12 +78,12 @@ def registry():
 
 def written(df, way, **settings):
     if way == "write_batch":
-        write_batch(df, batch_id="1", **settings)
+        write_batch(df, batch_id=way, **settings)
     elif way == "data source":
         register(df.sparkSession)
-        df.write.format("dualwrite").mode("append").options(**options_of(settings)).option("batchId", "1").save()
+        df.write.format("dualwrite").mode("append").options(**options_of(settings)).option("batchId", way).save()
     else:
-        df.foreachPartition(foreach_partition(df, batch_id="1", **settings))
+        df.foreachPartition(foreach_partition(df, batch_id=way, **settings))
 
 
 def with_registry(case, registry, value_format, **more):
