@@ -56,7 +56,7 @@ def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_p
     directory.mkdir()
     case = Case(directory, kafka, bouncer.url, dualwrite_topic)
     case.run(failpoint="write.decided:2", killed=True)
-    assert recover(kafka=kafka, engine=bouncer.url).rolled_forward == ["case"]
+    assert recover("case", kafka=kafka, engine=bouncer.url).rolled_forward == ["case"]
     assert case.verify() == {"w1-0", "w1-1"}
 
 

@@ -298,4 +298,4 @@ def test_spark_shows_which_batch_a_job_belongs_to(spark, numbers, own):
 
 def test_every_fail_point_of_the_sink_is_tested():
     names = {name for name in failpoints.FAILPOINTS if name.startswith(("spark.", "slot.", "ledger."))}
-    assert names <= {*TASK_POINTS, "spark.driver_started", "spark.driver_done"}
+    assert names <= {*TASK_POINTS, "ledger.begun", "spark.driver_started", "spark.driver_done"}

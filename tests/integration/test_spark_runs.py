@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
 from dualwrite.sinks.spark.spark_jobs import SparkJobs
 from dualwrite.stores.runs import Runs
+from dualwrite.stores.slots import SlotPool
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])
@@ -63,11 +64,22 @@ def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("slot_is_taken", [False, True])
 @pytest.mark.parametrize("job", ["staging", "prepared"], indirect=True)
-def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(numbers, job, monkeypatch):
-    """The task was let through, and its transaction is not prepared or committed yet: nobody could see what it leaves."""
-    waits, real_replace, real_require = threading.Event(), Runs.replace, Runs.require
+def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(
+    numbers, job, slot_is_taken, monkeypatch
+):
+    """The task was let through, and its transaction is not prepared or committed yet: nobody could see what it leaves.
+
+    When the task then keeps its slot for the driver, the job may have taken it already.
+    """
+    waits, real_replace, real_require, real_keep = threading.Event(), Runs.replace, Runs.require, SlotPool.keep
     failing = threading.Thread(target=job.fail)
+
+    def keep(self, *args):
+        if slot_is_taken:
+            failing.join(PATIENCE_S)
+        return real_keep(self, *args)
 
     def replace(self, sink, name):
         run = real_replace(self, sink, name)
@@ -86,10 +98,12 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     passed = []
     monkeypatch.setattr(Runs, "replace", replace)
     monkeypatch.setattr(Runs, "require", require)
-    handed_over = job.run_task()
+    monkeypatch.setattr(SlotPool, "keep", keep)
+    with pytest.raises(Fenced, match="no longer holds the slot") if slot_is_taken else suppress(Fenced):
+        assert job.run_task() is not None
     failing.join(PATIENCE_S)
     assert not failing.is_alive()
-    assert handed_over is not None
+    assert len(passed) == 2
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
 
