@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dualwrite import failpoints
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
 from dualwrite.protocol.handed_over import CompletionStep, HandedOver, next_completion_step
 from dualwrite.settling import end_participants
 
 logger = logging.getLogger(__name__)
-
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 
 
 def complete_handed_over(
@@ -45,13 +43,12 @@ def complete_handed_over(
     answers = coordinator.end(named, committed=True, deadline=deadline, once=True)
     failpoints.hit("complete.ended")
     known = {kafka_id: HandedOver(state, answers.get(kafka_id)) for kafka_id, state in named.items()}
-    wait_s = _FIRST_WAIT_S
+    between = GrowingPause()
     while asked := _at(known, CompletionStep.LOOK):
         for kafka_id, view in coordinator.describe(asked, deadline).items():
             known[kafka_id] = replace(known[kafka_id], view=view)
         if early := _at(known, CompletionStep.WAIT):
-            pause(min(wait_s, deadline.remaining_s()))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            between.wait(deadline)
             if not deadline.expired:
                 known.update((kafka_id, replace(known[kafka_id], view=None)) for kafka_id in early)
     ended = _at(known, CompletionStep.PROVE)

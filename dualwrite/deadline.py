@@ -83,3 +83,21 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the moment has come."""
         return now_s() >= self._at
+
+
+class GrowingPause:
+    """The waits between looks at what is done in a moment, or in a long while: each is twice as long as the one before.
+
+    Args:
+        first_s: The first, in seconds.
+        longest_s: The longest, in seconds.
+    """
+
+    def __init__(self, first_s: float = 0.002, longest_s: float = 0.2) -> None:
+        self._next_s = first_s
+        self._longest_s = longest_s
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Wait, but no longer than until the deadline."""
+        pause(self._next_s if deadline is None else min(self._next_s, deadline.remaining_s()))
+        self._next_s = min(2 * self._next_s, self._longest_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.kafka.ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.known_end import EndStep
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.1
+_WAITS_S = 0.001, 0.1
 _LONGEST_ASK_S: Final = 2.0
 _JOIN_S: Final = 5.0
 
@@ -82,16 +82,15 @@ class EndWatcher:
 
     def _run(self) -> None:
         asked: list[_Watched] = []
-        wait_s = _FIRST_WAIT_S
+        between = GrowingPause(*_WAITS_S)
         while not self._closed:
             if not asked:
                 asked += self._taken(block=True)
-                wait_s = _FIRST_WAIT_S
-            pause(wait_s)  # markers come a moment after the answer
+                between = GrowingPause(*_WAITS_S)
+            between.wait()  # markers come a moment after the answer
             asked += self._taken(block=False)
             asked = self._asked_once(asked)
             self._warn()
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         for watched in [*asked, *self._watched.values()]:
             watched.done.set()
 

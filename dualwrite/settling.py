@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from dualwrite import failpoints
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,
@@ -36,8 +36,6 @@ from dualwrite.protocol.settle import (
 )
 
 logger = logging.getLogger(__name__)
-
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class _Settling(Asking):
         self._store = store
         self._on_settled = on_settled
         self._report = SettleReport()
-        self._wait_s = _FIRST_WAIT_S
+        self._between = GrowingPause()
         self._do: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
             **self.questions,
             SettleStep.WAIT: self._wait,
@@ -219,8 +217,7 @@ class _Settling(Asking):
         failpoints.hit("settle.looked")
 
     def _wait(self, items: list[Unsettled]) -> None:
-        pause(min(self._wait_s, self._deadline.remaining_s()))
-        self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
+        self._between.wait(self._deadline)
         for item in items:
             item.known = replace(item.known, view=None)
 

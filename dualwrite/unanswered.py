@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from dualwrite.claiming import Ground
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.observations import Outcome
 from dualwrite.ports import StateRow
@@ -14,8 +14,6 @@ from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.known_end import PendingStep, next_pending_step
 
 logger = logging.getLogger(__name__)
-
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 
 
 def prove_committed(
@@ -38,14 +36,13 @@ def prove_committed(
     """
     kafka_id = row.kafka_id(state.incarnation or 0)
     view = None
-    wait_s = _FIRST_WAIT_S
+    between = GrowingPause()
     try:
         while (
             step := next_pending_step(ground.coordinator.prove([state], deadline)[0], view, state)
         ) is PendingStep.LOOK:
             if view is not None:
-                pause(min(wait_s, deadline.remaining_s()))
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                between.wait(deadline)
             view = ground.coordinator.describe([kafka_id], deadline)[kafka_id]
             if deadline.expired:
                 raise _pending(row, str(unsettled), known=False)

@@ -25,6 +25,22 @@ def database_options(command: Callable[P, R]) -> Callable[P, R]:
     return click.option("--schema", envvar="DUALWRITE_SCHEMA", help="Schema of the library's tables.")(command)
 
 
+def id_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Adds an id, ``--prefix`` and ``--all``, of which one is to be given; ``--all`` is neither of the others."""
+
+    @click.argument("transactional_id", required=False)
+    @click.option("--prefix", help="All ids that begin so.")
+    @click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+    @wraps(command)
+    def with_ids(*args: P.args, **kwargs: P.kwargs) -> R:
+        everything = bool(kwargs.pop("everything"))
+        if sum([kwargs["transactional_id"] is not None, kwargs["prefix"] is not None, everything]) != 1:
+            raise click.UsageError("give one of: a transactional id, --prefix, --all")
+        return command(*args, **kwargs)
+
+    return with_ids
+
+
 def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
     """Adds ``--bootstrap-server``, ``--config`` and ``-X`` and hands them on as one dictionary, ``kafka``."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import click
 
 from dualwrite import forgetting
-from dualwrite.cli.connection import database_options, kafka_options
+from dualwrite.cli.connection import database_options, id_options, kafka_options
 from dualwrite.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
 from dualwrite.cli.report import report_console
 from dualwrite.forgetting import UNTOUCHED_FOR_S
@@ -17,9 +17,7 @@ _DAY_S = 86400.0
 
 
 @click.command()
-@click.argument("transactional_id", required=False)
-@click.option("--prefix", help="All ids that begin so.")
-@click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+@id_options
 @click.option(
     "--untouched-for",
     "untouched_for_days",
@@ -38,7 +36,6 @@ def forget(
     *,
     transactional_id: str | None,
     prefix: str | None,
-    everything: bool,
     untouched_for_days: float,
     dry_run: bool,
     as_json: bool,
@@ -54,8 +51,6 @@ def forget(
 
     Exit code: 0 done (with --dry-run: shown), 3 something is unsettled and stays, 5 a server does not answer, 1 another error.
     """
-    if sum([transactional_id is not None, prefix is not None, everything]) != 1:
-        raise click.UsageError("give one of: a transactional id, --prefix, --all")
     report = forgetting.forget(
         transactional_id,
         kafka=kafka,

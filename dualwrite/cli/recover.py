@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dualwrite import recovery
-from dualwrite.cli.connection import database_options, kafka_options
+from dualwrite.cli.connection import database_options, id_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.cli.report import forgotten_words, recovery_json, report_console, status_table
 from dualwrite.recovery import RecoveryReport
@@ -18,9 +18,7 @@ from dualwrite.recovery_plan import IdStatus
 
 
 @click.command()
-@click.argument("transactional_id", required=False)
-@click.option("--prefix", help="All ids that begin so.")
-@click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+@id_options
 @click.option(
     "--open-for",
     "open_for_s",
@@ -44,7 +42,6 @@ def recover(
     *,
     transactional_id: str | None,
     prefix: str | None,
-    everything: bool,
     open_for_s: float | None,
     dry_run: bool,
     after_restore: bool,
@@ -61,8 +58,6 @@ def recover(
     Exit code: 0 all is settled (with --dry-run: shown), 4 losses were found and recorded, 5 a server does not answer,
     6 there is no such id, 7 all is settled but what was left alone, 8 the database has gone back in time, 1 another error.
     """
-    if sum([transactional_id is not None, prefix is not None, everything]) != 1:
-        raise click.UsageError("give one of: a transactional id, --prefix, --all")
     console = Console(stderr=True, quiet=as_json, soft_wrap=True)
     progress = Progress(
         SpinnerColumn(), TextColumn("settling"), MofNCompleteColumn(), TimeElapsedColumn(), console=console

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from dualwrite.deadline import Deadline, now_s, pause
+from dualwrite.deadline import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
 from dualwrite.ports import TransactionCoordinator
 from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
@@ -19,7 +19,6 @@ _ANSWER_S: Final = 2.0
 """Bounds one question: a broker that is suspended answers nothing, and others wait behind it."""
 _READ_ON_AFTER_S: Final = 0.02
 """What is open before a transaction has ended by then, as a rule. Reading on costs as much as the log is long from there."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.1
 
 
 class PendingEnd:
@@ -81,7 +80,7 @@ def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadl
     Raises:
         ConfigurationError: We may not read or describe a topic.
     """
-    wait_s = _FIRST_WAIT_S
+    between = GrowingPause(first_s=0.001, longest_s=0.1)
     while True:
         try:
             [step] = ask_for_ends(coordinator, [pending_end], deadline)
@@ -90,5 +89,4 @@ def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadl
             return EndStep.SETTLE
         if step is not EndStep.WAIT:
             return step
-        pause(min(wait_s, deadline.remaining_s()))
-        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        between.wait(deadline)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
@@ -22,7 +22,6 @@ from dualwrite.ports import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import is_open, others_than, shows_same_transaction
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 _AT_REST = frozenset(
     {
         TransactionStatus.NO_SUCH_ID,
@@ -60,12 +59,12 @@ class KeptTransaction:
         Raises:
             Unavailable: It stayed in transition, or did not answer, until the deadline.
         """
-        wait_s = _FIRST_WAIT_S
+        between = GrowingPause()
         while True:
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
             if view.status in _AT_REST:
                 return view
-            wait_s = self._wait(wait_s, deadline, f"the coordinator still shows {view.status.value}")
+            self._wait(between, deadline, f"the coordinator still shows {view.status.value}")
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
         """Commit what is ongoing if it is the state's transaction, else abort it.
@@ -129,7 +128,7 @@ class KeptTransaction:
             Unavailable: Not complete by the deadline. It may be repeated.
         """
         named = PreparedTxnState(view.producer_id, view.epoch)
-        wait_s = _FIRST_WAIT_S
+        between = GrowingPause()
         while True:
             answer = self._coordinator.end({self._kafka_id: named}, committed=True, deadline=deadline)[self._kafka_id]
             now = self.look(deadline)
@@ -139,7 +138,7 @@ class KeptTransaction:
                 return
             if not (now.status is TransactionStatus.ONGOING and _ids(now) == _ids(view)):
                 break
-            wait_s = self._wait(wait_s, deadline, "the transaction is still ongoing")
+            self._wait(between, deadline, "the transaction is still ongoing")
         self._prove(state, deadline)
 
     def abort(self, view: TransactionView, deadline: Deadline) -> None:
@@ -182,11 +181,10 @@ class KeptTransaction:
             "the coordinator refuses the commit while the log shows it open", transactional_id=self._kafka_id
         )
 
-    def _wait(self, wait_s: float, deadline: Deadline, what: str) -> float:
+    def _wait(self, between: GrowingPause, deadline: Deadline, what: str) -> None:
         if deadline.expired:
             raise Unavailable(what, transactional_id=self._kafka_id)
-        pause(min(wait_s, deadline.remaining_s()))
-        return min(2 * wait_s, _LONGEST_WAIT_S)
+        between.wait(deadline)
 
 
 def _ids(view: TransactionView) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dualwrite import deadline
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.deadline import Deadline, GrowingPause, now_s, running_on
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock on this system")
@@ -29,3 +29,25 @@ def test_it_is_the_systems_clock_for_time_since_its_start():
         assert time.clock_gettime(time.CLOCK_BOOTTIME) <= now_s() <= time.clock_gettime(time.CLOCK_BOOTTIME)
     else:
         assert now_s() <= now_s()
+
+
+class Sleeps:
+    """A clock on which only sleeping takes time."""
+
+    def __init__(self):
+        self.slept = []
+
+    def monotonic(self):
+        return sum(self.slept)
+
+    def sleep(self, seconds, /):
+        self.slept.append(seconds)
+
+
+def test_pauses_grow_up_to_the_longest_and_end_with_the_deadline():
+    with running_on(clock := Sleeps()):
+        within, between = Deadline(20), GrowingPause(first_s=1, longest_s=6)
+        for _ in range(6):
+            between.wait(within)
+        between.wait()
+    assert clock.slept == [1, 2, 4, 6, 6, 1, 6]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.later import LaterScan, joined
 from dualwrite.kafka.log import Scan, combined
@@ -42,7 +42,6 @@ from dualwrite.testing.simulator.requests import (
 from dualwrite.testing.simulator.scheduler import Simulation
 from dualwrite.testing.simulator.state import topic_id
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 _RETIRED_TIMEOUT_MS: Final = 1000
 _STATUS: Final = {status.value: status for status in TransactionStatus}
 _OPEN: Final = frozenset({TransactionStatus.ONGOING, TransactionStatus.PREPARE_COMMIT, TransactionStatus.PREPARE_ABORT})
@@ -247,7 +246,7 @@ class SimulatedCoordinator:
 
     @staticmethod
     def _until_answered(ask: Callable[[], Answer], deadline: Deadline, is_final: Callable[[Answer], bool]) -> Answer:
-        wait_s = _FIRST_WAIT_S
+        between = GrowingPause()
         while True:
             try:
                 answer = ask()
@@ -258,8 +257,7 @@ class SimulatedCoordinator:
                     return answer
             if deadline.expired:
                 raise Unavailable("Kafka did not answer in time")
-            pause(min(wait_s, deadline.remaining_s()))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            between.wait(deadline)
 
 
 def _is_answer(answer: Response) -> bool:
