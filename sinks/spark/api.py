@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.batches import without_unused
-from dualwrite.sinks.spark.digests import require_deterministic, with_digest
+from dualwrite.sinks.spark.digests import (
+    left_out,
+    may_mix,
+    require_deterministic,
+    require_deterministic_stream,
+    with_digest,
+)
 from dualwrite.sinks.spark.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.progress import described
 from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
@@ -20,6 +27,10 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
 
+    from dualwrite.sinks.spark.layout import Layout
+
+logger = logging.getLogger(__name__)
+
 _REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean"
 _QUERY_ID: Final = "sql.streaming.queryId"
 
@@ -30,7 +41,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     May be called again with the same batch id, after any failure, until it returns: what is written is skipped. For that the
     batch must have the same partitions each time: the same rows in the partition of the same number. A DataFrame of which Spark
     knows that it has not is refused; and before anything is written, the number of partitions and the rows of those that are
-    written are compared with what the ledger has recorded of them.
+    written are compared with what the ledger has recorded of them. A warning names columns that cannot be compared.
 
     Args:
         df: What to write. Its lineage runs again when a partition is retried.
@@ -53,7 +64,12 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
             this library's, it is a :class:`JobFailed`, and its first line.
     """
     _require_classic(df)
-    options = SinkOptions(**settings)
+    return _write(df, SinkOptions(**settings), batch_id)
+
+
+def _write(
+    df: DataFrame, options: SinkOptions, batch_id: str, *, warn: bool = True, stream_shown: bool = True
+) -> BatchReport:
     context = df.sparkSession.sparkContext
     jobs = SparkJobs(context)
     with BatchJob(options, batch_id, jobs) as job, described(context, f"dualwrite: {job.name}"), jobs.started():
@@ -69,9 +85,27 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
         job.begin(partition_count)
+        written = job.written_partitions()
+        if warn and not options.allow_nondeterministic:
+            for what in _unseen(df, task.layout, stream_shown=stream_shown):
+                _warn(job.name, what, partition_count, len(written))
         with named_failures(job.name), job.progress(partition_count):
-            done = _run(reports, job.written_partitions())
+            done = _run(reports, written)
         return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in done])
+
+
+def _unseen(df: DataFrame, layout: Layout, *, stream_shown: bool) -> Iterator[str]:
+    """Where this batch may have other rows in its next run, and nobody would see it."""
+    if columns := left_out(df.schema, layout):
+        yield f"the rows are compared without {', '.join(map(repr, columns))}"
+    if not stream_shown:
+        yield "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
+
+
+def _warn(name: str, what: str, partition_count: int, written: int, remedy: str = "") -> None:
+    words = may_mix(what, partition_count, written, remedy)
+    if words is not None:
+        logger.warning("%s: %s", name, words)
 
 
 def _run(reports: RDD[Row], written: Sequence[int]) -> list[Row]:
@@ -100,7 +134,8 @@ def foreach_partition(
         batch_id: Names the batch within the sink.
         settings: As for :func:`write_batch`.
 
-    The rows of partitions that are skipped are not compared with those that were written: only `write_batch` does that.
+    The rows of partitions that are skipped are not compared with those that were written: only `write_batch` does that. Where
+    the batch has several partitions, a warning says so.
 
     Returns:
         The function. It holds the settings, pickles, and may be used once or again with the same DataFrame.
@@ -114,7 +149,13 @@ def foreach_partition(
         task = job.plan(df.schema)
         if not options.allow_nondeterministic:
             require_deterministic(df, df.rdd)
-        job.begin(df.rdd.getNumPartitions())
+        partition_count = df.rdd.getNumPartitions()
+        job.begin(partition_count)
+        if not options.allow_nondeterministic:
+            written = len(job.written_partitions())
+            _warn(
+                job.name, "foreach_partition compares no rows", partition_count, written, "write_batch compares them; "
+            )
         job.leave_to_caller()
     return task.run_rows
 
@@ -131,12 +172,19 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
     Raises:
         ConfigurationError: A setting is missing or wrong.
     """
-    SinkOptions(**settings)
+    options = SinkOptions(**settings)
+    warned: set[str | None] = set()
 
     def write(df: DataFrame, number: int) -> None:
         _require_classic(df)
         query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-        write_batch(df, batch_id=f"{query_id}/{number}" if query_id else str(number), **settings)
+        batch_id, shown = str(number), True
+        if query_id is not None:
+            batch_id = f"{query_id}/{number}"
+            shown = options.allow_nondeterministic or require_deterministic_stream(df, query_id)
+        report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown)
+        if report.partitions > 1:
+            warned.add(query_id)
 
     return write
 

@@ -6,11 +6,12 @@ both sides end up with a mixture of two runs: some rows twice, others nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from py4j.protocol import Py4JError
 from pyspark.sql import functions
 from pyspark.sql import types as spark
 
@@ -18,8 +19,9 @@ from dualwrite.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from py4j.java_gateway import JavaObject
     from pyspark import RDD
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
     from dualwrite.sinks.spark.layout import Layout
 
@@ -29,7 +31,9 @@ _HASHED: Final = (
     spark.DecimalType, spark.StringType, spark.BinaryType, spark.DateType, spark.TimestampType, spark.TimestampNTZType,
     spark.DayTimeIntervalType,
 )  # fmt: skip
-"""The types that ``xxhash64`` takes in every version of Spark; of the others it takes no maps and no variants."""
+"""The types that ``xxhash64`` takes in every version of Spark."""
+_SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
+"""What it raises to ask a version of Spark for what that does not have: other than in Java, and ``None`` for a null."""
 _INDETERMINATE: Final = "INDETERMINATE"
 
 
@@ -43,11 +47,39 @@ def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> Non
     Raises:
         ConfigurationError: It gives other rows.
     """
-    plan = df._jdf.queryExecution().analyzed()  # noqa: SLF001 - Spark offers it to nobody in Python
-    if not plan.deterministic():
-        raise _not_repeatable("it has expressions such as rand(), uuid(), first() or monotonically_increasing_id()")
+    _require_deterministic(df._jdf.queryExecution().analyzed())  # noqa: SLF001 - Spark offers it to nobody in Python
     if rows is not None and rows._jrdd.rdd().outputDeterministicLevel().toString() == _INDETERMINATE:  # noqa: SLF001 - as above
         raise _not_repeatable("a shuffle deals its rows out in the order in which they come")
+
+
+def require_deterministic_stream(df: DataFrame, query_id: str) -> bool:
+    """As :func:`require_deterministic`, for the stream that a micro-batch belongs to: of that, its DataFrame shows nothing.
+
+    Args:
+        df: The micro-batch, while ``foreachBatch`` runs.
+        query_id: Of the stream's query.
+
+    Returns:
+        Whether Spark has shown the stream's plan.
+
+    Raises:
+        ConfigurationError: It gives other rows.
+    """
+    session = df.sparkSession
+    try:
+        number = session._jvm.java.util.UUID.fromString(query_id)  # type: ignore[union-attr] # noqa: SLF001 - as above
+        running = session._jsparkSession.sharedState().activeStreamingQueries().get(number)  # noqa: SLF001 - as above
+        # Not the analyzed one: in that, the time of the micro-batch, which Spark keeps, is no constant yet.
+        plan = running.lastExecution().optimizedPlan()
+    except _SHOWS_NO_PLAN:
+        return False
+    _require_deterministic(plan)
+    return True
+
+
+def _require_deterministic(plan: JavaObject) -> None:
+    if not plan.deterministic():
+        raise _not_repeatable("it has expressions such as rand(), uuid(), first() or monotonically_increasing_id()")
 
 
 def _not_repeatable(why: str) -> ConfigurationError:
@@ -60,16 +92,46 @@ def _not_repeatable(why: str) -> ConfigurationError:
 
 
 def with_digest(df: DataFrame, schema: spark.StructType, layout: Layout) -> DataFrame:
-    """The DataFrame with one more column, a hash of each row's columns that are written; as it is where none can be hashed.
+    """The DataFrame with one more column, a hash of each row's columns that are written, as far as they can be hashed.
 
     Args:
         df: With the columns of the schema, in its order.
         schema: The DataFrame's own schema.
         layout: Which column goes where.
     """
+    forms = [(name, hashed_form(schema[number].dataType)) for number, name in _written(df.columns, layout)]
+    hashed = [form(df[name]) for name, form in forms if form is not None]
+    # Where no column can be hashed, the number of rows is compared.
+    return df.withColumn(_DIGEST, functions.xxhash64(*hashed or [functions.lit(0)]))
+
+
+def left_out(schema: spark.StructType, layout: Layout) -> Sequence[str]:
+    """The columns that are written, and that the digest knows nothing of.
+
+    Args:
+        schema: The DataFrame's own schema.
+        layout: Which column goes where.
+    """
+    return [name for number, name in _written(schema.names, layout) if hashed_form(schema[number].dataType) is None]
+
+
+def _written(names: Sequence[str], layout: Layout) -> Sequence[tuple[int, str]]:
     used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
-    hashed = [name for number, name in enumerate(df.columns) if number in used and _can_hash(schema[number].dataType)]
-    return df.withColumn(_DIGEST, functions.xxhash64(*hashed)) if hashed else df
+    return [(number, name) for number, name in enumerate(names) if number in used]
+
+
+def hashed_form(data_type: spark.DataType) -> Callable[[Column], Column] | None:
+    """How ``xxhash64`` is given a column of that type, so that equal values have equal hashes; None where it cannot be."""
+    if _can_hash(data_type):
+        return lambda column: column
+    if isinstance(data_type, spark.MapType) and _can_hash(data_type.keyType) and _can_hash(data_type.valueType):
+        # Equal maps may have their entries in another order.
+        return lambda column: functions.sort_array(functions.map_entries(column))
+    if isinstance(data_type, spark.VariantType):
+        return functions.to_json
+    if type(data_type).__name__ == "TimeType":  # PySpark 4.0 has none
+        return lambda column: column.cast(spark.StringType())
+    return None
 
 
 def _can_hash(data_type: spark.DataType) -> bool:
@@ -97,6 +159,26 @@ class Fingerprint:
         if self.digest is None or other.digest is None:
             return False
         return self != other
+
+
+def may_mix(what: str, partition_count: int, written: int, remedy: str = "") -> str | None:
+    """The warning for rows that a run of the batch cannot compare with those of another one, for people.
+
+    Args:
+        what: Is not compared, or not known.
+        partition_count: Of the batch. One partition is written as a whole, so that no runs mix.
+        written: How many of them are written already; with all of them, no run writes any more.
+        remedy: Beside the Data Source.
+
+    Returns:
+        None where no two runs can mix.
+    """
+    if partition_count <= 1 or written >= partition_count:
+        return None
+    return (
+        f"{what}; should they differ when the batch is run again, both sides get the rows of two runs. "
+        f'{remedy}format("dualwrite") writes whole batches, and needs no comparison'
+    )
 
 
 def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> ConfigurationError:

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as spark
 
-from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, _can_hash, other_rows
+from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_form, may_mix, other_rows
 
 HASHES = np.random.default_rng(1).integers(-(2**63), 2**63, 1000)
 
@@ -57,9 +57,18 @@ def test_the_error_tells_the_number_of_rows():
     [
         (spark.LongType(), True),
         (spark.ArrayType(spark.StringType()), True),
-        (spark.MapType(spark.StringType(), spark.LongType()), False),
+        (spark.MapType(spark.StringType(), spark.LongType()), True),
+        (spark.VariantType(), True),
+        (spark.MapType(spark.StringType(), spark.VariantType()), False),
+        (spark.ArrayType(spark.MapType(spark.StringType(), spark.LongType())), False),
         (spark.StructType().add("a", spark.LongType()).add("b", spark.VariantType()), False),
     ],
 )
-def test_only_what_spark_can_hash_is_hashed(data_type, is_hashed):
-    assert _can_hash(data_type) is is_hashed
+def test_only_what_has_one_form_for_equal_values_is_hashed(data_type, is_hashed):
+    assert (hashed_form(data_type) is not None) is is_hashed
+
+
+def test_a_warning_is_for_batches_that_two_runs_could_write():
+    assert 'format("dualwrite")' in may_mix("x is not compared", 4, 3)
+    for partition_count, written in ((0, 0), (1, 0), (4, 4)):
+        assert may_mix("x is not compared", partition_count, written) is None

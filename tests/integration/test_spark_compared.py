@@ -1,0 +1,98 @@
+"""Batches that are run again partition by partition: what is compared, what is refused, and where a warning says that it is not."""
+
+import pytest
+from harness.spark import SPARKS_ERRORS
+from harness.spark import numbers as numbered
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions
+
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, write_batch
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+def half_written(numbers, df):
+    """A batch of two partitions, of which the ledger has forgotten the second."""
+    write_batch(df, batch_id="1", **numbers.settings)
+    numbers.execute("DELETE FROM dualwrite_ledger WHERE partition_id = 1")
+
+
+def test_maps_and_variants_are_compared_whatever_the_order_of_their_entries(spark, numbers):
+    numbers.execute("ALTER TABLE numbers ADD map jsonb, ADD variant jsonb")
+    plain = numbered(spark, 4, 2)
+
+    def rows(map_, variant):
+        return plain.select("*", functions.expr(map_).alias("map"), functions.expr(variant).alias("variant"))
+
+    half_written(numbers, rows("map('a', 1, 'b', id)", "parse_json('{\"c\": 1}')"))
+    for other in (
+        rows("map('a', 2, 'b', id)", "parse_json('{\"c\": 1}')"),
+        rows("map('a', 1, 'b', id)", "parse_json('{\"c\": 2}')"),
+    ):
+        with pytest.raises(SPARKS_ERRORS, match="partition 0.*has other rows now"):
+            write_batch(other, batch_id="1", **numbers.settings)
+    same = rows("map('b', id, 'a', 1)", "parse_json('{\"c\": 1}')")
+    assert write_batch(same, batch_id="1", **numbers.settings).written_partitions == 1
+
+
+def test_a_warning_names_the_columns_that_are_not_compared(spark, numbers, caplog):
+    numbers.execute("ALTER TABLE numbers ADD maps jsonb, ADD more jsonb")
+    df = numbered(spark, 4, 2).selectExpr("*", "array(map('a', id)) AS maps", "named_struct('a', id) AS more")
+    half_written(numbers, df)
+    [warning] = [record.getMessage() for record in caplog.records if "compared" in record.getMessage()]
+    assert "compared without 'maps'; " in warning
+    assert 'format("dualwrite")' in warning
+    caplog.clear()
+    write_batch(df, batch_id="1", **numbers.settings)
+    assert "compared without 'maps'" in caplog.text
+    caplog.clear()
+    write_batch(df, batch_id="1", **numbers.settings)  # nothing is written any more
+    write_batch(df.coalesce(1), batch_id="2", **numbers.settings)  # as a whole
+    write_batch(df, batch_id="3", **numbers.settings, allow_nondeterministic=True)
+    assert "compared" not in caplog.text
+
+
+def test_foreach_partition_warns_that_it_compares_nothing(spark, numbers, caplog):
+    df = numbered(spark, 4, 2)
+    foreach_partition(df, batch_id="1", **numbers.settings)
+    assert "foreach_partition compares no rows" in caplog.text
+    caplog.clear()
+    foreach_partition(df.coalesce(1), batch_id="2", **numbers.settings)
+    assert "compares" not in caplog.text
+
+
+@pytest.fixture
+def run_stream(spark, numbers, tmp_path):
+    """Run a stream of two micro-batches by foreach_batch."""
+    numbered(spark, 10, 2).write.parquet(str(tmp_path / "source"))
+
+    def run(*columns, **settings):
+        rows = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1")
+        rows = rows.parquet(str(tmp_path / "source")).selectExpr(*columns).repartition(2, "id")
+        write = foreach_batch(**numbers.settings, **settings)
+        stream = rows.writeStream.foreachBatch(write).trigger(availableNow=True)
+        stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start().awaitTermination()
+
+    return run
+
+
+def test_a_stream_that_gives_other_rows_each_time_is_refused_unless_it_is_allowed(numbers, run_stream, caplog):
+    with pytest.raises(StreamingQueryException, match=r"rand\(\).*may give other rows|may give other rows.*rand\(\)"):
+        run_stream("id", "concat('row ', rand()) AS name")
+    assert numbers.rows() == numbers.messages() == []
+    run_stream("id", "concat('row ', rand()) AS name", allow_nondeterministic=True)
+    assert len(numbers.rows()) == len(numbers.messages()) == 10
+    assert "compare" not in caplog.text
+
+
+def test_the_time_of_a_micro_batch_is_the_same_when_it_is_replayed(numbers, run_stream, caplog):
+    run_stream("id", "concat('row ', id + year(current_timestamp()) - year(current_timestamp())) AS name")
+    numbers.verify(10)
+    assert "compare" not in caplog.text
+
+
+def test_one_warning_for_a_stream_whose_plan_spark_does_not_show(numbers, run_stream, caplog, monkeypatch):
+    monkeypatch.setattr("dualwrite.sinks.spark.api.require_deterministic_stream", lambda *_: False)
+    run_stream("id", "name")
+    numbers.verify(10)
+    assert caplog.text.count("Spark does not show the stream's plan") == 1
