@@ -1,7 +1,7 @@
-"""Forgetting: ids whose writers will not come back, and incidents that somebody has looked at long ago.
+"""Forgetting: ids whose writers will not come back, incidents that somebody has looked at long ago, runs that are long over.
 
-Every name that was ever used keeps its row, and every loss its incident. Where names come and go (one for each tenant, batch
-or host), the tables grow for ever without this.
+Every name that was ever used keeps its row, every loss its incident, and every batch of a Spark sink its run. Where names come
+and go (one for each tenant, batch or host), the tables grow for ever without this.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dualwrite.recovery_plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
+_RUN_AT_LEAST_S: Final = 86400.0
+"""A run shows no sign of life before its tasks write; forgetting it then would only fail its job."""
 _ENDED: Final = frozenset(
     {
         TransactionStatus.EMPTY,
@@ -46,12 +48,14 @@ class ForgetReport:
         kept: The ids that stay, and why.
         unsettled: Those of them with something that recovery is to settle first.
         incidents: How many acknowledged incidents are gone.
+        runs: How many runs of Spark batches are gone.
     """
 
     forgotten: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     unsettled: list[str] = field(default_factory=list)
     incidents: int = 0
+    runs: int = 0
 
 
 def forget(
@@ -65,11 +69,12 @@ def forget(
     dry_run: bool = False,
     timeout_s: float = 60.0,
 ) -> ForgetReport:
-    """Delete the rows of ids that never come back, and incidents that were acknowledged long ago.
+    """Delete the rows of ids that never come back, incidents that were acknowledged long ago, and runs that are long over.
 
     An id stays if anything of it is unsettled, a loss of it is not acknowledged, a worker holds it, or its row was written not
     long ago; and so do all ids of its writer. May be called at any time. A writer that is open all the same, and was idle for
-    so long, is fenced: its next dual write aborts on both sides. A name that was forgotten may be used again.
+    so long, is fenced: its next dual write aborts on both sides. A name that was forgotten may be used again. The ledger of
+    Spark sinks stays: it keeps batches from being written twice.
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
@@ -77,7 +82,8 @@ def forget(
         engine: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
         schema: The database schema of the library's tables.
         prefix: All ids that begin so; all ids if neither is given.
-        untouched_for_s: How long nobody must have written the row, or looked at the incident, in seconds.
+        untouched_for_s: How long nobody must have written the row, looked at the incident, or begun the run, in seconds. Runs
+            of the last day stay.
         dry_run: Only find out what would be done.
         timeout_s: Bounds the questions to Kafka, in seconds.
 
@@ -120,6 +126,12 @@ def forget(
                 report.kept |= dict.fromkeys(names, "used just now")
         report.incidents = forgetting.forget_incidents(
             prefix or "", before(now, untouched_for_s), dry_run=dry_run, name=transactional_id
+        )
+        report.runs = forgetting.forget_runs(
+            prefix or "",
+            before(now, max(untouched_for_s, _RUN_AT_LEAST_S)),
+            dry_run=dry_run,
+            name=transactional_id,
         )
         return report
     finally:

@@ -24,7 +24,7 @@ _DAY_S = 86400.0
     default=UNTOUCHED_FOR_S / _DAY_S,
     show_default=True,
     type=click.FloatRange(min=0),
-    help="Keep what was written, or acknowledged, less than this many days ago.",
+    help="Keep what was written, acknowledged or begun less than this many days ago.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
@@ -44,7 +44,7 @@ def forget(
     schema: str | None,
     kafka: Mapping[str, object],
 ) -> None:
-    """Delete the rows of ids that never come back, and incidents that were acknowledged long ago.
+    """Delete the rows of ids that never come back, incidents that were acknowledged long ago, and runs that are long over.
 
     Ids with anything unsettled, with a loss that nobody has acknowledged, in use, or used not long ago stay, and all ids of
     their writer with them. Needs the right to DELETE.
@@ -62,7 +62,12 @@ def forget(
         timeout_s=timeout_s,
     )
     if as_json:
-        document = {"forgotten": report.forgotten, "kept": report.kept, "incidents": report.incidents}
+        document = {
+            "forgotten": report.forgotten,
+            "kept": report.kept,
+            "incidents": report.incidents,
+            "runs": report.runs,
+        }
         click.echo(json.dumps(document, indent=2))
     else:
         out = report_console()
@@ -70,6 +75,8 @@ def forget(
             out.print(f"{name}: {'would be forgotten' if dry_run else 'forgotten'}")
         for name, why in report.kept.items():
             out.print(f"{name}: stays: {why}")
-        out.print(f"{len(report.forgotten)} ids, {report.incidents} incidents; {len(report.kept)} ids stay")
+        out.print(
+            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs; {len(report.kept)} ids stay"
+        )
     if report.unsettled:
         raise SystemExit(NEEDS_RECOVERY)

@@ -1,11 +1,13 @@
-"""How a writer, its lanes and their incarnations are named, in the database and in Kafka."""
+"""How a writer, its lanes and their incarnations, and the tasks of a batch are named, in the database and in Kafka."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
 _KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
+_STREAM: Final = "stream "
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{12}")
 
 
@@ -33,3 +35,24 @@ def parsed(name: str) -> tuple[str, str, int] | None:
 def is_drawn(namespace: str) -> bool:
     """Whether a namespace looks like one that the library has drawn: other programs' transactional ids have none."""
     return _NAMESPACE.fullmatch(namespace) is not None
+
+
+def pool_of_sink(sink: str) -> str:
+    """The pool of a sink's slots: no `DualWriter` has lanes of that name by accident."""
+    return f"{sink}.spark"
+
+
+def owner_prefix(name: str, partition: int | None = None) -> str:
+    """How the names of the lease owners of a batch or a stream begin, or of a partition of it, and of no other."""
+    prefix = f"{json.dumps(name)} "
+    return prefix if partition is None else f"{prefix}partition {partition} "
+
+
+def stream_name(checkpoint_digest: str) -> str:
+    """What is run where a stream's micro-batches are decided as one: the stream, by the digest of its checkpoint's place."""
+    return f"{_STREAM}{checkpoint_digest}"
+
+
+def may_own(lease_owner: str, batch_id: str) -> bool:
+    """Whether a task of that batch may have leased under that name: of streams, the owners' names do not tell the batch."""
+    return lease_owner.startswith((owner_prefix(batch_id), f'"{_STREAM}'))

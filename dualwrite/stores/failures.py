@@ -244,9 +244,10 @@ def grants_to_delete(error: BaseException | None, engine: Engine, schema: str | 
     if not isinstance(error, exc.SQLAlchemyError) or meaning_of(error) is not Meaning.PRIVILEGE:
         return None
     prefix = f'"{schema}".' if schema is not None else ""
-    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE))
+    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE))
     role = "the role" if engine.url.username is None else f'"{engine.url.username}"'
-    return f"as the owner of the tables: GRANT SELECT, DELETE ON {tables} TO {role}"
+    locked = f"GRANT UPDATE ON {prefix}{RUN_TABLE} TO {role}"
+    return f"as the owner of the tables: GRANT SELECT, DELETE ON {tables} TO {role}; {locked}"
 
 
 def _grants(engine: Engine | None, schema: str | None) -> str:

@@ -1,16 +1,19 @@
-"""The SQL of forgetting: rows of ids that never come back, and incidents that somebody has looked at long ago."""
+"""The SQL of forgetting: ids that never come back, incidents that somebody has looked at long ago, runs that are long over."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, tuple_
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.naming import owner_prefix, pool_of_sink
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import grants_to_delete
+from dualwrite.stores.rows import in_chunks
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.tables import declare_tables
 
@@ -122,6 +125,50 @@ class Forgetting:
         return self._permitted(
             lambda: self._own.run(lambda connection: connection.execute(delete(incident).where(old)).rowcount)
         )
+
+    def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
+        """Delete the rows of runs that began before that moment and have no worker. Durable on return.
+
+        A batch that is run again, and a stream that goes on, begin the next run; a task that lives nevertheless is refused.
+
+        Args:
+            prefix: Of sinks whose pool of slots has a name that begins so.
+            begun_before: By the database's clock.
+            dry_run: Only count them.
+            name: One pool's name, instead of the prefix.
+
+        Returns:
+            How many.
+        """
+        run, slot = self._tables.run, self._tables.slot
+        of_run = tuple_(run.c.sink, run.c.name)
+        leased = select(slot.c.pool, slot.c.lease_owner).where(slot.c.lease_until > database_now())
+
+        def find(connection: Connection) -> Sequence[tuple[str, str]]:
+            owners: dict[str, list[str]] = defaultdict(list)
+            for pool, owner in connection.execute(leased):
+                owners[pool].append(owner)
+            return [
+                (sink, of_batch)
+                for sink, of_batch in connection.execute(
+                    select(run.c.sink, run.c.name).where(run.c.begun_at < begun_before)
+                )
+                if (pool_of_sink(sink) == name if name is not None else pool_of_sink(sink).startswith(prefix))
+                and not any(owner.startswith(owner_prefix(of_batch)) for owner in owners[pool_of_sink(sink)])
+            ]
+
+        def work(connection: Connection) -> int:
+            deleted = 0
+            for some in in_chunks(find(connection)):
+                old = select(run.c.sink, run.c.name).where(of_run.in_(some), run.c.begun_at < begun_before)
+                # What a task has handed over and nobody has decided locks its run.
+                free = old.with_for_update(skip_locked=True)
+                deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount
+            return deleted
+
+        if dry_run:
+            return len(self._own.read(find))
+        return self._permitted(lambda: self._own.run(work))
 
     def _permitted(self, work: Callable[[], Result]) -> Result:
         try:

@@ -13,7 +13,8 @@ from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.lane import Lane
-from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
+from dualwrite.protocol.naming import owner_prefix
+from dualwrite.sinks.spark.owners import settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.runs import Runs

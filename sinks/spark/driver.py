@@ -22,10 +22,11 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.observations import Outcome
+from dualwrite.protocol.naming import owner_prefix
 from dualwrite.settling import end_participants
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.layout import plan_layout
-from dualwrite.sinks.spark.owners import owner_prefix, settle_leases
+from dualwrite.sinks.spark.owners import settle_leases
 from dualwrite.sinks.spark.prepared import choose_staging
 from dualwrite.sinks.spark.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.table import read_table

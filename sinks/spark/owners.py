@@ -1,8 +1,7 @@
-"""How the tasks of a batch name themselves in leases, and how the slots are settled that they have left."""
+"""How the slots are settled that the tasks of a batch have left."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
     from dualwrite.stores.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)
-
-
-def owner_prefix(name: str, partition: int | None = None) -> str:
-    """How the names of the lease owners of a batch or a stream begin, or of a partition of it, and of no other."""
-    prefix = f"{json.dumps(name)} "
-    return prefix if partition is None else f"{prefix}partition {partition} "
 
 
 def settle_leases(

@@ -14,6 +14,7 @@ from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.naming import pool_of_sink
 from dualwrite.sinks.spark.formats import KEY_FORMATS, REGISTERED, Format
 from dualwrite.sinks.spark.registry_settings import RegistrySettings
 from dualwrite.stores.failures import shown_url
@@ -234,8 +235,8 @@ class SinkOptions:
 
     @property
     def pool(self) -> str:
-        """The pool of slots: no `DualWriter` has lanes of that name by accident."""
-        return f"{self.sink}.spark"
+        """The pool of slots."""
+        return pool_of_sink(self.sink)
 
     def kafka_config(self) -> KafkaConfig:
         """The checked configuration, references replaced by this process's environment.

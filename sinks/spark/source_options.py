@@ -12,6 +12,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.naming import stream_name
 from dualwrite.sinks.spark.near_names import did_you_mean
 from dualwrite.sinks.spark.settings import SinkOptions, readable_url
 
@@ -114,7 +115,7 @@ class SourceOptions:
 def _stream(given: Mapping[str, str]) -> str | None:
     """By its checkpoint, which no two streams share: nothing else of a stream is known to all of Spark's processes."""
     checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
-    return None if checkpoint is None else f"stream {hashlib.sha256(checkpoint.encode()).hexdigest()}"
+    return None if checkpoint is None else stream_name(hashlib.sha256(checkpoint.encode()).hexdigest())
 
 
 def _refuse(key: str, known: Mapping[str, str]) -> NoReturn:

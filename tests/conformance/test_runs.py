@@ -6,6 +6,8 @@ import pytest
 from harness.databases import Database
 
 from dualwrite.errors import Fenced
+from dualwrite.protocol.naming import owner_prefix, pool_of_sink
+from dualwrite.stores.forgetting import Forgetting, before
 from dualwrite.stores.runs import Run, Runs
 from dualwrite.stores.slots import SlotPool
 
@@ -73,3 +75,46 @@ def test_whoever_settles_takes_leases_over_from_those_that_hold_them(database: D
     with pytest.raises(Fenced):
         pool.renew(held, 60)
     pool.renew(another, 60)
+
+
+def begun_long_ago(database: Database, *names: str) -> None:
+    run = database.tables.run
+    engine = database.engine()
+    with engine.begin() as connection:
+        when = before(Forgetting(engine, database.schema).now(), 40 * 86400)
+        connection.execute(run.update().where(run.c.name.in_(names)).values(begun_at=when))
+
+
+def test_runs_that_are_long_over_are_forgotten_and_the_next_ones_begin(database: Database, runs: Runs) -> None:
+    old = begun(runs, "old")
+    begun(runs, "leased")
+    begun(runs, "young")
+    elsewhere = runs.replace("another sink", "old")
+    begun_long_ago(database, "old", "leased")
+    SlotPool(database.engine(), pool_of_sink("sink"), schema=database.schema).lease(owner_prefix("leased") + "x", 600)
+    forgetting = Forgetting(database.engine(), database.schema)
+    limit = before(forgetting.now(), 30 * 86400)
+    assert forgetting.forget_runs("sink", limit, dry_run=True) == 1
+    assert forgetting.forget_runs("sink", limit, dry_run=False) == 1
+    assert forgetting.forget_runs("", limit, dry_run=True, name="sink.spark") == 0
+    left = {tuple(row) for row in database.engine().connect().execute(database.tables.run.select())}
+    assert {(row[0], row[1]) for row in left} == {("sink", "leased"), ("sink", "young"), ("another sink", "old")}
+    with database.engine().begin() as connection:
+        assert elsewhere is not None
+        runs.require(connection, elsewhere)
+        with pytest.raises(Fenced):
+            runs.require(connection, old)
+    assert runs.present("sink", "old").token != old.token
+
+
+@pytest.mark.postgresql
+def test_a_run_whose_task_has_handed_over_is_not_forgotten(postgres: Database) -> None:
+    runs = Runs(postgres.engine(), postgres.schema)
+    run = begun(runs)
+    begun_long_ago(postgres, "batch")
+    forgetting = Forgetting(postgres.engine(), postgres.schema)
+    with postgres.engine().connect() as connection:
+        runs.require(connection, run)
+        assert forgetting.forget_runs("", forgetting.now(), dry_run=False) == 0
+        connection.rollback()
+    assert forgetting.forget_runs("", forgetting.now(), dry_run=False) == 1

@@ -9,6 +9,7 @@ from sqlalchemy import insert, make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
 from dualwrite.cli.group import commands
+from dualwrite.stores.runs import Runs
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
@@ -37,6 +38,7 @@ def age(engine, *, days=40):
             text(f"UPDATE dualwrite_incident SET acknowledged_at = {when} WHERE acknowledged_at IS NOT NULL"),
             {"days": days},
         )
+        connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
 
 
 def test_a_writer_that_never_comes_back_is_forgotten_and_its_name_may_be_used_again(
@@ -136,6 +138,7 @@ def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody
 def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka, engine, url):
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1):
         pass
+    Runs(engine).replace("flights", "2013-01-01")
     age(engine)
 
     def run(*arguments, at=url):
@@ -158,9 +161,9 @@ def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka,
     grant = caught.value.next_step.partition(": ")[2]
     with engine.begin() as connection:
         connection.execute(text(grant))
-    done = run("orders", "--json", at=as_clerk)
+    done = run("--all", "--json", at=as_clerk)
     assert done.exit_code == 0, done.output
-    assert json.loads(done.output) == {"forgotten": ["orders"], "kept": {}, "incidents": 0}
+    assert json.loads(done.output) == {"forgotten": ["orders"], "kept": {}, "incidents": 0, "runs": 1}
     with engine.begin() as connection:
         connection.execute(text(f"DROP OWNED BY {role}"))
         connection.execute(text(f"DROP ROLE {role}"))
