@@ -9,7 +9,7 @@ import click
 from dualwrite.cli.connection import database_options
 from dualwrite.cli.exit_codes import exit_code_for_errors
 from dualwrite.cli.report import batch_json, batch_table, report_console
-from dualwrite.stores.batches import read_batches
+from dualwrite.stores.batches import read_batches, read_nobody_at_work
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
 
@@ -24,6 +24,9 @@ from dualwrite.stores.schema import check_schema
 def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, url: str, schema: str | None) -> None:
     """Show batches: rows, messages, phase, and how long they took. Of SINK, or of all sinks. Changes nothing.
 
+    A batch that is begun, of which no task holds a lease and nothing was written for five minutes, is shown as "writing, nobody
+    at work since": its driver was killed, or it computes for long before it writes.
+
     Asks the database only, not Kafka: what is unsettled there is shown by `dualwrite status`.
 
     Exit code: 0 shown, 1 an error, 5 the database does not answer.
@@ -32,12 +35,13 @@ def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, ur
     try:
         check_schema(engine, schema)
         found = read_batches(engine, sink=sink, limit=None if everything else limit, schema=schema)
+        deserted = read_nobody_at_work(engine, found, schema=schema)
     finally:
         engine.dispose()
     if as_json:
-        click.echo(json.dumps({"batches": [batch_json(batch) for batch in found]}, indent=2))
+        click.echo(json.dumps({"batches": [batch_json(batch, deserted) for batch in found]}, indent=2))
         return
     console = report_console()
-    console.print(batch_table(found))
+    console.print(batch_table(found, deserted))
     unfinished = sum(batch.decided_at is None for batch in found)
     console.print(f"\n{len(found)} batches, {unfinished} not all written, {sum(one.row_count for one in found):,} rows")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
@@ -124,7 +124,7 @@ def status_json(item: IdStatus) -> dict[str, object]:
     }
 
 
-def batch_table(batches: Sequence[Batch]) -> Table:
+def batch_table(batches: Sequence[Batch], deserted: Mapping[tuple[str, str], datetime]) -> Table:
     """The table of ``dualwrite batches``."""
     table = Table(title=None, box=None, pad_edge=False)
     for column in ("sink", "batch", "phase", "partitions"):
@@ -135,7 +135,7 @@ def batch_table(batches: Sequence[Batch]) -> Table:
         table.add_row(
             batch.sink,
             batch.batch_id,
-            batch.phase,
+            _phase(batch, deserted),
             f"{batch.written_partitions} of {batch.partition_count}",
             f"{batch.row_count:,}",
             f"{batch.message_count:,}",
@@ -148,9 +148,15 @@ def batch_table(batches: Sequence[Batch]) -> Table:
     return table
 
 
-def batch_json(batch: Batch) -> dict[str, object]:
+def _phase(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> str:
+    since = deserted.get((batch.sink, batch.batch_id))
+    return batch.phase if since is None else f"{batch.phase}, nobody at work since {since:%Y-%m-%d %H:%M:%S}"
+
+
+def batch_json(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> dict[str, object]:
     """One batch as ``dualwrite batches --json`` shows it."""
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(batch).items()}
+    shown = {**asdict(batch), "nobody_at_work_since": deserted.get((batch.sink, batch.batch_id))}
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in shown.items()}
 
 
 def loss_json(loss: Loss) -> dict[str, object]:

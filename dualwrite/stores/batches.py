@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Engine, exc, select
+from sqlalchemy import Engine, exc, select, tuple_
 
+from dualwrite.protocol.at_work import nobody_since
+from dualwrite.protocol.naming import may_own, pool_of_sink
+from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.rows import in_chunks
 from dualwrite.stores.tables import declare_tables
 
 
@@ -21,7 +26,8 @@ class Batch:
         batch_id: Name of the batch.
         phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and the
             driver has noted so; ``failed``: something is missing, and the last run that ended has failed. A batch that was
-            completed by somebody else (``dualwrite recover``) stays ``decided``, one whose driver was killed ``writing``.
+            completed by somebody else (``dualwrite recover``) stays ``decided``, one whose driver was killed ``writing``; see
+            :func:`read_nobody_at_work`.
         partition_count: How many partitions it has, those without rows not counted where it is decided as one; 1 until that
             is decided.
         written_partitions: How many of them are committed.
@@ -76,3 +82,54 @@ def read_batches(
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine, schema) from error
     return found[::-1]
+
+
+def read_nobody_at_work(
+    engine: Engine, batches: Collection[Batch], *, schema: str | None = None
+) -> Mapping[tuple[str, str], datetime]:
+    """Since when nobody is known to work at those of the batches that are being written, by sink and batch id.
+
+    Their drivers were killed; or they compute for long before their tasks write, of which the database learns nothing.
+
+    Args:
+        engine: The database.
+        batches: As :func:`read_batches` gives them.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError: A table, or the right to read it, is missing.
+        Unavailable: The database does not answer.
+    """
+    tables = declare_tables(schema)
+    ledger, run, slot = tables.ledger, tables.run, tables.slot
+    names = [(batch.sink, batch.batch_id) for batch in batches if batch.phase == "writing"]
+    changes: dict[tuple[str, str], list[datetime]] = defaultdict(list)
+    leases: dict[str, list[tuple[str, datetime]]] = defaultdict(list)
+    if not names:
+        return {}
+    try:
+        with engine.connect() as connection:
+            for some in in_chunks(names):
+                for table, name, moment in (
+                    (ledger, ledger.c.batch_id, ledger.c.written_at),
+                    (run, run.c.name, run.c.begun_at),
+                ):
+                    statement = select(table.c.sink, name, moment).where(tuple_(table.c.sink, name).in_(some))
+                    for sink, batch_id, changed_at in connection.execute(statement):
+                        changes[sink, batch_id].append(changed_at)
+            for pools in in_chunks({pool_of_sink(sink) for sink, _ in names}):
+                held = select(slot.c.pool, slot.c.lease_owner, slot.c.lease_until).where(
+                    slot.c.pool.in_(pools), slot.c.lease_owner.is_not(None)
+                )
+                for pool, owner, until in connection.execute(held):
+                    leases[pool].append((owner, until))
+            now: datetime = connection.execute(select(database_now())).scalar_one()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    found = {}
+    for sink, batch_id in names:
+        ends = [until for owner, until in leases[pool_of_sink(sink)] if may_own(owner, batch_id)]
+        since = nobody_since(changes[sink, batch_id], ends, now)
+        if since is not None:
+            found[sink, batch_id] = since
+    return found

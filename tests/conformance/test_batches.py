@@ -19,9 +19,12 @@ from sqlalchemy import Engine, select
 from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batch_entry import Destination, Way
-from dualwrite.stores.batches import Batch, read_batches
+from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name
+from dualwrite.stores.batches import Batch, read_batches, read_nobody_at_work
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.ledger import BEGUN, WHOLE_BATCH, Ledger
+from dualwrite.stores.runs import Runs
+from dualwrite.stores.slots import SlotPool
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import throughput
@@ -234,6 +237,35 @@ def test_the_command_shows_the_same(database: Database, engine: Engine, ledger: 
 
     assert "1 batches" in command(database, "--last", "1").stdout
     assert "3 batches" in command(database, "--last", "1", "--all").stdout
+
+
+def test_a_batch_at_which_nobody_works_any_more_is_shown_with_the_moment_of_its_last_sign(
+    database: Database, engine: Engine, ledger: Ledger
+) -> None:
+    begun_at = now(engine) - timedelta(hours=2)
+    written_at = begun_at + timedelta(minutes=9)
+    for name in ("deserted", "leased", "begun again", "of a stream", "young", "failed"):
+        ledger.begin(engine, name if "stream" in name else "sink", name, WHOLE)
+    record(engine, ledger, "deserted", 0, of=1)  # of two
+    table = database.tables.ledger
+    with engine.begin() as connection:
+        connection.execute(table.update().where(table.c.batch_id != "young").values(written_at=begun_at))
+        connection.execute(table.update().where(table.c.partition_id == 0).values(written_at=written_at))
+        connection.execute(table.update().where(table.c.partition_id == BEGUN).values(partition_count=2))
+    ledger.fail(engine, "sink", "failed")
+    Runs(engine, database.schema).replace("sink", "begun again")
+    for sink, name in (("sink", "leased"), ("of a stream", stream_name("0123"))):
+        SlotPool(engine, pool_of_sink(sink), schema=database.schema).lease(f"{owner_prefix(name)}task", 600)
+
+    found = read_nobody_at_work(engine, read_batches(engine, schema=database.schema), schema=database.schema)
+    assert found == {("sink", "deserted"): written_at}
+
+    shown = f"writing, nobody at work since {written_at:%Y-%m-%d %H:%M:%S}"
+    assert shown in " ".join(command(database).stdout.split())
+    document = json.loads(command(database, "sink", "--json").stdout)
+    since = {batch["batch_id"]: batch["nobody_at_work_since"] for batch in document["batches"]}
+    assert since.pop("deserted") == written_at.isoformat()
+    assert not any(since.values())
 
 
 def test_the_picture_holds_the_rows_of_the_ledger(
