@@ -10,6 +10,7 @@ Ends with 1 if the two sides are not equal, row for row. Leaves nothing behind.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -66,15 +67,15 @@ class Attempt:
     random_kill: bool = False
 
 
-ATTEMPTS = [
-    Attempt("SIGKILL to driver, JVM and workers at a random instant", random_kill=True),
+KILLED = [
     Attempt(
         "SIGKILL to a worker between its two commits, then to the driver while it repairs that",
         failpoints="write.decided,settle.before_commit",
     ),
     Attempt("SIGKILL to driver, JVM and workers at a random instant", random_kill=True),
-    Attempt("nothing: it may finish"),
+    Attempt("SIGKILL to driver, JVM and workers at a random instant", random_kill=True),
 ]
+LAST = Attempt("nothing: it may finish")
 
 
 def job(bootstrap_servers: str, url: str, source: str) -> None:
@@ -143,7 +144,7 @@ class Demo:
         begun = time.monotonic()
         with self._log.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, __file__, self._kafka["bootstrap.servers"], self._url, str(self._source)],
+                [sys.executable, __file__, "job", self._kafka["bootstrap.servers"], self._url, str(self._source)],
                 env={**os.environ, "DUALWRITE_FAILPOINT": attempt.failpoints, MARK: self._marker},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -253,8 +254,8 @@ def verdict(console: Console, expected: Counter[Flight], rows: Counter[Flight], 
     return expected == rows == messages
 
 
-def main() -> int:
-    """Run the demonstration. The exit code."""
+def main(kills: int) -> int:
+    """Run the demonstration, with so many kills. The exit code."""
     console = Console(highlight=False)
     begun = time.monotonic()
     console.print("starting Kafka and PostgreSQL ...")
@@ -279,7 +280,7 @@ def main() -> int:
         sides = Sides(kafka, engine)
         try:
             demo = Demo(console, kafka, url, source, sides)
-            for number, attempt in enumerate(ATTEMPTS, start=1):
+            for number, attempt in enumerate([*KILLED[:kills], LAST], start=1):
                 demo.run(attempt, number)
         finally:
             sides.close()
@@ -297,7 +298,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        job(*sys.argv[1:])
+    if sys.argv[1:2] == ["job"]:
+        job(*sys.argv[2:])
     else:
-        sys.exit(main())
+        parser = argparse.ArgumentParser(description=__doc__)
+        parser.add_argument("--kills", type=int, choices=range(len(KILLED) + 1), default=len(KILLED))
+        sys.exit(main(parser.parse_args().kills))

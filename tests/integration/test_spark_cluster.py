@@ -22,7 +22,7 @@ def thorough(*values):
         ("write_batch", "spark.rows_copied"),
         thorough("write_batch", "write.recorded"),
         thorough("staging", "spark.rows_copied"),
-        ("staging", "batch.handed_over"),
+        thorough("staging", "batch.handed_over"),
         thorough("prepared", "spark.rows_copied"),
         thorough("prepared", "batch.handed_over"),
     ],

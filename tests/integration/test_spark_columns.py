@@ -78,7 +78,17 @@ def plain(value):
     return "nan" if value != value else value  # noqa: PLR0124 - NaN is not itself
 
 
-@pytest.fixture(params=["write_batch", "foreach_partition", "data source"])
+def thorough(*ways):
+    return [pytest.param(way, marks=pytest.mark.thorough) for way in ways]
+
+
+# `foreach_partition` writes as `write_batch` does, and what fails in a task fails before the ways part.
+refused = pytest.mark.parametrize(
+    "write", ["write_batch", *thorough("foreach_partition", "data source")], indirect=True
+)
+
+
+@pytest.fixture(params=["write_batch", *thorough("foreach_partition"), "data source"])
 def write(request):
     def run(df, **settings):
         if request.param == "write_batch":
@@ -252,6 +262,7 @@ def test_a_table_that_may_not_be_written_to_is_told_with_the_grant(numbers, dual
         numbers.execute("DROP ROLE reader")
 
 
+@refused
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -268,6 +279,7 @@ def test_a_row_that_the_database_refuses_fails_its_partition_on_both_sides(spark
     assert numbers.rows() == numbers.messages() == []
 
 
+@refused
 def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ALTER id TYPE smallint")
     with pytest.raises(SPARKS_ERRORS, match="a value of column 'id' does not fit int16"):
@@ -275,6 +287,7 @@ def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
     numbers.verify(0)
 
 
+@refused
 def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE uuid USING null")
     with pytest.raises(SPARKS_ERRORS, match="a value for column 'name' of type uuid is not a UUID"):
@@ -282,11 +295,7 @@ def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
     assert numbers.messages() == numbers.rows() == []
 
 
-@pytest.mark.parametrize(  # each waits for a topic that does not come, until its time is over
-    "write",
-    ["write_batch", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_partition", "data source"))],
-    indirect=True,
-)
+@refused
 def test_an_unknown_topic_in_a_column_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, 'no-such-topic' AS t")
     with pytest.raises(SPARKS_ERRORS, match="no-such-topic"):
@@ -294,6 +303,7 @@ def test_an_unknown_topic_in_a_column_fails_the_task(spark, numbers, write):
     numbers.verify(0)
 
 
+@refused
 def test_a_null_topic_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, cast(null AS string) AS t")
     with pytest.raises(SPARKS_ERRORS, match="the topic of a row is null"):

@@ -13,7 +13,14 @@ from dualwrite.stores.ledger import WHOLE_BATCH
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("way", ["write_batch", pytest.param("foreach_partition", marks=pytest.mark.thorough), *LEGS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "write_batch",
+        "staging",
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_partition", "prepared")),
+    ],
+)
 def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, numbers, tmp_path, way):
     """Binary COPY says nothing of types: eight bytes are a bigint or a double, as the table has it."""
     url = numbers.url.replace("+psycopg", "")

@@ -24,7 +24,11 @@ def drivers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "point", ["ledger.begun", "spark.driver_done", pytest.param("spark.driver_started", marks=pytest.mark.thorough)]
+    "point",
+    [
+        "ledger.begun",
+        *(pytest.param(point, marks=pytest.mark.thorough) for point in ("spark.driver_started", "spark.driver_done")),
+    ],
 )
 def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numbers, drivers, point):
     drivers.run(do="batch", settings=numbers.settings, failpoint=point, ends_with=-signal.SIGKILL)
@@ -35,12 +39,18 @@ def test_a_driver_that_kills_itself_is_followed_by_one_that_finishes(spark, numb
 
 # The database ends the session of a paused owner that holds locks; the tests do not wait a minute for it.
 POINTS = [
-    "slot.leased",
-    pytest.param("spark.rows_copied", marks=pytest.mark.thorough),
     "write.decided",
     *(
         pytest.param(point, marks=pytest.mark.thorough)
-        for point in ("spark.task_started", "ledger.inserted", "write.prepared", "write.recorded", "spark.task_done")
+        for point in (
+            "spark.task_started",
+            "slot.leased",
+            "spark.rows_copied",
+            "ledger.inserted",
+            "write.prepared",
+            "write.recorded",
+            "spark.task_done",
+        )
     ),
 ]
 
@@ -106,13 +116,10 @@ def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, t
     numbers.verify()
 
 
-@pytest.mark.longest
+# In every run the example of a stream dies once, and a stream of the Data Source again and again.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kills",
-    [
-        ("spark.driver_done:1", "write.decided:1"),
-        pytest.param(("spark.driver_started:2", "spark.rows_copied:1"), marks=pytest.mark.thorough),
-    ],
+    "kills", [("spark.driver_done:1", "write.decided:1"), ("spark.driver_started:2", "spark.rows_copied:1")]
 )
 def test_a_stream_killed_again_and_again_writes_each_file_once(spark, numbers, drivers, tmp_path, kills):
     source = tmp_path / "source"

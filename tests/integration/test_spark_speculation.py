@@ -12,7 +12,7 @@ def thorough(*values):
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("way", ["write_batch", thorough("staging"), "prepared"])
+@pytest.mark.parametrize("way", ["write_batch", thorough("staging"), thorough("prepared")])
 def test_an_attempt_whose_input_stands_still_is_overtaken(cluster, numbers, way):
     cluster.run(write, way, numbers, "gated", speculation=True)
     numbers.verify()

@@ -8,12 +8,14 @@ from dualwrite import claiming, dual_write, lane, recovery, resolving
 from dualwrite.dual_write import DualWrite
 from dualwrite.errors import Fenced
 from dualwrite.lane import Lane
+from dualwrite.losses import Losses
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.doubt import Doubt, DoubtStep
 from dualwrite.settling import SettleReport
 from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.witness import PsycopgWitness
+from dualwrite.turns import Turns
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -173,3 +175,43 @@ def messages_sent_out_of_savepoints(patch: pytest.MonkeyPatch) -> None:
 def driver_trusted_to_open_no_savepoint(patch: pytest.MonkeyPatch) -> None:
     """An owner takes it that no savepoint is opened past SQLAlchemy, and asks the database for no witness."""
     patch.setattr(PsycopgWitness, "doubtful", property(lambda _: False, lambda *_: None), raising=False)
+
+
+@mistake(
+    Check(
+        "integration/test_another_database.py"
+        "::test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def connection_of_any_database_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A writer takes a connection without asking which database it leads to."""
+    patch.setattr(SqlStateStore, "check_same_database", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_housekeeping.py::test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs[postgresql]",
+        "DecidedTransactionLost",
+    )
+)
+def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
+    """A block that settles its lane raises a loss of the transaction before, and its body never runs."""
+
+    def tell(_, loss):
+        raise loss
+
+    patch.setattr(Losses, "tell", tell)
+
+
+@mistake(
+    Check("unit/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came", "assert")
+)
+def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
+    """A lane goes to the thread that has asked for it last."""
+
+    def queue_up(self, ticket):
+        self._waiting.insert(0, ticket)
+        self.serve()
+
+    patch.setattr(Turns, "queue_up", queue_up)
