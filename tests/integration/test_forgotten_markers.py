@@ -50,17 +50,17 @@ class Stage:
             upgrade(connection)
         self.admin = AdminClient({**cluster.client_config(), "log_level": 0})
         self.coordinator = KafkaCoordinator(KafkaConfig.parse(self.kafka))
-        at = AWAY
-        while at == AWAY:
+        self.at = AWAY
+        while self.at == AWAY:
             self.name = self.topic = f"{name}-{time.monotonic_ns()}"
             self.writer = DualWriter(self.name, kafka=self.kafka, engine=self.engine, max_lanes=1)
             self.writer.__enter__()
             self.kafka_id = self.row.kafka_id(self.row.incarnation)
-            at = self.coordinator._coordinators._find([self.kafka_id], Deadline(LONG_S))[self.kafka_id]
-            if at == AWAY:
+            self.at = self.coordinator._coordinators._find([self.kafka_id], Deadline(LONG_S))[self.kafka_id]
+            if self.at == AWAY:
                 self.writer.__exit__(None, None, None)
         self.producer_id = self.view().producer_id
-        replicas = {"replica_assignment": [[AWAY], [at]], "config": {"min.insync.replicas": "1"}}
+        replicas = {"replica_assignment": [[AWAY], [self.at]], "config": {"min.insync.replicas": "1"}}
         self.admin.create_topics([NewTopic(self.topic, num_partitions=2, **replicas)])[self.topic].result(LONG_S)
         wait_until(self.has_all_leaders, LONG_S)
 
@@ -75,8 +75,10 @@ class Stage:
         return self.coordinator.describe([self.kafka_id], Deadline(LONG_S))[self.kafka_id]
 
     def leaders(self):
-        partitions = self.admin.list_topics(self.topic, timeout=LONG_S).topics[self.topic].partitions
-        return [partition.leader for partition in partitions.values()] or [-1]
+        """As a broker shows them that is not taken away: any other client may wait for the one that is."""
+        answer = self.coordinator._brokers.metadata([self.topic], Deadline(LONG_S), node=self.at)
+        partitions = sorted(answer.topics[0].partitions, key=lambda partition: partition.partition_index)
+        return [partition.leader_id for partition in partitions] or [-1]
 
     def has_all_leaders(self):
         return all(leader > 0 for leader in self.leaders())
