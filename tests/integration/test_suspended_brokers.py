@@ -132,7 +132,8 @@ class Crowd:
         self.engine = engine
         self.cluster = cluster
         # No call is doubtful for its duration: that would end the incarnation, and hide what this is about.
-        self.kafka = {**patient(cluster.client_config()), "log_level": 2}
+        # Where the coordinator is suspended, its successor is asked when that time is over.
+        self.kafka = {**patient(cluster.client_config()), "log_level": 2, "socket.timeout.ms": 10_000}
         self.journal = Journal(path)
         self.topic = f"t{time.monotonic_ns()}"
         self.writers = [Writer(self, *one) for one in writers]
