@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.sinks.spark.layout import Copied, Layout
+    from dualwrite.sinks.spark.row_names import RowNames
 
-_UUID: Final = pa.binary(16)
-_KEY_TWICE: Final = frozenset({"23505", "23P01"})
+_UUID_BYTES: Final = 16
+_UUID: Final = pa.binary(_UUID_BYTES)
+_NAMES_KEY: Final = frozenset({"23503", "23505", "23P01"})
+"""SQLSTATEs whose detail names a key: one that another table lacks, one that comes twice, one that excludes another."""
 _KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
 _LINE: Final = re.compile(r", line ([0-9]+)")
+"""In the first line of the context, which may name a staging table; in binary COPY it holds no values."""
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
 """SQLSTATE classes that come again with the same rows: a key twice, bad values, violated constraints, missing rights."""
 
@@ -47,8 +51,9 @@ class TableCopy:
         sent_rows: How many rows were sent so far.
     """
 
-    def __init__(self, copy: Copy, layout: Layout) -> None:
+    def __init__(self, copy: Copy, layout: Layout, names: RowNames | None = None) -> None:
         self.sent_rows = 0
+        self._names = names
         self._copy = copy
         self._columns = layout.table_columns
         schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
@@ -72,11 +77,24 @@ class TableCopy:
             psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
         """
         arrays = [
-            _uuids(one.name, batch.column(one.source)) if one.encoding == "uuid" else batch.column(one.source)
+            self._uuids(one.name, batch.column(one.source)) if one.encoding == "uuid" else batch.column(one.source)
             for one in self._columns
         ]
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
         self.sent_rows += batch.num_rows
+
+    def _uuids(self, name: str, texts: pa.Array) -> pa.Array:
+        found: list[bytes | None] = []
+        try:
+            found.extend(None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist())
+            return pa.array(found, _UUID)
+        except (ValueError, pa.ArrowInvalid) as error:
+            # Text that is no hexadecimal number ends the list; too long or too short a number stands in it.
+            index = next(
+                (index for index, one in enumerate(found) if one is not None and len(one) != _UUID_BYTES), len(found)
+            )
+            row = "" if self._names is None else f": {self._names.in_batch(index)}"
+            raise ConfigurationError(f"a value for column {name!r} of type uuid is not a UUID{row}") from error
 
     def finish(self) -> None:
         """Send the end of the data."""
@@ -84,8 +102,16 @@ class TableCopy:
 
 
 @contextmanager
-def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> Generator[TableCopy, None, None]:
-    """COPY the layout's table columns into the table of that schema and name; leaving the block by an exception cancels it.
+def copying(
+    connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+) -> Generator[TableCopy, None, None]:
+    """COPY the layout's table columns into a table; leaving the block by an exception cancels it.
+
+    Args:
+        connection: Inside the dual write.
+        layout: Which column goes where.
+        table: Schema and name of the table.
+        names: Names a row that the database refuses.
 
     Raises:
         TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those of
@@ -99,12 +125,14 @@ def copying(connection: Connection, layout: Layout, table: tuple[str, str]) -> G
     try:
         with driver.cursor() as cursor:
             with cursor.copy(statement) as copy:
-                table_copy = TableCopy(copy, layout)
+                table_copy = TableCopy(copy, layout, names)
                 yield table_copy
                 table_copy.finish()
             taken = cursor.rowcount  # known once the COPY has ended, and until the cursor is closed
     except psycopg.Error as error:
-        raise refused(f"table {layout.table[1]!r} does not take the rows", error) from error
+        line = _LINE.search((error.diag.context or "").partition("\n")[0])
+        row = names.of(int(line[1])) if line and names is not None else None
+        raise refused(f"table {layout.table[1]!r} does not take the rows", error, row) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
     require_types(connection, table, layout.table_types, shown_name=layout.table[1])
 
@@ -129,36 +157,27 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
         )
 
 
-def refused(what: str, error: psycopg.Error) -> TransactionAborted:
-    """The error for rows that a table does not take; it says whether the same rows can be taken another time."""
-    return TransactionAborted(
-        f"{what}: {driver_words(error)}{_place(error)}",
-        retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES,
-    )
+def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
+    """The error for rows that a table does not take; it says whether the same rows can be taken another time.
 
-
-def _place(error: psycopg.Error) -> str:
-    """Which row was refused: its key, where the database names that, and its number in the partition."""
+    Args:
+        what: Has failed.
+        error: The database's.
+        row: The name of the row, where it is known.
+    """
     shown = []
     # Of all details only this one: others hold the values of whole rows.
-    if error.sqlstate in _KEY_TWICE and (key := _KEY.match(error.diag.message_detail or "")):
+    if error.sqlstate in _NAMES_KEY and (key := _KEY.match(error.diag.message_detail or "")):
         shown.append(key[0])
     if column := error.diag.column_name:
         shown.append(f"column {column!r}")
-    # The context names the table that is written, which may be a staging table; in binary COPY it holds no values.
-    if line := _LINE.search((error.diag.context or "").partition("\n")[0]):
-        shown.append(f"row {line[1]} of the partition")
-    return f" ({', '.join(shown)})" if shown else ""
+    if row is not None:
+        shown.append(row)
+    place = f" ({', '.join(shown)})" if shown else ""
+    return TransactionAborted(
+        f"{what}: {driver_words(error)}{place}", retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES
+    )
 
 
 def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
     return _UUID if column.encoding == "uuid" else layout.projected[column.source].arrow
-
-
-def _uuids(name: str, texts: pa.Array) -> pa.Array:
-    try:
-        return pa.array(
-            [None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist()], _UUID
-        )
-    except (ValueError, pa.ArrowInvalid) as error:
-        raise ConfigurationError(f"a value for column {name!r} of type uuid is not a UUID") from error

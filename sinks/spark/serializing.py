@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.registry import TaskRegistry
+    from dualwrite.sinks.spark.row_names import RowNames
     from dualwrite.sinks.spark.settings import SinkOptions
 
 
@@ -25,18 +26,29 @@ _UNFIT: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 
 
 @contextmanager
-def serializing(options: SinkOptions, layout: Layout) -> Generator[Serializing, None, None]:
-    """A task's serializers; connections are closed when the block ends. Nothing is connected before it must be."""
+def serializing(
+    options: SinkOptions, layout: Layout, names: RowNames | None = None
+) -> Generator[Serializing, None, None]:
+    """A task's serializers; connections are closed when the block ends. Nothing is connected before it must be.
+
+    Args:
+        options: The sink's settings.
+        layout: Which column goes where.
+        names: Names a row that cannot be serialized.
+    """
     with ExitStack() as closed_later:
-        yield Serializing(options, layout, closed_later)
+        yield Serializing(options, layout, closed_later, names)
 
 
 class Serializing:
     """The serializers of one task: one for each part and topic, as one of them would write the last subject's id to all."""
 
-    def __init__(self, options: SinkOptions, layout: Layout, closed_later: ExitStack) -> None:
+    def __init__(
+        self, options: SinkOptions, layout: Layout, closed_later: ExitStack, names: RowNames | None = None
+    ) -> None:
         self._options = options
         self._closed_later = closed_later
+        self._names = names
         parts = (layout.message.key, layout.message.value)
         self._known = [one for part in parts if isinstance(part, Encoded) for one in part.registered]
         self._registry: TaskRegistry | None = None
@@ -58,8 +70,9 @@ class Serializing:
                 serialize = self._made.get((field, topic)) or self._make(part, topic)
                 found.append(serialize(datum))
         except _UNFIT as error:
+            row = "a row" if self._names is None else self._names.in_batch(len(found))
             raise ConfigurationError(
-                f"a row does not fit the {schema.format} schema of the message's {field}: "
+                f"{row} does not fit the {schema.format} schema of the message's {field}: "
                 f"{str(error).partition(chr(10))[0] or type(error).__name__}",
                 next_step="nothing of its partition was written; change the row, or the schema",
             ) from error

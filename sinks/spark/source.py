@@ -26,6 +26,7 @@ from dualwrite.sinks.spark.driver import present_run, read_plan
 from dualwrite.sinks.spark.progress import log_to_stderr
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.source_options import SourceOptions
+from dualwrite.sinks.spark.task_errors import shown_first
 from dualwrite.sinks.spark.undecided import Undecided, prepare_partition
 from dualwrite.sinks.spark.whole_batch import WholeBatch
 from dualwrite.sinks.spark.whole_input import whole_input
@@ -78,6 +79,7 @@ class DualWriteDataSource(DataSource):
         """The short name."""
         return SHORT_NAME
 
+    @shown_first()
     def writer(self, schema: spark.StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's signature
         """Plan a batch: checks options, table, topic and every column; nothing is written.
 
@@ -104,6 +106,7 @@ class DualWriteDataSource(DataSource):
             assert batch.run is not None
         return _BatchWriter(options, batch.run, schema, layout, overwrite=overwrite, staging=staging)
 
+    @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
         """Plan a micro-batch, or its end: as :meth:`writer`.
 
@@ -162,11 +165,13 @@ class _BatchWriter(DataSourceArrowWriter):
         self._overwrite = overwrite
         self._staging = staging
 
+    @shown_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
         batches = projected_batches(whole_input(iterator), self._schema, self._layout)
         return _write(self._options, self._layout, self._run.name, batches, run=self._run, staging=self._staging)
 
+    @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when all tasks have ended well: decide."""
         log_to_stderr()
@@ -174,6 +179,7 @@ class _BatchWriter(DataSourceArrowWriter):
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
             batch.decide(self._layout, _undecided(messages), truncate=self._overwrite, upsert=options.upsert_keys)
 
+    @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when a task has failed for good, or the decision has failed."""
         log_to_stderr()
@@ -192,6 +198,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         self._layout = layout
         self._staging = staging
 
+    @shown_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
         task = _task()
@@ -204,6 +211,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         batches = _stream_batches(whole_input(iterator), self._schema, self._layout)
         return _write(self._options, self._layout, f"{query}/{number}", batches, run=self._run, staging=self._staging)
 
+    @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when all tasks of the micro-batch have ended well: decide."""
         log_to_stderr()
@@ -213,6 +221,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
             batch.decide(self._layout, _undecided(messages), truncate=False, upsert=self._options.upsert_keys)
 
+    @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when the micro-batch has failed."""
         log_to_stderr()

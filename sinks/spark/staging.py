@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
+import psycopg.errors
 from psycopg import sql
 from sqlalchemy import Connection, CursorResult, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.copying import refused, require_all_taken
+from dualwrite.sinks.spark.row_names import row_name
 from dualwrite.stores.failures import driver_words, map_database_error
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ _FIND: Final = text(
     "SELECT n.nspname, c.relname, obj_description(c.oid, 'pg_class') FROM pg_class c "
     "JOIN pg_namespace n ON n.oid = c.relnamespace "
     "WHERE c.relkind = 'r' AND starts_with(c.relname, :prefix) AND n.nspname = :schema ORDER BY c.relname"
+)
+
+_CHECK: Final = text(
+    "SELECT pg_get_expr(k.conbin, k.conrelid) FROM pg_constraint k JOIN pg_class c ON c.oid = k.conrelid "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = :schema AND c.relname = :table AND k.conname = :name AND k.contype = 'c'"
 )
 
 
@@ -111,6 +119,8 @@ def take_over(
     columns: Sequence[str],
     *,
     rows: int,
+    partition: int,
+    key: Sequence[str] = (),
     upsert: Sequence[str] = (),
 ) -> None:
     """Move the rows of a staging table into the target, in the caller's transaction.
@@ -121,6 +131,8 @@ def take_over(
         target: Schema and name of the table that is written.
         columns: The columns.
         rows: How many rows there must be.
+        partition: Number of the partition, for people.
+        key: Columns that name a row, for people.
         upsert: Key columns: a row whose key is in the target replaces the other columns there.
 
     Raises:
@@ -144,7 +156,8 @@ def take_over(
         held = moved if moved == rows else _count(connection, staged)
     except exc.SQLAlchemyError as error:
         if isinstance(error.__cause__, psycopg.Error) and error.__cause__.sqlstate:
-            raise refused(f"table {target[1]!r} does not take the batch", error.__cause__) from error
+            row = _refused_row(connection.engine, staged, target, error.__cause__, partition=partition, key=key)
+            raise refused(f"table {target[1]!r} does not take the batch", error.__cause__, row) from error
         raise map_database_error(error, connection.engine) from error
     if held != rows:
         raise TransactionAborted(
@@ -161,6 +174,54 @@ def take_over(
             retryable=False,
         )
     require_all_taken(target[1], sent=rows, taken=moved)
+
+
+def _refused_row(
+    engine: Engine,
+    staged: StagingTable,
+    target: tuple[str, str],
+    error: psycopg.Error,
+    *,
+    partition: int,
+    key: Sequence[str],
+) -> str:
+    """The name of a row that the target has refused: the database names it by its values alone, which no log may show.
+
+    Looked for on a connection of its own, as the transaction has failed; and not for long, as that holds its locks still.
+    """
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("SET LOCAL lock_timeout = '1s'; SET LOCAL statement_timeout = '5s'")
+            condition = _broken(connection, target, error)
+            if condition is None:
+                return f"partition {partition}"
+            found = _execute(
+                connection,
+                sql.SQL(
+                    "SELECT (SELECT count(*) FROM {0} WHERE ctid <= bad.ctid){1} FROM {0} AS bad WHERE {2} "
+                    "ORDER BY bad.ctid LIMIT 1"
+                ).format(
+                    sql.Identifier(*staged.table),
+                    sql.SQL("").join(sql.SQL(", bad.{}::text").format(sql.Identifier(name)) for name in key),
+                    condition,
+                ),
+            ).one_or_none()
+    except exc.SQLAlchemyError as more:
+        logger.debug("the refused row is not found: %s", driver_words(more))
+        return f"partition {partition}"
+    return f"partition {partition}" if found is None else row_name(partition, cast("int", found[0]), found[1:])
+
+
+def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Error) -> sql.Composable | None:
+    """The condition for rows that break the constraint; None where it is not one of single rows."""
+    if isinstance(error, psycopg.errors.NotNullViolation) and error.diag.column_name:
+        return sql.SQL("{} IS NULL").format(sql.Identifier(error.diag.column_name))
+    if isinstance(error, psycopg.errors.CheckViolation):
+        schema, table = error.diag.schema_name or target[0], error.diag.table_name or target[1]
+        names = {"schema": schema, "table": table, "name": error.diag.constraint_name}
+        expression = connection.execute(_CHECK, names).scalar_one_or_none()
+        return None if expression is None else sql.SQL("NOT ({})").format(sql.SQL(expression))
+    return None
 
 
 def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:

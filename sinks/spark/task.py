@@ -216,7 +216,15 @@ class _Writing:
                     savepoints=False,
                 ) as transaction,
             ):
-                write_rows(transaction, batches, layout, layout.table, options, progress=self._progress)
+                write_rows(
+                    transaction,
+                    batches,
+                    layout,
+                    layout.table,
+                    options,
+                    partition=attempt.partition,
+                    progress=self._progress,
+                )
                 self._record(transaction.connection, place.slot.leased_at)
             self._record_completed(place.lane)
 

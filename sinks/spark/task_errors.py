@@ -1,7 +1,9 @@
-"""What a job's failure says, in the words of the task that failed: Spark wraps them into a hundred lines of its own."""
+"""What a job's failure says first: Spark wraps the reason into a hundred lines of its own."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,6 +11,10 @@ from typing import Final
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
+
+from dualwrite.errors import DualWriteError
+
+logger = logging.getLogger(__name__)
 
 _OURS: Final = re.compile(r"^(?:[\w.]*: )*dualwrite\.errors\.(\w+): (.+)$", re.MULTILINE)
 _OTHER_PYTHON: Final = (
@@ -25,6 +31,9 @@ _SET_PYTHON: Final = (
     "let PYSPARK_PYTHON (spark.pyspark.python) name the driver's Python, or one of the same version with the same packages, "
     "on every machine"
 )
+
+_HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
+"""Of Spark's own (``spark.sql.execution.pyspark.udf.hideTraceback.enabled``); read when an error has left the format."""
 
 
 class JobFailed(PySparkException):
@@ -61,3 +70,18 @@ def named_failures(name: str) -> Generator[None, None, None]:
         if reason is None:
             raise
         raise JobFailed(f"{name}: {reason}") from error
+
+
+@contextmanager
+def shown_first() -> Generator[None, None, None]:
+    """In a process of Spark's that the block's error ends: let Spark show the error, and not a traceback before it.
+
+    The traceback goes to the log. Errors that are not this library's stay as they are.
+    """
+    try:
+        yield
+    except DualWriteError:
+        logger.exception("where the error comes from that Spark shows")
+        # Harms nobody: the process that an error leaves runs nothing more, also where Spark uses others again.
+        os.environ[_HIDES_TRACEBACK] = "1"
+        raise

@@ -146,7 +146,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                     require_room(transaction.connection)
                     bound_waiting(transaction.connection)
                 table = layout.table if staged is None else staged.table
-                write_rows(transaction, batches, layout, table, options, progress=progress)
+                write_rows(transaction, batches, layout, table, options, partition=attempt.partition, progress=progress)
             assert transaction.prepared is not None
             place.slot.keep_for(_lifetime_s(attempt, place))
     except TransactionAborted as error:

@@ -23,6 +23,7 @@ from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.prepared import choose_staging, require_prepared
 from dualwrite.sinks.spark.progress import shown
+from dualwrite.sinks.spark.row_names import table_key
 from dualwrite.sinks.spark.staging import drop_dead_staging, drop_staging, empty, take_over
 from dualwrite.sinks.spark.table import require_types
 from dualwrite.stores.ledger import WHOLE_BATCH
@@ -100,7 +101,7 @@ class WholeBatch(DriverSide):
         return written
 
     def _decide(self, layout: Layout, prepared: Sequence[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
-        names = layout.table_column_names
+        names, key = layout.table_column_names, table_key(layout)
         with self._engine.connect() as connection:
             self._store.begin(connection)
             try:
@@ -119,7 +120,16 @@ class WholeBatch(DriverSide):
                 require_prepared(connection, [one for one in prepared if one.staged is None], self.name)
                 for one in prepared:
                     if one.staged is not None:
-                        take_over(connection, one.staged, layout.table, names, rows=one.rows, upsert=upsert)
+                        take_over(
+                            connection,
+                            one.staged,
+                            layout.table,
+                            names,
+                            rows=one.rows,
+                            partition=one.partition,
+                            key=key,
+                            upsert=upsert,
+                        )
                 if any(
                     one.staged is not None for one in prepared
                 ):  # the others' tasks have looked, and hold their locks

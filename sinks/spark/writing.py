@@ -10,6 +10,7 @@ import pyarrow as pa
 from dualwrite import failpoints
 from dualwrite.sinks.spark.copying import copying
 from dualwrite.sinks.spark.messages import produce_batch
+from dualwrite.sinks.spark.row_names import RowNames
 from dualwrite.sinks.spark.serializing import serializing
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def write_rows(
     table: tuple[str, str],
     options: SinkOptions,
     *,
+    partition: int,
     progress: Progress,
 ) -> None:
     """Write projected rows on both sides of a dual write, a batch at a time.
@@ -36,13 +38,19 @@ def write_rows(
         layout: Which column goes where.
         table: Schema and name of the table that the rows go into: the target, or a staging table.
         options: The sink's settings.
+        partition: Number of the partition.
         progress: Told of each batch that is written.
 
     Raises:
         DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
     """
-    with serializing(options, layout) as serializers, copying(transaction.connection, layout, table) as copy:
+    names = RowNames(partition, layout)
+    with (
+        serializing(options, layout, names) as serializers,
+        copying(transaction.connection, layout, table, names) as copy,
+    ):
         for batch in batches:
+            names.add(batch)
             copy.write(batch)
             produce_batch(transaction, batch, layout, options.topic, serializers)
             progress.add(batch)

@@ -38,8 +38,9 @@ class OneTask:
                 driver.settle_left()
             self._layout, self._run = driver.layout(SCHEMA), driver.run
 
-    def run_task(self, *, ids=range(ROWS)):
-        batch = pa.RecordBatch.from_pydict({"id": list(ids), "name": [f"row {number}" for number in ids]})
+    def run_task(self, *, ids=range(ROWS), without_name=None):
+        names = [None if number == without_name else f"row {number}" for number in ids]
+        batch = pa.RecordBatch.from_pydict({"id": list(ids), "name": pa.array(names, pa.string())})
         rows = projected_batches([batch] if ids else [], SCHEMA, self._layout)
         if self.way == "write_batch":
             return write_partition(self._task, 0, 0, rows)

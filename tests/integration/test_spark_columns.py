@@ -290,7 +290,7 @@ def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
 @refused
 def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE uuid USING null")
-    with pytest.raises(SPARKS_ERRORS, match="a value for column 'name' of type uuid is not a UUID"):
+    with pytest.raises(SPARKS_ERRORS, match="a value for column 'name' of type uuid is not a UUID: row 1 of partition"):
         write(spark.sql("SELECT 1L AS id, '0f0e' AS name"), **numbers.settings)
     assert numbers.messages() == numbers.rows() == []
 

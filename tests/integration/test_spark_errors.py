@@ -24,12 +24,32 @@ def test_a_key_that_is_there_already_is_named_with_the_table_that_is_written(num
     job.fail()
 
 
-def test_a_row_that_is_refused_while_it_is_copied_is_named_by_column_and_number(numbers):
-    numbers.execute("ALTER TABLE numbers ALTER name SET NOT NULL, ADD CHECK (id <> 5)")
-    job = OneTask(numbers, "write_batch")
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+@pytest.mark.parametrize(
+    ("constraint", "number", "column"),
+    [("ADD CHECK (id <> 5)", 6, ""), ("ALTER name SET NOT NULL", 8, "column 'name', ")],
+)
+def test_a_row_that_is_refused_is_named_by_its_number_and_its_key(numbers, way, constraint, number, column):
+    """Also where it is refused when the batch is decided, and the database names it by all its values alone."""
+    numbers.execute(f"ALTER TABLE numbers {constraint}")
+    job = OneTask(numbers, way)
     job.begin()
-    with pytest.raises(TransactionAborted, match="row 6 of the partition"):
-        job.run_task()
+    with pytest.raises(TransactionAborted) as caught:
+        job.decide(job.run_task(without_name=7))
+    assert f"({column}row {number} of partition 0, key '{number - 1}')" in str(caught.value)
+    assert "row 5" not in caught.value.what.replace("row 5 of", "")
+    job.fail()
+
+
+def test_a_key_that_another_table_lacks_is_named(numbers):
+    numbers.execute("CREATE TABLE known AS SELECT generate_series(0, 4)::bigint AS id")
+    numbers.execute("ALTER TABLE known ADD PRIMARY KEY (id)")
+    numbers.execute("ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES known")
+    job = OneTask(numbers, "staging")
+    job.begin()
+    with pytest.raises(TransactionAborted, match=r"\(Key \(id\)=\(5\), partition 0\)"):
+        job.decide(job.run_task())
+    job.fail()
 
 
 def test_a_database_without_room_for_prepared_transactions_is_told_before_rows_are_written(numbers, monkeypatch):

@@ -299,7 +299,10 @@ def test_no_secret_shows_in_a_log_or_a_plan(spark, numbers, registry, caplog):
 def test_a_row_that_the_schema_refuses_fails_its_partition_on_both_sides(spark, numbers, registry):
     schema = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 100}, "name": {"type": "string"}}}
     settings = with_registry(numbers, registry, "jsonschema", value_schema=json.dumps(schema))
-    with pytest.raises(SPARKS_ERRORS, match="a row does not fit the jsonschema schema of the message's value"):
+    with pytest.raises(
+        SPARKS_ERRORS,
+        match=r"row 102 of partition 0, key '101' does not fit the jsonschema schema of the message's value",
+    ):
         written(numbered(spark, 200, 1), "write_batch", **settings)
     numbers.verify(0)
 

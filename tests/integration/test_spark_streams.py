@@ -11,8 +11,9 @@ from harness.drivers import Drivers, kill_group, paused_below
 from harness.patience import PATIENCE_S
 from harness.spark import ROWS, connector_jars
 from harness.spark import numbers as numbered
-from harness.spark_source import ArmedSource, nothing_is_left, options
+from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions
 
 from dualwrite.sinks.spark import foreach_batch, register
 
@@ -86,6 +87,38 @@ def test_a_query_that_is_stopped_while_a_task_writes_goes_on_from_its_checkpoint
     assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1]
     start(way).awaitTermination()
     numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_totals_in_update_mode_replace_those_of_former_micro_batches_and_a_replay_writes_nothing(
+    spark, numbers, source, tmp_path
+):
+    """As the documentation has it: each micro-batch is a batch that replaces rows of the same key, named by its number."""
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    checkpoint = tmp_path / "checkpoint"
+
+    def write(totals, number):
+        write_with(numbers, totals, upsertKeys="id", batchId=f"totals {number}")
+
+    def run():
+        rows = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1").parquet(source)
+        counted = rows.groupBy((functions.col("id") % 7).alias("id")).count()
+        totals = counted.select("id", functions.col("count").cast("string").alias("name"))
+        stream = totals.writeStream.outputMode("update").foreachBatch(write)
+        stream = stream.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
+        stream.start().awaitTermination()
+
+    run()
+    expected = sorted((rest, str(len(range(rest, ROWS, 7)))) for rest in range(7))
+    assert numbers.rows() == expected
+    messages = numbers.messages()
+    assert len(messages) == 7 * FILES
+    assert set(expected) <= set(messages)
+    (checkpoint / "commits" / str(FILES - 1)).unlink()
+    (checkpoint / "commits" / f".{FILES - 1}.crc").unlink(missing_ok=True)
+    run()
+    assert numbers.rows() == expected
+    assert numbers.messages() == messages
     nothing_is_left(numbers)
 
 

@@ -1,0 +1,83 @@
+"""Where the library's words stand in what a user of the Data Source is shown: as near to its beginning as Spark allows."""
+
+import pytest
+from harness.spark import SPARKS_ERRORS
+from harness.spark import numbers as numbered
+from harness.spark_source import options, write_with
+from pyspark.errors import StreamingQueryException
+
+from dualwrite.sinks.spark import register
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+REFUSED = "dualwrite.errors.TransactionAborted: table 'numbers' does not take the "
+NO_TABLE = "dualwrite.errors.ConfigurationError: there is no table 'missing'"
+
+
+def first_lines(error):
+    """The first line with anything in it, and the next."""
+    return [line for line in str(error).splitlines() if line][:2]
+
+
+def test_a_batch_that_fails_says_why_before_any_traceback(spark, numbers):
+    register(spark)
+    with pytest.raises(SPARKS_ERRORS) as planned:
+        write_with(numbers, numbered(spark, 10, 1), batchId="1", dbtable="missing")
+    assert NO_TABLE in first_lines(planned.value)[0]
+
+    numbers.execute("ALTER TABLE numbers ADD CHECK (id <> 5)")
+    with pytest.raises(SPARKS_ERRORS) as decided:
+        write_with(numbers, numbered(spark, 10, 2), batchId="1", databaseLeg="staging")
+    assert REFUSED in first_lines(decided.value)[0]
+    assert "(row 1 of partition 1, key '5')" in first_lines(decided.value)[0]
+
+    with pytest.raises(SPARKS_ERRORS) as in_task:
+        write_with(numbers, numbered(spark, 10, 1), batchId="1", databaseLeg="prepared")
+    # Spark's own first line is about the worker; with other versions it is the same line.
+    assert REFUSED in " ".join(first_lines(in_task.value))
+    assert "(row 6 of partition 0, key '5')" in " ".join(first_lines(in_task.value))
+
+
+@pytest.fixture
+def run_stream(spark, numbers, tmp_path):
+    register(spark)
+    numbered(spark, 10, 1).write.parquet(str(tmp_path / "source"))
+
+    def run(mode="append", **more):
+        rows = spark.readStream.schema("id bigint, name string").parquet(str(tmp_path / "source"))
+        if mode != "append":
+            rows = rows.groupBy("id").agg({"name": "max"}).toDF("id", "name")
+        stream = rows.writeStream.format("dualwrite").outputMode(mode).options(**options(numbers, **more))
+        stream = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+        stream.start().awaitTermination()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        pytest.param(NO_TABLE, {"dbtable": "missing"}, marks=pytest.mark.thorough),
+        pytest.param(REFUSED, {"databaseLeg": "prepared"}, marks=pytest.mark.thorough),
+        (REFUSED, {"databaseLeg": "staging"}),
+    ],
+)
+def test_a_stream_that_fails_says_why_in_its_first_line(numbers, run_stream, words, more):
+    numbers.execute("ALTER TABLE numbers ADD CHECK (id <> 5)")
+    with pytest.raises(StreamingQueryException) as caught:
+        run_stream(**more)
+    assert words in first_lines(caught.value)[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        pytest.param("update", "dualwrite does not support Update mode", marks=pytest.mark.thorough),  # Spark's own
+        ("complete", 'outputMode("update") and foreachBatch with df.write.format("dualwrite")'),
+    ],
+)
+def test_output_modes_that_replace_rows_are_refused_in_the_first_line(numbers, run_stream, mode, words):
+    with pytest.raises(StreamingQueryException) as caught:
+        run_stream(mode)
+    assert words in first_lines(caught.value)[0]
+    assert numbers.rows() == numbers.messages() == []
