@@ -172,10 +172,12 @@ class Lanes:
             except Fenced as error:
                 kept.given_up = True
                 logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
-            except Exception as error:
+            except DualWriteError as error:
                 kept.failures += 1
-                level = logging.WARNING if isinstance(error, DualWriteError) else logging.ERROR
-                logger.log(level, "%s: not settled, tried again later", lane.transactional_id, exc_info=error)
+                logger.warning("%s: not settled, tried again later: %s", lane.transactional_id, error)
+            except Exception:
+                kept.failures += 1
+                logger.exception("%s: not settled, tried again later", lane.transactional_id)
             finally:
                 ticket.end()
 
