@@ -4,16 +4,16 @@ import secrets
 from contextlib import ExitStack, closing
 
 import pytest
+from harness.orders import Base, Order
 from harness.patience import patient
-from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
+from sqlalchemy import create_engine, select
 
+from dualwrite import DualWriter, failpoints
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
-
-METADATA = MetaData()
-ORDERS = Table("orders", METADATA, Column("id", Integer, primary_key=True), Column("note", Text))
+from dualwrite.testing.reading import read_committed
 
 
 @pytest.fixture
@@ -38,14 +38,38 @@ def url(request, tmp_path):
 @pytest.fixture
 def engine(url):
     engine = create_engine(url)
-    METADATA.create_all(engine)
+    Base.metadata.create_all(engine)
     yield engine
     engine.dispose()
 
 
 @pytest.fixture
 def orders():
-    return ORDERS
+    return Order.__table__
+
+
+@pytest.fixture
+def writer(kafka, engine):
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+        yield writer
+
+
+@pytest.fixture
+def both(engine, orders, kafka, dualwrite_topic):
+    """What both sides show once no transaction is open: the ids of the rows, and the messages as numbers, sorted."""
+
+    def read():
+        messages = sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+        with engine.connect() as connection:
+            return sorted(connection.execute(select(orders.c.id)).scalars()), messages
+
+    return read
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
 
 
 @pytest.fixture

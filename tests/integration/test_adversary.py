@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from harness.death import ended_by_hand, mortal
+from harness.orders import on_postgresql, write
 from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
@@ -30,39 +31,14 @@ from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
-on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
 STATE = declare_tables(None).state
-
-
-@pytest.fixture
-def both(engine, orders, kafka, dualwrite_topic):
-    """What both sides show: the ids of the rows, and the messages, sorted."""
-
-    def read():
-        with engine.connect() as connection:
-            rows = sorted(connection.execute(select(orders.c.id)).scalars())
-        return rows, sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
-
-    return read
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
 
 
 @pytest.fixture
 def writer(kafka, engine):
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         yield writer
-
-
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number))
-        tx.connection.execute(insert(orders).values(id=number))
 
 
 def lose_the_producer(writer, topic, orders, number):

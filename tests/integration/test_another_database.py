@@ -4,23 +4,12 @@ import shutil
 from contextlib import ExitStack
 
 import pytest
-from sqlalchemy import Integer, Text, create_engine, event, insert, make_url, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from harness.orders import Order, on_postgresql
+from sqlalchemy import create_engine, event, insert, make_url, select, text
+from sqlalchemy.orm import Session, sessionmaker
 
 from dualwrite import ConfigurationError, DualWriter, IllegalStateError, TransactionAborted
 from dualwrite.testing.reading import read_committed
-
-on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-class Base(DeclarativeBase):
-    pass
-
-
-class Order(Base):
-    __tablename__ = "orders"
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    note: Mapped[str | None] = mapped_column(Text)
 
 
 @pytest.fixture

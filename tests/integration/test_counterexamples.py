@@ -1,12 +1,14 @@
 """The interleavings that break simpler recipes, brought about on real servers. Each names the rule that it is the reason for."""
 
 import threading
+from functools import partial
 
 import pytest
 from confluent_kafka import Producer
 from harness.checker import Case
 from harness.death import mortal
-from sqlalchemy import create_engine, insert, select, text, update
+from harness.orders import write as write_order
+from sqlalchemy import create_engine, insert, text, update
 
 from dualwrite import (
     ConfigurationError,
@@ -28,35 +30,12 @@ from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.proxy_postgresql import PostgresProxy
-from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state
 
 
-@pytest.fixture
-def both(engine, orders, kafka, dualwrite_topic):
-    """What both sides show: the ids of the rows, and the messages, sorted."""
-
-    def read():
-        with engine.connect() as connection:
-            rows = sorted(connection.execute(select(orders.c.id)).scalars())
-        return rows, sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
-
-    return read
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=0)
-        tx.produce(topic, value=str(number), partition=1)
-        tx.connection.execute(insert(orders).values(id=number))
+write = partial(write_order, partitions=(0, 1))
 
 
 def crash_after_decision(kafka, engine, topic, orders, number, name="orders"):

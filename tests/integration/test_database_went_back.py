@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from confluent_kafka import Producer
+from harness.orders import write
 from sqlalchemy import create_engine, insert, select, update
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
@@ -17,12 +18,6 @@ from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
 
 STATE = declare_tables(None).state
-
-
-def write(writer, topic, orders, number, partition=0):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=partition)
-        tx.connection.execute(insert(orders).values(id=number))
 
 
 @pytest.fixture
@@ -164,7 +159,7 @@ def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
         write(first, dualwrite_topic, orders, 1)
         restore = backup()
-        write(first, dualwrite_topic, orders, 2, partition=1 if place == "other partition" else 0)
+        write(first, dualwrite_topic, orders, 2, partitions=(1,) if place == "other partition" else (0,))
         if place == "aborted since":
             with pytest.raises(LookupError), first.transaction() as tx:
                 tx.produce(dualwrite_topic, value="no", partition=0)

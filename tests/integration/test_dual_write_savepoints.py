@@ -4,30 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from sqlalchemy import Integer, Text, insert, select, text
+from harness.orders import Order, on_postgresql
+from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import Session
 
 from dualwrite import DualWriter, IllegalStateError, TransactionAborted
 from dualwrite.testing.reading import read_committed
-
-on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-class Base(DeclarativeBase):
-    pass
-
-
-class Order(Base):
-    __tablename__ = "orders"
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    note: Mapped[str | None] = mapped_column(Text)
-
-
-@pytest.fixture
-def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
-        yield writer
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import os
 import threading
 
 import pytest
-from sqlalchemy import Integer, Text, insert, select, text
+from harness.orders import Order, on_postgresql
+from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import (
     ConfigurationError,
@@ -20,24 +20,6 @@ from dualwrite import (
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery import status
 from dualwrite.testing.reading import read_committed
-
-on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-class Base(DeclarativeBase):
-    pass
-
-
-class Order(Base):
-    __tablename__ = "orders"
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    note: Mapped[str | None] = mapped_column(Text)
-
-
-@pytest.fixture
-def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
-        yield writer
 
 
 @pytest.fixture
@@ -55,12 +37,6 @@ def messages(kafka, dualwrite_topic):
         return sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
 
     return read
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
 
 
 def write(tx, topic, orders, number):

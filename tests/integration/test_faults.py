@@ -4,14 +4,16 @@ import os
 import signal
 import threading
 from contextlib import closing
+from functools import partial
 
 import pytest
 from harness.checker import Case
 from harness.death import ended_by_hand, mortal
+from harness.orders import write as write_order
 from harness.patience import PATIENCE_S, patient
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
-from sqlalchemy import create_engine, insert, select
+from sqlalchemy import create_engine, select
 
 from dualwrite import (
     ConfigurationError,
@@ -50,17 +52,7 @@ def hasty_kafka():
         yield kafka
 
 
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=0)
-        tx.produce(topic, value=str(number), partition=1)
-        tx.connection.execute(insert(orders).values(id=number))
+write = partial(write_order, partitions=(0, 1))
 
 
 def leave_decided(kafka, engine, topic, orders, number, name="orders"):

@@ -5,7 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 from harness.checker import Case
-from sqlalchemy import insert, make_url, text
+from harness.orders import write
+from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
 from dualwrite.cli.group import commands
@@ -15,12 +16,6 @@ from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 MONTH_S = 30 * 86400.0
-
-
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=0)
-        tx.connection.execute(insert(orders).values(id=number))
 
 
 def names(engine):

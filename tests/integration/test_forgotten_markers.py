@@ -184,12 +184,6 @@ def stages(cluster, tmp_path_factory):
         stage.engine.dispose()
 
 
-@pytest.fixture(autouse=True)
-def disarmed():
-    yield
-    failpoints.arm("")
-
-
 def test_a_decided_transaction_is_committed_also_where_its_marker_was_forgotten(stages):
     stage = stages["recovered"]
     [before] = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)

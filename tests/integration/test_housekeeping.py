@@ -4,8 +4,9 @@ import threading
 
 import pytest
 from harness.death import ended_by_hand
+from harness.orders import write
 from harness.patience import patient
-from sqlalchemy import create_engine, insert, select
+from sqlalchemy import create_engine
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
 from dualwrite.deadline import Deadline
@@ -16,21 +17,8 @@ from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.proxy_postgresql import PostgresProxy
-from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-@pytest.fixture
-def both(engine, orders, kafka, dualwrite_topic):
-    """What both sides show, once no transaction is open on the topic any more."""
-
-    def read():
-        messages = sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
-        with engine.connect() as connection:
-            return sorted(connection.execute(select(orders.c.id)).scalars()), messages
-
-    return read
 
 
 @pytest.fixture
@@ -44,18 +32,6 @@ def through(proxy, engine):
     """A writer through the proxy, with one lane, that waits 8 s for each of librdkafka's answers."""
     with DualWriter("orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=16) as writer:
         yield writer
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.produce(topic, value=str(number), partition=0)
-        tx.connection.execute(insert(orders).values(id=number))
 
 
 def fail_at(point, writer, topic, orders, number):

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness.checker import Case
+from harness.orders import write
 from harness.patience import PATIENCE_S
 from harness.pgbouncer import PROGRAM, PgBouncer
-from sqlalchemy import create_engine, insert, select, text
+from sqlalchemy import create_engine, text
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, failpoints, recover
 from dualwrite.testing import PostgresProxy
-from dualwrite.testing.reading import read_committed
 
 pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer"),
@@ -25,24 +25,13 @@ def bouncer(tmp_path, url):
         yield bouncer
 
 
-def write(writer, topic, orders, number):
-    with writer.transaction() as tx:
-        tx.connection.execute(insert(orders).values(id=number))
-        tx.produce(topic, value=str(number), partition=0)
-
-
-def both(kafka, topic, engine, orders):
-    with engine.connect() as connection:
-        rows = sorted(connection.execute(select(orders.c.id)).scalars())
-    assert sorted(int(record.value) for record in read_committed(kafka, topic)) == rows
-    return rows
-
-
-def test_dual_writes_share_connections_and_leave_no_setting_on_them(bouncer, kafka, engine, orders, dualwrite_topic):
+def test_dual_writes_share_connections_and_leave_no_setting_on_them(
+    bouncer, kafka, engine, orders, dualwrite_topic, both
+):
     """By URL, as the commands connect too: no statement is prepared under a name on a connection that others get next."""
     with DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=4) as writer, ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: write(writer, dualwrite_topic, orders, number), range(40)))
-    assert both(kafka, dualwrite_topic, engine, orders) == list(range(40))
+    assert both() == (list(range(40)), list(range(40)))
     through = create_engine(bouncer.url, connect_args={"prepare_threshold": None})
     with through.connect() as connection:
         for name in ("idle_in_transaction_session_timeout", "transaction_timeout"):
@@ -61,7 +50,7 @@ def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_p
 
 
 def test_an_owner_that_is_paused_before_its_commit_has_decided_nothing(
-    bouncer, kafka, engine, orders, dualwrite_topic, monkeypatch
+    bouncer, kafka, engine, orders, dualwrite_topic, monkeypatch, both
 ):
     hit = failpoints.hit
 
@@ -82,11 +71,11 @@ def test_an_owner_that_is_paused_before_its_commit_has_decided_nothing(
             write(writer, dualwrite_topic, orders, 1)
         monkeypatch.setattr(failpoints, "hit", hit)
         write(writer, dualwrite_topic, orders, 2)
-    assert both(kafka, dualwrite_topic, engine, orders) == [2]
+    assert both() == ([2], [2])
 
 
 def test_a_pooler_that_is_killed_in_a_commit_is_asked_when_it_is_back(
-    tmp_path, dualwrite_postgres, kafka, url, engine, orders, dualwrite_topic
+    tmp_path, dualwrite_postgres, kafka, url, engine, orders, dualwrite_topic, both
 ):
     with (
         PostgresProxy(dualwrite_postgres) as proxy,
@@ -103,7 +92,7 @@ def test_a_pooler_that_is_killed_in_a_commit_is_asked_when_it_is_back(
         bouncer.start()
         thread.join(PATIENCE_S)
         write(writer, dualwrite_topic, orders, 3)
-    assert both(kafka, dualwrite_topic, engine, orders) == [1, 2, 3]
+    assert both() == ([1, 2, 3], [1, 2, 3])
 
 
 def test_pooling_by_statement_is_refused(tmp_path, kafka, url, engine, orders):

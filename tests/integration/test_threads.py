@@ -7,28 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert
 
 from dualwrite import DualWriter, IllegalStateError
-from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-@pytest.fixture
-def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
-        yield writer
-
-
-@pytest.fixture
-def both(engine, orders, kafka, dualwrite_topic):
-    def read():
-        messages = sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
-        with engine.connect() as connection:
-            return sorted(connection.execute(select(orders.c.id)).scalars()), messages
-
-    return read
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""The table of most integration tests, and a dual write of one row of it with the message that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from sqlalchemy import Integer, Table, Text, insert
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from dualwrite import DualWriter
+
+on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    note: Mapped[str | None] = mapped_column(Text)
+
+
+def write(writer: DualWriter, topic: str, orders: Table, number: int, partitions: Sequence[int] = (0,)) -> None:
+    """One row, and its number as a message in each of the partitions."""
+    with writer.transaction() as tx:
+        for partition in partitions:
+            tx.produce(topic, value=str(number), partition=partition)
+        tx.connection.execute(insert(orders).values(id=number))
