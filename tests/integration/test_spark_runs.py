@@ -104,6 +104,7 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     failing.join(PATIENCE_S)
     assert not failing.is_alive()
     assert len(passed) == 2
+    assert waits.is_set()
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
 

@@ -113,8 +113,8 @@ def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        f"{_RUNS}::test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that[prepared]",
-        "no longer holds the slot",
+        f"{_RUNS}::test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that[prepared-False]",
+        "is_set",
     )
 )
 def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
