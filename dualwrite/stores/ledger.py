@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,8 +11,8 @@ from typing import Final
 from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists, func, select, update
 
 from dualwrite import failpoints
-from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.batch_entry import Destination, Entry, Recorded, Way, mismatch_of, next_entry
+from dualwrite.protocol.batch_entry import Destination, Entry, Recorded, Way, next_entry
+from dualwrite.stores.batch_refusals import check_partition_count, other_destination
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.rows import check_name
@@ -112,20 +112,44 @@ class Ledger:
             return None
         return WrittenPartition(*row)
 
-    def partitions(self, engine: Engine, sink: str, batch_id: str) -> Sequence[int]:
-        """The numbers of the partitions that are written and committed, in order.
+    def partitions(self, database: Connection | Engine, sink: str, batch_id: str) -> Mapping[int, WrittenPartition]:
+        """What is recorded of the partitions that are written and committed, by number and in order.
 
         Raises:
-            ConfigurationError, Unavailable: As :meth:`seen`.
+            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
         """
         ledger = self._ledger
         statement = (
-            select(ledger.c.partition_id)
+            select(ledger.c.partition_id, ledger.c.row_count, ledger.c.rows_digest)
             .where(*self._of_batch, ledger.c.partition_id >= 0)
             .order_by(ledger.c.partition_id)
         )
-        with self._on(engine) as connection:
-            return connection.scalars(statement, {"sink_": sink, "batch_": batch_id}).all()
+        with self._on(database) as connection:
+            rows = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).all()
+        return {number: WrittenPartition(row_count, rows_digest) for number, row_count, rows_digest in rows}
+
+    def insert_empty(
+        self, connection: Connection, sink: str, batch_id: str, partition_ids: Collection[int], *, partition_count: int
+    ) -> None:
+        """Record partitions without rows as written, those that are not recorded yet.
+
+        Args:
+            connection: Inside a transaction.
+            sink: Name of the sink.
+            batch_id: Name of the batch.
+            partition_ids: Numbers of the partitions.
+            partition_count: How many partitions the batch has.
+
+        Raises:
+            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
+        """
+        if not partition_ids:
+            return
+        statement = dialect_of(connection.engine).insert_if_missing(self._ledger).values(written_at=database_now())
+        same = {"sink": sink, "batch_id": batch_id, "row_count": 0, "message_count": 0, "rows_digest": 0}
+        rows = [{**same, "partition_id": one, "partition_count": partition_count} for one in sorted(partition_ids)]
+        with self._on(connection):
+            connection.execute(statement, rows)
 
     def require(self, connection: Connection, sink: str, batch_id: str, destination: Destination) -> int | None:
         """Make sure, inside the transaction that writes a partition, that the batch is written to that destination.
@@ -368,27 +392,3 @@ class Ledger:
         except exc.SQLAlchemyError as error:
             engine = database if isinstance(database, Engine) else database.engine
             raise map_database_error(error, engine, self._schema) from error
-
-
-def check_partition_count(sink: str, batch_id: str, recorded: int | None, present: int) -> None:
-    """Refuse a batch that has another number of partitions than when it was begun: its rows may lie elsewhere now.
-
-    Raises:
-        ConfigurationError: The numbers differ.
-    """
-    if recorded is not None and recorded != present:
-        raise ConfigurationError(
-            f"batch {batch_id!r} of sink {sink!r} was begun with {recorded} partitions and now has {present}: a partition "
-            "that is already written may hold other rows now",
-            next_step=f"run it with {recorded} partitions again, made the same way (repartition({recorded}, ...) by a key, "
-            "or a checkpointed input); or, if nothing of it is to be kept, undo its rows and use a new batch id",
-        )
-
-
-def other_destination(sink: str, batch_id: str, recorded: Recorded, present: Destination) -> ConfigurationError:
-    """The error for a batch that is for another destination than its former run."""
-    return ConfigurationError(
-        f"batch {batch_id!r} of sink {sink!r} {mismatch_of(recorded, present)}: nothing of it was written now",
-        next_step="give each table, topic and way a sink name of its own, also where one foreachBatch writes to several; or "
-        "run the batch again where it was begun",
-    )

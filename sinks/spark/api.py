@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean"
+_REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean, empty boolean"
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
@@ -90,8 +90,12 @@ def _write(
             for what in _unseen(df, task.layout, stream_shown=stream_shown):
                 _warn(job.name, what, partition_count, len(written))
         with named_failures(job.name), job.progress(partition_count):
-            done = _run(reports, written)
-        return job.finish(partition_count, [PartitionReport(**row.asDict()) for row in done])
+            missing = sorted({*range(partition_count)}.difference(written))
+            if missing and not options.allow_nondeterministic:
+                job.require_same_rows(_run(reports, written))
+            done = _run(reports, missing)
+            job.record_empty(partition_count, done)
+        return job.finish(partition_count, done)
 
 
 def _unseen(df: DataFrame, layout: Layout, *, stream_shown: bool) -> Iterator[str]:
@@ -108,16 +112,13 @@ def _warn(name: str, what: str, partition_count: int, written: int, remedy: str 
         logger.warning("%s: %s", name, words)
 
 
-def _run(reports: RDD[Row], written: Sequence[int]) -> list[Row]:
-    """Run the tasks: at first those of partitions that are written, which compare their rows and fail if they are others."""
-    if not written:
-        return reports.collect()
-    missing = sorted({*range(reports.getNumPartitions())}.difference(written))
-    if not missing:
-        return []
-    context = reports.context
-    context.runJob(reports, list, written)
-    return context.runJob(reports, list, missing)
+def _run(reports: RDD[Row], partitions: Sequence[int]) -> list[PartitionReport]:
+    """Run the tasks of some partitions. Those that are written already compare their rows, and fail if they are others."""
+    if len(partitions) == reports.getNumPartitions():
+        rows = reports.collect()  # without one more Python worker for each task
+    else:
+        rows = reports.context.runJob(reports, list, partitions) if partitions else []
+    return [PartitionReport(**row.asDict()) for row in rows]
 
 
 def foreach_partition(

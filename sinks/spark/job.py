@@ -11,18 +11,23 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sqlalchemy import exc
+
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.destinations import destination_of
+from dualwrite.sinks.spark.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.task import PartitionReport, PartitionTask
+from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.ledger import BEGUN
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
+    from sqlalchemy import Connection, Engine
     from typing_extensions import Self
 
     from dualwrite.sinks.spark.layout import Layout
@@ -177,7 +182,49 @@ class BatchJob(DriverSide):
         Raises:
             ConfigurationError, Unavailable: The ledger could not be read.
         """
-        return self._ledger.partitions(self._engine, self._options.sink, self._batch_id)
+        return list(self._ledger.partitions(self._engine, self._options.sink, self._batch_id))
+
+    def require_same_rows(self, reports: Collection[PartitionReport]) -> None:
+        """Compare partitions that are written and have no rows now; where they have some, their tasks have compared them.
+
+        Raises:
+            ConfigurationError: One was written with rows; or as :meth:`written_partitions`.
+            Unavailable: As :meth:`written_partitions`.
+        """
+        self._require_empty(self._engine, [report.partition for report in reports if report.empty])
+
+    def _require_empty(self, database: Connection | Engine, partitions: Collection[int]) -> None:
+        if not partitions or self._options.allow_nondeterministic:
+            return
+        recorded = self._ledger.partitions(database, self._options.sink, self._batch_id)
+        for number in partitions:
+            if (written := recorded[number]).rows:
+                found = Fingerprint(written.rows, written.rows_digest)
+                raise other_rows(f"{self.name} partition {number}", Fingerprint(0, 0), found)
+
+    def record_empty(self, partition_count: int, reports: Collection[PartitionReport]) -> None:
+        """Record the partitions without rows as written, all at once: their tasks have told nobody but us.
+
+        Raises:
+            Fenced: Another run of the batch has begun.
+            ConfigurationError: One is written with rows meanwhile; the batch is for another destination; or as
+                :meth:`written_partitions`.
+            Unavailable, TransactionAborted: It was not recorded. Run the batch again.
+        """
+        empty = [report.partition for report in reports if report.empty]
+        if not empty:
+            return
+        assert self.run is not None
+        sink, batch_id = self._options.sink, self._batch_id
+        destination = destination_of(self._options, self._layout, Way.PARTITIONS)
+        try:
+            with self._engine.begin() as connection:
+                self._runs.require(connection, self.run)
+                self._ledger.require(connection, sink, batch_id, destination)
+                self._ledger.insert_empty(connection, sink, batch_id, empty, partition_count=partition_count)
+                self._require_empty(connection, empty)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._options.schema) from error
 
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
         """Settle, and say what became of the batch.
@@ -203,7 +250,7 @@ class BatchJob(DriverSide):
             partitions=partition_count,
             rows=written.rows,
             messages=written.messages,
-            written_partitions=sum(report.written for report in reports),
+            written_partitions=sum(report.written or report.empty for report in reports),
             written_rows=sum(report.rows for report in reports),
             written_bytes=sum(report.bytes for report in reports),
         )

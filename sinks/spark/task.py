@@ -56,16 +56,24 @@ class PartitionReport:
         rows: Rows that this task has written.
         bytes: Their size, as :class:`Progress` counts it.
         written: False if an earlier or a faster attempt had written it.
+        empty: Whether it has no rows, and the ledger was neither asked nor told: that is left to the driver.
     """
 
     partition: int
     rows: int
     bytes: int
     written: bool
+    empty: bool = False
 
 
 REPORT_SCHEMA: Final = pa.schema(
-    [("partition", pa.int32()), ("rows", pa.int64()), ("bytes", pa.int64()), ("written", pa.bool_())]
+    [
+        ("partition", pa.int32()),
+        ("rows", pa.int64()),
+        ("bytes", pa.int64()),
+        ("written", pa.bool_()),
+        ("empty", pa.bool_()),
+    ]
 )
 
 
@@ -118,8 +126,9 @@ def write_partition(
         partition: Number of the partition.
         attempt: Number of the attempt, for people.
         batches: The projected rows; its normal end means that they are all.
-        taken: The rows that they are made of, to be compared with those of an earlier run if the partition is already written;
-            None where nothing is compared. Then nothing is taken from ``batches``, either.
+        taken: The rows that they are made of, to be compared with those of an earlier run if the partition is already written,
+            and where the driver records partitions without rows; None where nothing is compared, and the task records them.
+            Then nothing is taken from ``batches`` of a partition that is written.
 
     Raises:
         ConfigurationError: The partition is already written, with other rows.
@@ -128,6 +137,13 @@ def write_partition(
             is recorded; the next attempt finds the partition written.
     """
     failpoints.hit("spark.task_started")
+    if taken is not None:
+        source = iter(batches)
+        first = next(source, None)
+        if first is None:
+            # Without a connection: most partitions of a shuffle may be empty.
+            return PartitionReport(partition, 0, 0, written=False, empty=True)
+        batches = chain([first], source)
     with servers(task.options) as found:
         report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run), taken).run(batches)
     failpoints.hit("spark.task_done")

@@ -101,7 +101,13 @@ def test_what_is_known_of_the_rows_of_partitions(ledger: Ledger, connection: Con
     assert ledger.partition(connection, "sink", "batch", 0) == WrittenPartition(10, None)
     assert ledger.partition(connection, "sink", "batch", 2) is None
     connection.rollback()
-    assert ledger.partitions(connection.engine, "sink", "batch") == [0, 1]
+    ledger.insert_empty(connection, "sink", "batch", [], partition_count=4)
+    ledger.insert_empty(connection, "sink", "batch", [3, 1], partition_count=4)
+    connection.commit()
+    found = ledger.partitions(connection.engine, "sink", "batch")
+    assert list(found) == [0, 1, 3]
+    assert found[1] == WrittenPartition(10, -(2**63)), "it had rows before"
+    assert found[3] == WrittenPartition(0, 0)
 
 
 def test_a_batch_that_is_for_another_destination_is_refused(ledger: Ledger, connection: Connection) -> None:
@@ -174,6 +180,7 @@ def test_a_missing_table_names_the_command(database: Database, ledger: Ledger, c
         lambda: ledger.started(connection.engine, "sink", "batch"),
         lambda: ledger.partition(connection, "sink", "batch", 0),
         lambda: ledger.partitions(connection.engine, "sink", "batch"),
+        lambda: ledger.insert_empty(connection, "sink", "batch", [0], partition_count=1),
         lambda: ledger.require(connection, "sink", "batch", ORDERS),
         lambda: ledger.begin(connection.engine, "sink", "batch", ORDERS),
         lambda: ledger.fail(connection.engine, "sink", "batch"),

@@ -85,6 +85,20 @@ def test_an_empty_dataframe_writes_nothing_and_is_done(spark, numbers, partition
     numbers.verify(0)
 
 
+def test_partitions_without_rows_are_recorded_by_the_driver_in_one_transaction(spark, numbers):
+    """Most partitions of a shuffle may be empty; their tasks connect to nothing."""
+    one_row = numbered(spark, 20, 20).where("id = 0")
+    report = write_batch(one_row, batch_id="1", **numbers.settings)
+    assert (report.rows, report.partitions, report.written_partitions, report.written_rows) == (1, 20, 20, 1)
+    [(transactions, empty)] = numbers.execute(
+        "SELECT count(DISTINCT xmin::text), count(*) FROM dualwrite_ledger WHERE partition_id >= 0 AND row_count = 0"
+    )
+    assert (transactions, empty) == (1, 19)
+    assert [seen.phase for seen in numbers.batches()] == ["completed"]
+    assert write_batch(one_row, batch_id="1", **numbers.settings).written_partitions == 0
+    numbers.verify(1)
+
+
 def test_a_dataframe_without_partitions_writes_nothing(spark, numbers):
     empty = numbered(spark).where("1 = 0")
     assert write_batch(empty, batch_id="1", **numbers.settings).partitions == 0

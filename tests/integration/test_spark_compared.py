@@ -6,6 +6,7 @@ from harness.spark import numbers as numbered
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions
 
+from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -33,6 +34,19 @@ def test_maps_and_variants_are_compared_whatever_the_order_of_their_entries(spar
             write_batch(other, batch_id="1", **numbers.settings)
     same = rows("map('b', id, 'a', 1)", "parse_json('{\"c\": 1}')")
     assert write_batch(same, batch_id="1", **numbers.settings).written_partitions == 1
+
+
+def test_a_partition_that_was_written_with_rows_and_has_none_now_is_refused_and_the_reverse(spark, numbers):
+    df = numbered(spark, 4, 2)
+    half_written(numbers, df)
+    with pytest.raises(
+        ConfigurationError, match="partition 0: the partition is written already with 2 rows, and has 0"
+    ):
+        write_batch(df.where("id >= 2"), batch_id="1", **numbers.settings)
+    numbers.execute("UPDATE dualwrite_ledger SET row_count = 0, rows_digest = 0 WHERE partition_id = 0")
+    with pytest.raises(SPARKS_ERRORS, match="written already with 0 rows, and has 2 rows now"):
+        write_batch(df, batch_id="1", **numbers.settings)
+    numbers.verify(4)
 
 
 def test_a_warning_names_the_columns_that_are_not_compared(spark, numbers, caplog):
@@ -85,12 +99,14 @@ def test_a_stream_that_gives_other_rows_each_time_is_refused_unless_it_is_allowe
     assert "compare" not in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_time_of_a_micro_batch_is_the_same_when_it_is_replayed(numbers, run_stream, caplog):
     run_stream("id", "concat('row ', id + year(current_timestamp()) - year(current_timestamp())) AS name")
     numbers.verify(10)
     assert "compare" not in caplog.text
 
 
+@pytest.mark.thorough
 def test_one_warning_for_a_stream_whose_plan_spark_does_not_show(numbers, run_stream, caplog, monkeypatch):
     monkeypatch.setattr("dualwrite.sinks.spark.api.require_deterministic_stream", lambda *_: False)
     run_stream("id", "name")
