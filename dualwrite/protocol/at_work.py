@@ -1,4 +1,4 @@
-"""Whether somebody works at a batch that is begun and not written: its driver has no sign of life, its tasks' leases have."""
+"""Detects batches that were begun but that no process works on: drivers give no sign of life, their tasks' leases do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from datetime import datetime, timedelta
 from typing import Final
 
 QUIET_S: Final = 300.0
-"""How long nothing must have happened, in seconds: tasks come after the plan, and rows after a shuffle."""
+"""Seconds without any event before a batch counts as deserted: tasks start after the plan, rows arrive after a shuffle."""
 
 
 def nobody_since(changes: Collection[datetime], lease_ends: Collection[datetime], now: datetime) -> datetime | None:
-    """Since when nobody is known to work at a batch, by the database's clock; None while somebody is, or was just now.
+    """Since when no process is known to work on a batch, by the database's clock; None while one does, or did just now.
 
     Args:
-        changes: When it was begun, and when each of its partitions was written.
-        lease_ends: When the leases of its tasks end, or have ended without being given back.
-        now: Of the same clock.
+        changes: When the batch was begun, and when each of its partitions was written.
+        lease_ends: When the leases of its tasks end; also those that expired without being given back.
+        now: The time on the same clock.
     """
     if any(end > now for end in lease_ends):
         return None

@@ -1,7 +1,8 @@
-"""May a run of a batch go on with what former runs have recorded, or would it take another batch's rows for its own?
+"""Decides whether a run of a batch may continue from earlier runs' records, or would take another batch's rows for its own.
 
-The ledger names a batch by its sink and its id. Without the rule here, the same two names for another table, another topic or
-another way would find the batch written: rows lost and told as written; or find nothing of it: rows twice.
+The ledger names a batch by its sink and its id. Without this rule, a run that uses the same two names for another table,
+topic or way could find the batch written, and lose rows that it reports as written; or find no record of it, and write rows
+twice.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from enum import Enum
 from typing import Final
 
 _OF_COLUMN: Final = "column:"
-"""No topic's name has a colon."""
+"""No topic's name contains a colon."""
 
 
 class Way(Enum):
-    """Whether a batch's partitions are decided each on its own, or all at once. Each way has rows of its own in the ledger."""
+    """Whether a batch's partitions are decided one by one or all at once. Each way has its own rows in the ledger."""
 
     PARTITIONS = "partition by partition"
     WHOLE = "as one"
@@ -24,11 +25,11 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a batch is written to. Pickles.
+    """The destination of a batch. Pickles.
 
     Attributes:
-        way: How it is written.
-        table: The table, its schema included, quoted.
+        way: How the batch is written.
+        table: The quoted name of the table, with its schema.
         topic: The topic; see :meth:`topics_of_column`.
         cluster_id: The Kafka cluster.
     """
@@ -40,21 +41,21 @@ class Destination:
 
     @staticmethod
     def topics_of_column(name: str) -> str:
-        """For :attr:`topic`, where the rows name their topics in a column."""
+        """The value of :attr:`topic` for rows that name their topics in a column."""
         return f"{_OF_COLUMN}{name}"
 
     @classmethod
     def parse(cls, text: str) -> Destination:
-        """The destination from its text form."""
+        """Parse the text form."""
         parts = json.loads(text)
         return cls(Way[parts["way"]], parts["table"], parts["topic"], parts["cluster_id"])
 
     def text(self) -> str:
-        """The text form, which the ledger keeps."""
+        """The text form, as the ledger keeps it."""
         return json.dumps({**asdict(self), "way": self.way.name})
 
     def shown(self, *, cluster: bool) -> str:
-        """For people; with the cluster where it matters."""
+        """The destination in words, with the cluster if asked for."""
         column = self.topic.removeprefix(_OF_COLUMN)
         topic = f"topic {self.topic!r}" if column == self.topic else f"the topics in column {column!r}"
         where = f" of cluster {self.cluster_id!r}" if cluster else ""
@@ -63,12 +64,12 @@ class Destination:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the ledger holds of a batch.
+    """The ledger's record of a batch.
 
     Attributes:
-        begun: Whether it has a row that says that the batch was begun.
-        destination: As that row has it; None where an older version has written it.
-        whole_written: Whether the batch is written as one.
+        begun: Whether a row says that the batch was begun.
+        destination: The destination in that row; None if an older version wrote the row.
+        whole_written: Whether the batch is already written, as one.
     """
 
     begun: bool
@@ -77,7 +78,7 @@ class Recorded:
 
 
 class Entry(Enum):
-    """What a run does with what is recorded."""
+    """How a run continues from the record."""
 
     FIRST = "record the destination"
     GO_ON = "go on: skip what is written"
@@ -86,11 +87,11 @@ class Entry(Enum):
 
 
 def next_entry(recorded: Recorded, present: Destination) -> Entry:
-    """What a run that writes to ``present`` does first.
+    """The first step of a run that writes to ``present``.
 
-    A batch that is written as one, and is not written, has left nothing that counts: it may go elsewhere. Of a batch that is
-    written partition by partition, tasks may be under way that nobody hears of: it never goes elsewhere. Older versions have
-    recorded no destination, but rows of their own for each way.
+    A batch that is written as one, but not yet, has left nothing that counts: it may go elsewhere. A batch that is written
+    partition by partition may still have tasks running unseen: it never goes elsewhere. Older versions recorded no
+    destination, but they did record different rows for each way.
     """
     if not recorded.begun:
         if not recorded.whole_written:
@@ -105,7 +106,7 @@ def next_entry(recorded: Recorded, present: Destination) -> Entry:
 
 
 def mismatch_of(recorded: Recorded, present: Destination) -> str:
-    """Both destinations, for the error of a run that is refused."""
+    """Both destinations in words, for the error of a refused run."""
     former = recorded.destination
     if former is None:
         way = Way.WHOLE if recorded.whole_written else Way.PARTITIONS

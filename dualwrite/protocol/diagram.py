@@ -37,7 +37,7 @@ def page() -> str:
         [
             "# State diagrams",
             "",
-            "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test holds this page against them.",
+            "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test compares this page with them.",
             "",
             "## One dual write",
             "",

@@ -1,7 +1,7 @@
-"""A COMMIT whose answer is missing: what the row, the database and the log say about it.
+"""Resolves a COMMIT in doubt, whose answer is missing, by the row, the database and the log.
 
-The row is read by a claim on a fresh connection, which waits for the old backend's lock: whatever that backend was going
-to do, it has done. Only a row that *later* owners have overwritten leaves a question.
+The row is read under its lock on a fresh connection, which waits for the old backend: by then that backend has committed or
+rolled back. A question remains only if *later* owners have overwritten the row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dualwrite.prepared_state import PreparedTxnState
 
 
 class DatabaseVerdict(Enum):
-    """The database's own word about a transaction (on PostgreSQL, ``pg_xact_status``)."""
+    """The database's own verdict on a transaction (on PostgreSQL, ``pg_xact_status``)."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -22,10 +22,10 @@ class DatabaseVerdict(Enum):
 
 
 class DoubtStep(Enum):
-    """What to do next about a COMMIT in doubt."""
+    """The next step about a COMMIT in doubt, or the verdict on it."""
 
     ASK_DATABASE = "ask the database for the transaction's status"
-    ASK_RECORDS = "look whether an incident was recorded for it"
+    ASK_RECORDS = "look up an incident recorded for it"
     ASK_LOG = "read the log for the marker"
     COMMITTED = "the database has committed"
     ABORTED = "the database has rolled back"
@@ -36,15 +36,15 @@ class DoubtStep(Enum):
 
 @dataclass(frozen=True)
 class Doubt:
-    """What is known about one COMMIT in doubt.
+    """The facts known about one COMMIT in doubt.
 
     Attributes:
         ours: The state that the COMMIT would have recorded.
-        row: The row's state, read after the old backend's lock was gone.
-        verdict: The database's word; None where not asked.
+        row: The row's state, read after the old backend released its lock.
+        verdict: The database's verdict; None if not asked.
         records_asked: Whether ``incident`` was looked up.
         incident: The loss recorded for ``ours``, if any.
-        proof: The log's word about ``ours``; None where not asked.
+        proof: The log's proof about ``ours``; None if not asked.
     """
 
     ours: PreparedTxnState
@@ -68,7 +68,7 @@ def next_doubt_step(doubt: Doubt) -> DoubtStep:
     if doubt.row == doubt.ours:
         return DoubtStep.COMMITTED
     if not doubt.row.has_transaction or (doubt.row.incarnation or 0) <= (doubt.ours.incarnation or 0):
-        return DoubtStep.ABORTED  # nobody has written over it, and it is not there
+        return DoubtStep.ABORTED  # no later owner has overwritten the row, and it does not name our state
     if doubt.verdict is None:
         return DoubtStep.ASK_DATABASE
     if doubt.verdict is DatabaseVerdict.ABORTED:
@@ -78,7 +78,7 @@ def next_doubt_step(doubt: Doubt) -> DoubtStep:
     if doubt.incident in _INCIDENT:
         return _INCIDENT[doubt.incident]
     if doubt.verdict is DatabaseVerdict.COMMITTED:
-        return DoubtStep.COMMITTED  # whoever overwrote the row settled it first, and recorded no incident
+        return DoubtStep.COMMITTED  # the later owner settled it before overwriting the row, and recorded no incident
     if doubt.proof is None:
         return DoubtStep.ASK_LOG
     return _PROOF.get(doubt.proof, DoubtStep.IN_DOUBT)

@@ -1,4 +1,4 @@
-"""Which transactional ids may be forgotten: those that nobody uses, that have nothing unsettled and nothing untold."""
+"""Decides which transactional ids may be forgotten: unused ones with nothing unsettled and no unacknowledged loss."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dualwrite.protocol.naming import writer_of
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one id.
+    """The facts about one id.
 
     Attributes:
-        untouched_for_s: Since its row was last written.
-        unsettled: Whether recovery would change something, or a transaction of it is open in Kafka or the database.
+        untouched_for_s: Seconds since its row was last written.
+        unsettled: Whether recovery would change something, or a transaction of the id is open in Kafka or the database.
         leased: Whether a worker holds its slot, or may go on with it.
-        has_open_incident: Whether a loss of it is recorded that nobody has acknowledged.
+        has_open_incident: Whether it has a recorded loss that nobody has acknowledged.
     """
 
     untouched_for_s: float
@@ -26,7 +26,7 @@ class Facts:
 
 
 def reason_to_keep(facts: Facts, untouched_for_s: float) -> str | None:
-    """Why the id must stay, the most urgent reason first; None if it may go."""
+    """The most urgent reason why the id must stay; None if it may go."""
     if facts.unsettled:
         return "unsettled: run dualwrite recover"
     if facts.has_open_incident:
@@ -39,7 +39,7 @@ def reason_to_keep(facts: Facts, untouched_for_s: float) -> str | None:
 
 
 def reasons_to_keep(facts: Mapping[str, Facts], untouched_for_s: float) -> Mapping[str, str]:
-    """Why ids must stay, by id. Those of one writer stay together: a lane without its first lane has no guard."""
+    """Why ids must stay, by id. All ids of a writer stay together: a lane without the first lane has no guard."""
     own = {name: reason_to_keep(found, untouched_for_s) for name, found in facts.items()}
     kept = {writer_of(name) for name, why in own.items() if why is not None}
     return {name: why or "another id of its writer stays" for name, why in own.items() if writer_of(name) in kept}

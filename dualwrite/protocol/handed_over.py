@@ -1,10 +1,10 @@
-"""What was handed over: an owner has prepared a transaction and waits; somebody else, the decider, decides and completes it.
+"""Completes handed-over transactions: the owner has prepared one and waits; another process, the decider, completes it.
 
-The owner goes on with the same producer afterwards, so its next transaction has the same producer id and epoch: a request of
-the decider's that comes late would end that one. Two rules stand against it.
+The owner goes on with the same producer afterwards, so its next transaction has the same producer id and epoch: a late
+request of the decider's would end that one. Two rules prevent this.
 
-The decider says "completed" in the row only of what :func:`next_completion_step` has led to the end: its ``EndTxn`` was sent
-once, and answered. Everything else it leaves to a claim, after which no owner can go on with that producer:
+The decider records "completed" in the row only if :func:`next_completion_step` says so: it sent its ``EndTxn`` once, and got
+an answer. It leaves everything else to a claim, after which no owner can go on with that producer:
 
 =============================  ============================  =======  ==============================================
 the one ``EndTxn(commit)``     coordinator                   proof    step
@@ -17,8 +17,8 @@ answered                       CompleteCommit, its id, epoch commit   record it 
 answered                       anything else                 any      leave it
 =============================  ============================  =======  ==============================================
 
-The owner goes on only where :func:`may_go_on` says so: the row still has its incarnation, and names its transaction as
-completed. Being decided is not enough: the decider's ``EndTxn`` may be on its way.
+The owner goes on only if :func:`may_go_on` allows it: the row still has its incarnation, and names its transaction as
+completed. A decided transaction is not enough: the decider's ``EndTxn`` may still be on its way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CompletionStep(Enum):
-    """What the decider does next about one transaction."""
+    """The decider's next step for one transaction."""
 
     LOOK = "ask the coordinator"
     WAIT = "wait, then forget what was seen and look again"
@@ -46,13 +46,13 @@ class CompletionStep(Enum):
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What the decider knows of one transaction that it completes.
+    """The decider's knowledge of one transaction that it completes.
 
     Attributes:
         state: The transaction, as the row names it.
-        answer: What the one ``EndTxn(commit)`` was answered; None where it was not answered.
-        view: The coordinator's answer after it; None where not asked.
-        proof: The log's word; None where not read.
+        answer: The answer to the one ``EndTxn(commit)``; None if it was not answered.
+        view: The coordinator's view after that; None if not asked.
+        proof: The log's proof; None if not read.
     """
 
     state: PreparedTxnState
@@ -62,7 +62,7 @@ class HandedOver:
 
 
 def next_completion_step(known: HandedOver) -> CompletionStep:
-    """The next step of the decider. Pure; see the table above."""
+    """The decider's next step. Pure; see the table above."""
     if known.answer is not EndAnswer.ENDED:
         return CompletionStep.LEAVE
     view = known.view
@@ -80,12 +80,12 @@ def next_completion_step(known: HandedOver) -> CompletionStep:
 
 
 def may_go_on(known: StateRow, found: StateRow, handed_over: PreparedTxnState | None) -> bool:
-    """Whether an owner that has rested may go on with its producer.
+    """Whether an owner may go on with its producer after a rest.
 
     Args:
-        known: The row, as the owner knows it.
-        found: The row, as it is now.
-        handed_over: The transaction that the owner has handed over, if it has.
+        known: The row as the owner knows it.
+        found: The row as it is now.
+        handed_over: The transaction that the owner has handed over, if any.
     """
     if (found.namespace, found.incarnation) != (known.namespace, known.incarnation):
         return False

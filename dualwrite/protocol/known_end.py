@@ -1,14 +1,14 @@
-"""The end of a producer's last transaction is known before its next one begins.
+"""A producer begins its next transaction only once the end of its last one is known.
 
-Kafka's answer to a commit or an abort is the coordinator's word. The markers are written after it, and some brokers forget
-the marker of a partition that has no leader at that moment (KAFKA-20734). What is left open there is ended by the next marker
-of the same producer: an abort takes along what was committed, and a commit brings back what was aborted. An operator's tool
-can end a transaction in one partition, too. The coordinator shows nothing of either; the partitions do.
+Kafka's answer to a commit or an abort is the coordinator's word alone. The markers are written after it, and some brokers
+forget the marker of a partition that has no leader at that moment (KAFKA-20734). The producer's next marker then ends what is
+left open there: an abort also aborts what was committed, and a commit brings back what was aborted. An operator's tool can
+end a transaction in a single partition, too. The coordinator shows neither; the partitions do.
 
-So each partition that the transaction was sent to has to show the marker, on positive evidence: the log, as its leader has it
-after the answer, holds the transaction's own first record, nothing is open there that began at or before it, and it ended as
-the owner has ended it. Until then the producer begins no other transaction, no decision overwrites the row that names the last
-one, and the row does not call it completed.
+So every partition that the transaction was sent to must show the marker, on positive evidence: the leader's log, read after
+the answer, holds the transaction's own first record; nothing that began at or before it is open there; and it ended as the
+owner ended it. Until then the producer begins no other transaction, no decision overwrites the row that names the last one,
+and the row does not call it completed.
 
 ======  =========================================  ==================================
 ended   in the partitions                          step
@@ -23,7 +23,7 @@ any     open, or no answer, while it is early      ask again
 any     open, or no answer, for longer             settle
 ======  =========================================  ==================================
 
-Settling ends what was forgotten, and needs the same partitions: the coordinator names none any more.
+Settling ends what the broker has forgotten, and must know the same partitions: the coordinator no longer names any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Partition = tuple[str, int]
 
 
 class EndStep(Enum):
-    """What to do next about a transaction whose commit or abort was answered."""
+    """The next step about a transaction whose commit or abort was answered."""
 
     ASK = "ask the partitions"
     WAIT = "wait a little, then ask again"
@@ -55,7 +55,7 @@ class Ended:
     Attributes:
         state: The transaction: its producer, and its first offset in each partition that it was sent to.
         committed: Whether it was committed.
-        complete: Whether ``state`` has every partition that it may have been sent to.
+        complete: Whether ``state`` names every partition that it may have been sent to.
     """
 
     state: PreparedTxnState
@@ -73,9 +73,9 @@ def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | No
 
     Args:
         ended: The transaction.
-        proofs: What the log of each partition proves, asked after the answer; None for one that is gone with its topic.
-            Partitions that did not answer are missing. None where not asked.
-        early: Whether there is still time to wait: as a rule markers are written milliseconds after the answer.
+        proofs: The proof of each partition's log, read after the answer; None for a partition that is gone with its topic.
+            Partitions that did not answer are missing. None if not asked.
+        early: Whether there is still time to wait: markers usually follow the answer within milliseconds.
     """
     if not ended.complete:
         return EndStep.SETTLE
@@ -95,13 +95,13 @@ def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | No
 
 
 class PendingStep(Enum):
-    """What to do next about a decided transaction whose commit was not answered, and that could not be settled."""
+    """The next step about a decided transaction whose commit was not answered, and that could not be settled."""
 
     LOOK = "ask the coordinator, then the log again"
     COMMITTED = "it is committed"
     LOST = "the broker has aborted it"
     UNVERIFIABLE = "it cannot be known any more"
-    PENDING = "it is going to be committed, and whoever settles next sees to it"
+    PENDING = "the next settler will commit it"
 
 
 _TOLD_BY_THE_LOG = {
@@ -118,11 +118,11 @@ _TO_BE_COMMITTED = frozenset(
 def next_pending_step(proof: LogProof, view: TransactionView | None, state: PreparedTxnState) -> PendingStep:
     """The next step about a decided transaction, for an owner that can only look. Pure.
 
-    What is open in the log may be about to be aborted: the coordinator tells.
+    A transaction that is open in the log may be about to be aborted: only the coordinator shows that.
 
     Args:
-        proof: What the log proves now.
-        view: The coordinator's view, asked before; None where not asked.
+        proof: The log's proof, read now.
+        view: The coordinator's view, taken before that; None if not asked.
         state: The transaction.
     """
     if (told := _TOLD_BY_THE_LOG.get(proof)) is not None:

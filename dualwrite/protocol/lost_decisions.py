@@ -1,11 +1,11 @@
-"""Has the database lost decisions? A transaction that Kafka has committed and the row does not name was decided, and forgotten.
+"""Detects decisions that the database has lost: transactions that Kafka has committed but the row does not name.
 
-Nobody commits in Kafka what the database has not decided, and the row names the newest decision. So a commit that is newer
-than every transaction that the row, or a recorded incident, names was decided by a database that has gone back since: it was
-restored from a backup, or failed over to a copy that was behind.
+Kafka only ever commits what the database has decided, and the row names the newest decision. So a commit newer than every
+transaction that the row or a recorded incident names was decided by a database that has gone back since: it was restored
+from a backup, or failed over to a copy that was behind.
 
-The coordinator keeps the start of an id's newest transaction after its end. Where the newest known transaction has its own
-start recorded, that alone tells. Elsewhere the logs of its partitions are read on from it.
+The coordinator keeps the start of an id's newest transaction after its end. If the start of the newest known transaction is
+recorded, comparing the two suffices. Otherwise the logs of its partitions are read on from it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dualwrite.observations import TransactionStatus, TransactionView
 from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 CLOCKS_DIFFER_MS: Final = 10_000
-"""How far the brokers' clocks may be apart without a false alarm."""
+"""How far the brokers' clocks may differ without a false alarm, in ms."""
 _COMMITTED: Final = frozenset({TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT})
 
 
 @dataclass(frozen=True)
 class Later:
-    """What the logs of a transaction's partitions show of its producer after it.
+    """The producer's later activity, as the logs of a transaction's partitions show it.
 
     Attributes:
-        commit: The newest committed transaction after it; None if there is none. It names these partitions alone.
+        commit: The newest committed transaction after it; None if there is none. It names only these partitions.
         idle_since_ms: Since when the producer has written nothing there, not even a marker, by the leaders' clocks (ms since
-            1970); None where no leader knows it.
+            1970); None if no leader knows it.
     """
 
     commit: PreparedTxnState | None = None
@@ -38,20 +38,20 @@ class Later:
 
 
 class Lookup(Enum):
-    """What is known of lost decisions of one incarnation once the coordinator was asked."""
+    """The answer of the coordinator's view to whether an incarnation has lost decisions."""
 
     NOTHING = "nothing is lost"
-    LOST = "the coordinator shows a commit that nobody names"
+    LOST = "the coordinator shows a commit that the database does not name"
     READ = "only the logs can tell"
 
 
 @dataclass(frozen=True)
 class Known:
-    """The transactions of one incarnation that the database names: the row, and incidents.
+    """The transactions of one incarnation that the database names, in the row or in incidents.
 
     Attributes:
-        newest: The newest of them in each partition, as one state; None where none is named.
-        started_ms: The latest of their starts; None where one has no start recorded: it may be the newest.
+        newest: The newest of them in each partition, as one state; None if none is named.
+        started_ms: The latest of their starts; None if one of them, which may be the newest, has no start recorded.
     """
 
     newest: PreparedTxnState | None
@@ -59,7 +59,7 @@ class Known:
 
 
 def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
-    """What is named of an incarnation's transactions.
+    """Collect the transactions of an incarnation that the database names.
 
     Args:
         states: The row's prepared state, and those of the incidents of its id.
@@ -74,7 +74,7 @@ def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
             key = (first.topic, first.partition, first.topic_id)
             firsts[key] = max(first, firsts.get(key, first), key=lambda one: one.offset)
     by_place: dict[tuple[str, int], FirstOffset] = {(one.topic, one.partition): one for one in firsts.values()}
-    # Epochs only rise, and those of one incarnation share the producer id.
+    # Epochs only rise, and all states of one incarnation have the same producer id.
     last = max(own, key=lambda state: (state.producer_id, state.epoch))
     started = [state.started_ms for state in own if state.started_ms is not None]
     newest = PreparedTxnState(last.producer_id, last.epoch, incarnation, tuple(by_place.values()))
@@ -82,11 +82,11 @@ def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
 
 
 def look_up(known: Known, view: TransactionView) -> Lookup:
-    """What the coordinator's view of an incarnation says of decisions that the database has lost.
+    """Look for lost decisions of an incarnation in the coordinator's view of it.
 
     Args:
-        known: What the database names of it.
-        view: What the coordinator shows of its Kafka id.
+        known: The transactions of the incarnation that the database names.
+        view: The coordinator's view of the incarnation's Kafka id.
     """
     if known.newest is None:
         return Lookup.LOST if view.status in _COMMITTED else Lookup.NOTHING
@@ -98,17 +98,17 @@ def look_up(known: Known, view: TransactionView) -> Lookup:
 def lost_decision(
     known: Known, view: TransactionView, incarnation: int, answer: Lookup, later: Later | None
 ) -> PreparedTxnState | None:
-    """The newest decision of an incarnation that the database has lost, if any; it names where it was seen.
+    """The newest decision of an incarnation that the database has lost, if any. It names the partitions where it was seen.
 
-    A commit that the coordinator shows may have been written to other partitions than those whose logs were read. If it began
-    long after the producer was done with these, it is no known one.
+    A commit that the coordinator shows may have been written to partitions other than those whose logs were read. If it began
+    long after the producer's last write to these, it is not a known one.
 
     Args:
-        known: What the database names of the incarnation.
-        view: What the coordinator shows of its Kafka id.
+        known: The transactions of the incarnation that the database names.
+        view: The coordinator's view of the incarnation's Kafka id.
         incarnation: The incarnation.
-        answer: As :func:`look_up` has it.
-        later: What the logs show after the known transactions; None if they were not read.
+        answer: The answer of :func:`look_up`.
+        later: The producer's activity in the logs after the known transactions; None if they were not read.
     """
     commit, idle_since_ms = (later.commit, later.idle_since_ms) if later is not None else (None, None)
     newest = known.newest
@@ -125,18 +125,18 @@ def lost_decision(
 def contradiction(
     incarnation: int, newest: PreparedTxnState, shown_incarnation: int, shown: PreparedTxnState
 ) -> str | None:
-    """Why a row cannot follow from what its owner knows, for people; None if it can.
+    """Why a row contradicts what its owner knows, in words; None if it does not.
 
-    Nobody but the owner changes the state as long as the incarnation is its own.
+    Only the owner changes the state as long as the incarnation is its own.
 
     Args:
-        incarnation: The owner's own.
+        incarnation: The owner's incarnation.
         newest: The newest decision that the owner knows.
-        shown_incarnation: The row's.
+        shown_incarnation: The row's incarnation.
         shown: The row's newest decision.
     """
     if shown_incarnation > incarnation:
-        return None  # another owner's by now
+        return None  # another owner has claimed the row
     if shown != newest:
         return f"the row shows {str(shown) or 'none'!r} as the newest decision, which was {str(newest) or 'none'!r}"
     if shown_incarnation < incarnation:

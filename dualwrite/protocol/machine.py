@@ -1,4 +1,4 @@
-"""A small interpreter for transition tables. It does nothing else: what the states mean stands with the tables."""
+"""A small interpreter for transition tables, and nothing else: the tables say what the states mean."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Machine(Generic[State, Event]):
         return event in self._table[self._state]
 
     def check(self, event: Event) -> None:
-        """Raise unless the event is allowed now. To be called before the I/O that the event stands for.
+        """Raise unless the event is allowed now. Call it before the I/O that the event stands for.
 
         Raises:
             IllegalStateError: The event is not allowed in the present state.

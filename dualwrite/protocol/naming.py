@@ -1,4 +1,4 @@
-"""How a writer, its lanes and their incarnations, and the tasks of a batch are named, in the database and in Kafka."""
+"""Names of a writer, its lanes and their incarnations, and of a batch's tasks, in the database and in Kafka."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def parsed(name: str) -> tuple[str, str, int] | None:
 
 
 def is_drawn(namespace: str) -> bool:
-    """Whether a namespace looks like one that the library has drawn: other programs' transactional ids have none."""
+    """Whether a namespace looks like one that this library has drawn. Other programs' transactional ids have none."""
     return _NAMESPACE.fullmatch(namespace) is not None
 
 
 def pool_of_sink(sink: str) -> str:
-    """The pool of a sink's slots: no `DualWriter` has lanes of that name by accident."""
+    """The name of a sink's pool of slots, which no `DualWriter` uses for its lanes by accident."""
     return f"{sink}.spark"
 
 
 def owner_prefix(name: str, partition: int | None = None) -> str:
-    """How the names of the lease owners of a batch or a stream begin, or of a partition of it, and of no other."""
+    """The prefix of the names of a batch's or a stream's lease owners, or of those of one partition, and of no others."""
     prefix = f"{json.dumps(name)} "
     return prefix if partition is None else f"{prefix}partition {partition} "
 
 
 def stream_name(checkpoint_digest: str) -> str:
-    """What is run where a stream's micro-batches are decided as one: the stream, by the digest of its checkpoint's place."""
+    """The run name of a stream whose micro-batches are decided as one, made of the digest of its checkpoint location."""
     return f"{_STREAM}{checkpoint_digest}"
 
 
 def may_own(lease_owner: str, batch_id: str) -> bool:
-    """Whether a task of that batch may have leased under that name: of streams, the owners' names do not tell the batch."""
+    """Whether the lease owner may be a task of that batch. The names of a stream's lease owners do not show the batch."""
     return lease_owner.startswith((owner_prefix(batch_id), f'"{_STREAM}'))

@@ -1,9 +1,9 @@
 """The life of one transactional producer, with KIP-939's gating.
 
-``prepare_transaction`` freezes everything but commit, abort and complete. ``init_transactions(keep_prepared_txn=True)``
-keeps what is there until one of the three is called. A request that may have been sent twice, or whose answer is
-missing, leaves the producer *doubtful*: a delayed copy of the request may still be on its way and would end the next
-transaction of the same producer (KAFKA-17754), so there must be no next transaction.
+After ``prepare_transaction`` only commit, abort and complete are allowed. ``init_transactions(keep_prepared_txn=True)`` keeps
+an open transaction until one of the three is called. A request that may have been sent twice, or whose answer is missing,
+leaves the producer *doubtful*: a delayed copy of the request may still be on its way and would end the next transaction of
+the same producer (KAFKA-17754), so there must be no next transaction.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 
 class ProducerState(Enum):
-    """Where a producer is in its life."""
+    """The states of a producer."""
 
-    __hash__ = object.__hash__  # as that of the events
+    __hash__ = object.__hash__  # for speed, as for the events
 
     CREATED = "created"
     KEPT = "kept"
@@ -29,9 +29,9 @@ class ProducerState(Enum):
 
 
 class ProducerEvent(Enum):
-    """What happens to a producer."""
+    """The events in a producer's life."""
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and every message looks its event up
+    __hash__ = object.__hash__  # Enum's own is slow Python code, and every message looks up its event
 
     INIT = "init_transactions"
     INIT_KEEPING = "init_transactions(keep_prepared_txn=True)"
@@ -114,4 +114,4 @@ WAY_ON: Mapping[ProducerState, str] = MappingProxyType(
         _S.CLOSED: "make a new producer",
     }
 )
-"""What a caller can do whose event the table does not allow."""
+"""By state, the advice to a caller whose event the table does not allow."""

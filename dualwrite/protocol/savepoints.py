@@ -1,10 +1,10 @@
 """The savepoints of a dual write's database transaction, and the messages that wait for them.
 
-A message belongs to the savepoint that was open when it was produced, as a row does: it is sent once the outermost savepoint
-around it is released, and dropped when one around it is rolled back. A message that was sent cannot be taken back.
+Like a row, a message belongs to the savepoint that was open when it was produced: it is sent once the outermost savepoint
+around it is released, and dropped when one around it is rolled back. It has to wait, as a sent message cannot be taken back.
 
-Savepoints are read from the statements that the database has executed. What runs past the library is found out by a
-*witness*: a number that the database keeps inside the transaction, and that a rollback to a savepoint takes back.
+Savepoints are read from the statements that the database has executed. A *witness* exposes statements that bypass the
+library: a number that the database keeps inside the transaction, and that a rollback to a savepoint reverts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final, Generic, TypeVar
 
 Message = TypeVar("Message")
 
-_LONGEST_NAME: Final = 63  # bytes: PostgreSQL cuts longer ones, so that two may be one
+_LONGEST_NAME: Final = 63  # bytes: PostgreSQL truncates longer names, so two of them may become one
 
 
 class Move(Enum):
-    """What a statement does with savepoints."""
+    """The effect of a statement on savepoints."""
 
     OPEN = "SAVEPOINT"
     RELEASE = "RELEASE SAVEPOINT"
@@ -29,10 +29,10 @@ class Move(Enum):
 
 
 class NotUnderstood(Exception):
-    """Which savepoints are open, and what became of their messages, cannot be told any more: both sides must abort."""
+    """It is no longer known which savepoints are open, or what became of their messages: both sides must abort."""
 
 
-# A statement can move savepoints only if it begins so; or if there are several in one text.
+# A text can affect savepoints only if it begins like this, or contains several statements.
 _MAY_BEGIN: Final = re.compile(r"\s*(?:savepoint|release|rollback|--|/\*)", re.IGNORECASE)
 _WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
 _COMMENT: Final = re.compile(r"/\*|\*/")
@@ -52,19 +52,19 @@ _TOKEN: Final = re.compile(
 
 
 def moves_of(statement: str, *, quotes_keep_case: bool = True) -> Sequence[tuple[Move, str]]:
-    """What a text of one or more SQL statements does with savepoints, once it was executed.
+    """The effects on savepoints of a text of one or more SQL statements, once executed.
 
-    Words inside texts, identifiers, comments and the bodies of functions are none.
+    Words inside string literals, identifiers, comments and function bodies do not count.
 
     Args:
-        statement: What is sent to the database.
-        quotes_keep_case: Whether names in quotes that differ in case are different (PostgreSQL), or the same (SQLite).
+        statement: The text sent to the database.
+        quotes_keep_case: Whether quoted names that differ in case are different (PostgreSQL), or the same (SQLite).
 
     Returns:
         The moves with the names of the savepoints, in order.
 
     Raises:
-        NotUnderstood: One of the statements is about savepoints in a way that this function cannot read.
+        NotUnderstood: One of the statements affects savepoints in a way that this function cannot read.
     """
     several = ";" in statement
     if not several and _MAY_BEGIN.match(statement) is None:
@@ -102,7 +102,7 @@ def _statements(text: str) -> Sequence[Sequence[_Token]]:
 
 
 def _end_of_comment(text: str, at: int) -> int:
-    """Comments nest in PostgreSQL, and not in SQLite, where a savepoint behind nested ones is left to the witness."""
+    """Comments nest in PostgreSQL, but not in SQLite, where the witness catches a savepoint after nested ones."""
     depth = 1
     while depth and (match := _COMMENT.search(text, at)) is not None:
         depth += 1 if match.group() == "/*" else -1
@@ -112,8 +112,8 @@ def _end_of_comment(text: str, at: int) -> int:
 
 def _move(tokens: Sequence[_Token], *, quotes_keep_case: bool) -> tuple[Move, str] | None:
     if any(token.kind == "text" and "\\'" in token.text and token.text[0] == "'" for token in tokens):
-        # Where it ends depends on PostgreSQL's standard_conforming_strings.
-        raise NotUnderstood("a text with savepoints and with a backslash before a quote")
+        # Where the literal ends depends on PostgreSQL's standard_conforming_strings.
+        raise NotUnderstood("a statement with savepoints and with a backslash before a quote")
     first, rest = tokens[0], list(tokens[1:])
     if first.is_word("savepoint"):
         move = Move.OPEN
@@ -123,7 +123,7 @@ def _move(tokens: Sequence[_Token], *, quotes_keep_case: bool) -> tuple[Move, st
         if rest and rest[0].is_word("work", "transaction"):
             rest.pop(0)
         if not (rest and rest[0].is_word("to")):
-            return None  # of the whole transaction: found out elsewhere
+            return None  # rolls back the whole transaction: detected elsewhere
         rest.pop(0)
         move = Move.ROLL_BACK
     else:
@@ -151,7 +151,7 @@ def _name(token: _Token, *, quotes_keep_case: bool) -> str:
 
 
 def _lowered(name: str) -> str:
-    """As databases do: the letters of ASCII only."""
+    """Lower only ASCII letters, as databases do."""
     return name.encode().lower().decode()
 
 
@@ -166,7 +166,7 @@ class Savepoints(Generic[Message]):
     """The open savepoints, the messages that belong to each, and those that may be sent.
 
     Attributes:
-        witness: The number that the database must show now; 0 where it has none.
+        witness: The number that the database must show now; 0 if it has none.
     """
 
     def __init__(self) -> None:
@@ -177,41 +177,41 @@ class Savepoints(Generic[Message]):
 
     @property
     def idle(self) -> bool:
-        """Whether a message may be sent at once: no savepoint is open, and no other message comes before it."""
+        """Whether a message may be sent at once: no savepoint is open, and no other message is queued before it."""
         return not self._open and not self._free
 
     @property
     def holds(self) -> bool:
-        """Whether a message waits: a savepoint is open."""
+        """Whether a new message would wait: a savepoint is open."""
         return bool(self._open)
 
     @property
     def needs_witness(self) -> bool:
-        """Whether a rollback to the innermost savepoint that runs unseen would take no witness back."""
+        """Whether an unseen rollback to the innermost savepoint would revert no witness, and so go unnoticed."""
         return bool(self._open) and self.witness == self._open[-1].witness
 
     def new_witness(self) -> int:
-        """The next number to give to the database; :attr:`witness` from now on. No number is used twice."""
+        """Take the next number for the database, which becomes :attr:`witness`. No number is used twice."""
         self._numbered += 1
         self.witness = self._numbered
         return self.witness
 
     def add(self, message: Message) -> None:
-        """A message is produced."""
+        """Add a produced message."""
         (self._open[-1].messages if self._open else self._free).append(message)
 
     def apply(self, move: Move, name: str) -> None:
-        """The database has executed a statement about a savepoint.
+        """Apply a savepoint statement that the database has executed.
 
         Raises:
-            NotUnderstood: It was opened in a way that was not seen.
+            NotUnderstood: The savepoint was opened unseen.
         """
         if move is Move.OPEN:
             self._open.append(_Savepoint(name, self.witness))
             return
         at = next((n for n in reversed(range(len(self._open))) if self._open[n].name == name), None)
         if at is None:
-            raise NotUnderstood(f"{move.value} {name}, which was not seen to be opened")
+            raise NotUnderstood(f"{move.value} {name}, which was opened unseen")
         if move is Move.RELEASE:
             self._release(at)
         else:
@@ -231,6 +231,6 @@ class Savepoints(Generic[Message]):
         return taken
 
     def end(self) -> None:
-        """The database commits: what is still open counts as released."""
+        """Release all savepoints that are still open, as the database commits."""
         if self._open:
             self._release(0)

@@ -1,12 +1,12 @@
 """Settling: bring Kafka in line with the row, for one incarnation of one transactional id (KIP-939's recovery recipe).
 
-Everything is decided by :func:`next_step` from what is known so far; the recipe in ``dualwrite.settling`` only asks and
-acts. The order of asking is a part of the protocol: the coordinator first, *then* the partitions. The other way round,
-the transaction that the partition showed may have ended before the coordinator showed a later one of the same epoch.
+:func:`next_step` decides everything from the knowledge so far; the recipe in ``dualwrite.settling`` only asks and acts. The
+order of the questions is part of the protocol: the coordinator first, *then* the partitions. In the other order, the
+transaction that a partition showed may have ended before the coordinator showed a later one of the same epoch.
 
-The rules, from the top; the first that fits holds. *Pending*: there is a prepared state, and no outcome is recorded for it.
-*Retired*: the coordinator shows the id at rest, as this settling has left it when it retired the id; where a transaction is
-pending, also under any later epoch than its own, which no owner begins anything under.
+The rules, from the top; the first match applies. *Pending*: there is a prepared state, and no outcome is recorded for it.
+*Retired*: the coordinator shows the id at rest, as this settling left it after retiring it; while a transaction is pending,
+also at rest under any epoch later than its own, as no owner begins anything under such an epoch.
 
 =======  =====================================  ==============================  ===============================================
 pending  coordinator                            known besides                   step
@@ -38,19 +38,19 @@ yes      anything else                          proof open                      
 yes      anything else                          proof unknowable                record unverifiable
 =======  =====================================  ==============================  ===============================================
 
-(*) An epoch ends what was forgotten in one way only: a commit and an abort under the same producer id and epoch could not be
-told apart by a late copy of either. Where the coordinator shows that the epoch has ended something in the other way, the id is
-retired once more first, which raises the epoch.
+(*) One epoch either commits or aborts what was forgotten, never both: a late copy of a commit could otherwise end what the
+same producer id and epoch is about to abort, and the other way round. If the coordinator shows that the epoch has ended
+something the other way, the id is retired once more first, which raises the epoch.
 
-*Places* are all partitions that the transaction has written. The coordinator may show others: they are asked as well, and
-the evidence matches if nothing is open there. A late copy of an earlier transaction's request adds such partitions.
+*Places* are all partitions that the transaction has written. The coordinator may show others, which a late copy of an earlier
+transaction's request has added: those are asked as well, and the evidence matches if nothing is open there.
 
-Retiring comes last on purpose. The broker may have timed the transaction out a moment ago: whoever retires first and
-looks afterwards finds an aborted transaction, cannot tell why, and tells nobody.
+Retiring comes last on purpose. The broker may have timed the transaction out a moment ago: a settler that retired first and
+looked afterwards would find an aborted transaction, could not tell why, and would report no loss.
 
 The one exception is a transaction that the coordinator calls complete while a partition shows it open: some brokers forget
-markers (KAFKA-20734), and never write them again. It can only be ended there by a transaction of the same producer id, and
-nobody else may write in that one: so the id is retired first. Nothing is hidden by that, as its own records stay open.
+markers (KAFKA-20734), and never write them again. Only a transaction of the same producer id can end it there, and no owner
+may write in that one, so the id is retired first. That hides nothing, as the forgotten records stay open.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from dualwrite.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
 OpenPlaces = tuple[tuple[Partition, int], ...]
-"""Partitions, each with the offset from which on something is open there."""
+"""Partitions, each with the offset at which its open transaction begins."""
 _NONE: Final[frozenset[Partition]] = frozenset()
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 
 
 class SettleStep(Enum):
-    """What to do next for one incarnation."""
+    """The next step for one incarnation."""
 
     LOOK = "ask the coordinator"
     LOOK_AT_PARTITIONS = "ask the partitions for the first offsets of what is open"
@@ -95,21 +95,21 @@ QUESTIONS: Final = frozenset(
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What is known about one incarnation while it is being settled.
+    """The settler's knowledge of one incarnation.
 
     Attributes:
         prepared: The row's state if it belongs to this incarnation, else None.
         recorded: The outcome recorded for ``prepared``, if any.
-        view: The coordinator's answer of this round.
-        evidence: Whether what is open on the partitions is ``prepared``; None where not asked in this round.
-        proof: The log's word about ``prepared``; None where not asked in this round.
+        view: The coordinator's answer in this round.
+        evidence: Whether the transaction open on the partitions is ``prepared``; None if not asked in this round.
+        proof: The log's proof about ``prepared``; None if not asked in this round.
         retired: The producer id and epoch that the coordinator gave out when this settling retired the incarnation's Kafka id.
         suspects: Partitions in which a transaction of the id may have been left open.
-        tainted: Partitions in which another transaction than ``prepared`` may have written that nobody has decided.
-        still_open: Where the id's producer still has something open among ``suspects``, and from which offset on; None where
+        tainted: Partitions in which an undecided transaction, other than ``prepared``, may have written.
+        still_open: Where the id's producer still has something open among ``suspects``, and from which offset on; None if
             not asked in this round.
-        ended: Whether the partitions have shown, in an earlier round, that ``prepared`` is not open any more in all of them.
-        confirmed: Whether the log was read after the partitions were asked what is still open.
+        ended: Whether the evidence failed to match in an earlier round: ``prepared`` is no longer open in all its partitions.
+        confirmed: Whether the log was read after asking the partitions what is still open.
     """
 
     prepared: PreparedTxnState | None = None
@@ -131,13 +131,13 @@ class Knowledge:
 
     @property
     def is_retired(self) -> bool:
-        """Whether the coordinator shows the id at rest, and no owner of it can begin anything."""
+        """Whether the coordinator shows the id at rest, and no owner can begin anything under it."""
         view = self.view
         if view is None or view.status not in _AT_REST:
             return False
         state = self.prepared
         if self.is_pending and state is not None and view.producer_id == state.producer_id and view.epoch > state.epoch:
-            return True  # once more would abort what another settler is ending at the same time
+            return True  # retiring once more would abort what another settler is ending at the same time
         return (view.producer_id, view.epoch) == self.retired
 
 
@@ -153,7 +153,7 @@ _IN_TRANSITION = frozenset(
 _ABORTING = frozenset({TransactionStatus.PREPARE_ABORT, TransactionStatus.PREPARE_EPOCH_FENCE})
 _AT_REST = frozenset({TransactionStatus.EMPTY, TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT})
 _MAY_BE_OPEN = frozenset({LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE})
-"""Also where records were deleted: a transaction stays open without them."""
+"""Includes deleted records: a transaction stays open without them."""
 _LOG_IS_SILENT = frozenset({LogProof.OPEN, LogProof.UNKNOWABLE})
 
 _RECORD = {
@@ -166,14 +166,15 @@ _RECORD = {
 
 
 def belongs(state: PreparedTxnState, incarnation: int) -> bool:
-    """Whether the state was prepared by that incarnation."""
+    """Whether that incarnation prepared the state."""
     return state.has_transaction and state.incarnation == incarnation
 
 
 def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Knowledge:
-    """What is known before anything was asked.
+    """The knowledge before the first question.
 
-    Whoever has recorded anything but a commit may have died before it ended what was forgotten of that transaction.
+    A settler that recorded an outcome other than a commit may have died before it ended what the broker had forgotten of that
+    transaction.
 
     Args:
         prepared: The row's state if it belongs to this incarnation, else None.
@@ -184,9 +185,10 @@ def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Know
 
 
 def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
-    """Whether the coordinator's view may be of the state's own transaction.
+    """Whether the coordinator's view may show the state's own transaction.
 
-    By id and epoch, and, where both know them, by start and by partitions. There may be :func:`others_than` its own.
+    Compares producer id and epoch and, where both are known, start and partitions. The view may show more partitions: see
+    :func:`others_than`.
     """
     if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
         return False
@@ -198,8 +200,8 @@ def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bo
 def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:
     """The partitions that the coordinator shows besides those that the state's transaction has written.
 
-    Either they are another transaction's, which then has something open there. Or a late request of an earlier transaction has
-    added them, and nothing is. Consumer offsets are a part of any transaction.
+    Either they belong to another transaction, which then has something open there; or a late request of an earlier transaction
+    has added them, and nothing is open there. Consumer offsets may be part of any transaction, so they are left out.
     """
     return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - _own(state)
 
@@ -209,9 +211,9 @@ def _own(state: PreparedTxnState) -> frozenset[Partition]:
 
 
 def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
-    """Whether the state was surely decided before the other one, of the same transactional id; False where it cannot be told.
+    """Whether the state was certainly decided before ``than``, of the same transactional id; False if that is unknown.
 
-    Offsets of one partition of one topic only rise.
+    Offsets in one partition of one topic only rise.
     """
     if not than.has_transaction:
         return False
@@ -229,17 +231,17 @@ def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
 def is_open(
     state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None], *, exactly: bool = False
 ) -> bool:
-    """Whether the partitions show the state's transaction as open: from all its first offsets on, and from at least one.
+    """Whether the state's transaction is open in every partition that still exists, of which there must be at least one.
 
-    Partitions that are gone with their topic say nothing. One first offset is enough to tell what is open, as every later
-    transaction begins at another one; that the others match, too, tells that nobody has ended it by hand in one of them.
-    Open from an earlier offset on: the broker has forgotten to end an earlier transaction there, and will end both.
+    Partitions that are gone with their topic show nothing. One first offset identifies the transaction, as every later one
+    begins at another offset; if the others match too, no operator has ended it by hand in one of them. In a partition that is
+    open from an earlier offset on, the broker has forgotten to end an earlier transaction, and will end both.
 
     Args:
         state: The prepared state.
-        open_offsets: By (topic, partition), the first offset of what the state's producer has open there, or None. Without
-            those that do not exist any more.
-        exactly: Whether it must be open from no earlier offset on.
+        open_offsets: By (topic, partition), where the open transaction of the state's producer begins, or None. Partitions
+            that no longer exist are left out.
+        exactly: Whether a partition that is open from an earlier offset on does not count.
     """
     shown = [
         (start := open_offsets[key]) == first.offset or (start is not None and start < first.offset and not exactly)
@@ -250,16 +252,16 @@ def is_open(
 
 
 def own_among(state: PreparedTxnState, still_open: OpenPlaces) -> frozenset[Partition]:
-    """The partitions in which what is open holds the records of the state's transaction."""
+    """The partitions whose open transaction includes the records of the state's transaction."""
     firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
     return frozenset(key for key, start in still_open if key in firsts and start <= firsts[key])
 
 
 def looked(known: Knowledge, view: TransactionView) -> Knowledge:
-    """What is known after the coordinator was asked: the answers of the round before hold no longer.
+    """The knowledge after asking the coordinator: the answers of the previous round no longer hold.
 
-    What is open or ending now may be left open in some partition, and the coordinator will not show that later. Only what is
-    being committed while a transaction is pending is that one, which the log proves.
+    A transaction that is open or ending now may be left open in some partition, and the coordinator will not show that later.
+    The one exception: a transaction being committed while one is pending is the pending one, whose end the log proves.
     """
     unended = view.status is TransactionStatus.ONGOING or view.status in _IN_TRANSITION
     is_own = known.is_pending and view.status is TransactionStatus.PREPARE_COMMIT
@@ -278,24 +280,24 @@ def looked(known: Knowledge, view: TransactionView) -> Knowledge:
 
 
 def compared(known: Knowledge, evidence: bool) -> Knowledge:  # noqa: FBT001 - the answer itself
-    """What is known after what is open was compared with ``prepared``: if that is it, the log is going to prove its end."""
+    """The knowledge after comparing what is open with ``prepared``: if they match, the log will prove its end."""
     assert known.view is not None
     suspects = known.suspects - frozenset(known.view.partitions) if evidence else known.suspects
     return replace(known, evidence=evidence, suspects=suspects)
 
 
 def proved(known: Knowledge, proof: LogProof) -> Knowledge:
-    """What is known after the log was read: where it does not show commit markers everywhere, something may be open."""
+    """The knowledge after reading the log: unless it shows commit markers everywhere, something may be open."""
     assert known.prepared is not None
     unended = _NONE if proof is LogProof.COMMITTED else _own(known.prepared)
     return replace(known, proof=proof, suspects=known.suspects | unended, confirmed=known.still_open is not None)
 
 
 def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:
-    """What is known after retiring, whose answer is the coordinator's newest word: what was ongoing is aborted.
+    """The knowledge after retiring, whose answer is the coordinator's newest view: what was ongoing is aborted.
 
     Args:
-        known: What was known before.
+        known: The knowledge before.
         ids: The producer id and epoch that the coordinator has given out.
     """
     view = known.view
@@ -305,9 +307,9 @@ def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:
 
 
 def to_end(known: Knowledge) -> tuple[frozenset[Partition], bool]:
-    """In which partitions to end what was forgotten, and whether with commit.
+    """The partitions in which to end what the broker has forgotten, and whether to commit it.
 
-    Commit only where the records of the decided transaction are, and surely no others; everything else after that, with abort.
+    Commit only where the decided transaction has its records and certainly no other has; after that, abort everything else.
     """
     assert known.still_open is not None
     if known.prepared is not None and known.recorded in {None, Outcome.COMMITTED}:
@@ -330,7 +332,7 @@ def next_step(known: Knowledge) -> SettleStep:
         return _step_for_decided(known, view)
     if view.status is TransactionStatus.NO_SUCH_ID:
         return SettleStep.FINISH
-    # Asked also before: nothing is aborted while a partition has no leader, as that is when markers are forgotten.
+    # Ask before retiring, too: it waits for leaders, and a broker forgets the markers of partitions that have none.
     worth_asking = known.is_retired or view.status is TransactionStatus.ONGOING
     if known.suspects and known.still_open is None and worth_asking:
         return SettleStep.LOOK_FOR_OPEN
@@ -340,7 +342,7 @@ def next_step(known: Knowledge) -> SettleStep:
 
 
 def _step_to_end(known: Knowledge, view: TransactionView) -> SettleStep:
-    """End what was forgotten, under an epoch that has ended nothing in the other way."""
+    """End what the broker has forgotten, under an epoch that has ended nothing the other way."""
     _, committed = to_end(known)
     contrary = TransactionStatus.COMPLETE_ABORT if committed else TransactionStatus.COMPLETE_COMMIT
     return SettleStep.RETIRE if view.status is contrary else SettleStep.END_FORGOTTEN
@@ -370,7 +372,7 @@ def _step_for_unended(known: Knowledge, view: TransactionView, state: PreparedTx
     if not own_among(state, known.still_open):
         return None if known.confirmed else SettleStep.PROVE
     if view.producer_id != state.producer_id or known.evidence is False:
-        return SettleStep.WAIT  # in the latter case: it may be what was ongoing, and be ending just now
+        return SettleStep.WAIT  # without matching evidence, it may be what was ongoing, and be ending just now
     if known.is_retired:
         return _step_to_end(known, view)
     return SettleStep.COMMIT if _is_own_again(known, view, state) else SettleStep.RETIRE
@@ -392,10 +394,10 @@ def _step_for_ongoing(known: Knowledge, view: TransactionView, state: PreparedTx
 
 
 def _is_own_again(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> bool:
-    """Whether what is ongoing holds nothing but the state's own records, which the broker has forgotten to end there.
+    """Whether the ongoing transaction holds only the state's own records, which the broker has forgotten to end.
 
-    A late copy of the transaction's own request has begun it again. No owner has: it begins nothing before it knows that its
-    last transaction has ended everywhere.
+    A late copy of the transaction's own request has begun it again. No owner did: an owner begins nothing before it knows that
+    its last transaction has ended everywhere.
     """
     assert known.still_open is not None
     if view.status is not TransactionStatus.ONGOING or (view.producer_id, view.epoch) != (
@@ -408,9 +410,9 @@ def _is_own_again(known: Knowledge, view: TransactionView, state: PreparedTxnSta
 
 
 def _coordinator_says_committed(view: TransactionView, state: PreparedTxnState) -> bool:
-    """Whether the coordinator's newest word is that it committed the state's own transaction.
+    """Whether the coordinator shows the state's own transaction as committed.
 
-    It does not know everything: a tool that writes markers past it has the last word in the log.
+    It does not know everything: a tool that writes markers past the coordinator has the last word in the log.
     """
     same = (view.producer_id, view.epoch) == (state.producer_id, state.epoch)
     return same and view.status is TransactionStatus.COMPLETE_COMMIT

@@ -1,7 +1,7 @@
 """The life of one dual write, in KIP-939's order.
 
-The database commit is the decision. Before it, everything may fail and both sides abort; after it, nothing may: Kafka
-follows. Between the two lies only a COMMIT whose answer is missing; that is *in doubt* until the row tells.
+The database commit is the decision. Before it, any failure aborts both sides; after it, Kafka must follow. Between the two
+lies only a COMMIT whose answer is missing: it is *in doubt* until the row resolves it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class WriteState(Enum):
-    """Where one dual write is."""
+    """The states of one dual write."""
 
     BEGUN = "begun"
     CHECKED = "checked"
@@ -27,14 +27,13 @@ class WriteState(Enum):
 
 
 class WriteEvent(Enum):
-    """What happens to a dual write.
+    """The events of one dual write.
 
     ``CHECK``: the row named our incarnation, before the first produce. ``PRODUCE``: a message or offsets. ``EXECUTE``: a
-    statement of the user's. ``PREPARE``: every message is acknowledged. ``RECORD``: the row was updated to the prepared
-    state, or, where nothing was produced, still names our incarnation. ``COMMIT``: the database has committed.
-    ``LOSE_ANSWER``: the COMMIT's answer is missing. ``COMPLETE``: Kafka has answered. ``FIND_LOST``: proof that the broker
-    aborted it. ``ABORT``: both sides have rolled back. ``HAND_OVER``: both sides hold what is prepared, and somebody else
-    decides.
+    user's statement. ``PREPARE``: every message is acknowledged. ``RECORD``: the row was updated to the prepared state or, if
+    nothing was produced, still names our incarnation. ``COMMIT``: the database has committed. ``LOSE_ANSWER``: the answer to
+    COMMIT is missing. ``COMPLETE``: Kafka has answered. ``FIND_LOST``: there is proof that the broker aborted it. ``ABORT``:
+    both sides have rolled back. ``HAND_OVER``: both sides are prepared, and another process decides.
     """
 
     CHECK = "check"
