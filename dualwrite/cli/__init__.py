@@ -11,11 +11,11 @@ _USAGE_ERROR: Final = 2
 
 
 def main() -> None:
-    """What the console script calls. Ends the process with the command's exit code."""
+    """Run the console script. Ends the process with the command's exit code."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         sys.stderr.write(f"dualwrite: the command needs {' and '.join(missing)}: pip install 'dualwrite[cli]'\n")
         sys.exit(_USAGE_ERROR)
-    from dualwrite.cli.group import commands  # noqa: PLC0415 - only once click is known to be there
+    from dualwrite.cli.group import commands  # noqa: PLC0415 - only now is click known to be installed
 
     commands()

@@ -14,13 +14,13 @@ from dualwrite.stores.state import SqlStateStore
 @click.command()
 @click.argument("transactional_id")
 @click.argument("state", required=False)
-@click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of the one of STATE.")
+@click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of that of STATE.")
 @database_options
 @exit_code_for_errors
 def acknowledge(*, transactional_id: str, state: str | None, everything: bool, url: str, schema: str | None) -> None:
     """Note that a person has looked at the loss of STATE (as `dualwrite status --json` shows it) of TRANSACTIONAL_ID.
 
-    The incident stays in the database; it is only no longer reported.
+    The incident stays in the database, but is no longer reported.
 
     Exit code: 0 done, 1 there is no such incident, or an error.
     """

@@ -1,4 +1,4 @@
-"""``dualwrite batches``: what the ledger knows of each batch of a Spark sink."""
+"""``dualwrite batches``: show what the ledger knows about each batch of a Spark sink."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dualwrite.stores.schema import check_schema
 
 @click.command()
 @click.argument("sink", required=False)
-@click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="So many, the newest.")
+@click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to show.")
 @click.option("--all", "everything", is_flag=True, help="All batches, instead of the newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 @database_options
 @exit_code_for_errors
 def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, url: str, schema: str | None) -> None:
-    """Show batches: rows, messages, phase, and how long they took. Of SINK, or of all sinks. Changes nothing.
+    """Show the batches of SINK, or of all sinks: rows, messages, phase and duration. Changes nothing.
 
-    A batch that is begun, of which no task holds a lease and nothing was written for five minutes, is shown as "writing, nobody
-    at work since": its driver was killed, or it computes for long before it writes.
+    A batch that was begun, but has had no lease and written nothing for five minutes, is shown as "writing, nobody at work
+    since": its driver was killed, or its job computes for long before it writes.
 
-    Asks the database only, not Kafka: what is unsettled there is shown by `dualwrite status`.
+    Asks only the database, not Kafka: `dualwrite status` shows what is unsettled there.
 
     Exit code: 0 shown, 1 an error, 5 the database does not answer.
     """

@@ -14,22 +14,22 @@ R = TypeVar("R")
 
 
 def database_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Adds ``--url`` and ``--schema``."""
+    """Add ``--url`` and ``--schema``."""
     command = click.option(
         "--url",
         envvar="DUALWRITE_DATABASE_URL",
         required=True,
-        help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Better in DUALWRITE_DATABASE_URL than "
-        "on the command line, where others can read it.",
+        help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Prefer DUALWRITE_DATABASE_URL: other "
+        "users can read the command line.",
     )(command)
     return click.option("--schema", envvar="DUALWRITE_SCHEMA", help="Schema of the library's tables.")(command)
 
 
 def id_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Adds an id, ``--prefix`` and ``--all``, of which one is to be given; ``--all`` is neither of the others."""
+    """Add an id, ``--prefix`` and ``--all``, of which exactly one must be given; with ``--all`` the other two are None."""
 
     @click.argument("transactional_id", required=False)
-    @click.option("--prefix", help="All ids that begin so.")
+    @click.option("--prefix", help="All ids with this prefix.")
     @click.option("--all", "everything", is_flag=True, help="All ids of the table.")
     @wraps(command)
     def with_ids(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -42,7 +42,7 @@ def id_options(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Adds ``--bootstrap-server``, ``--config`` and ``-X`` and hands them on as one dictionary, ``kafka``."""
+    """Add ``--bootstrap-server``, ``--config`` and ``-X``, and pass them on as one dictionary, ``kafka``."""
 
     @click.option("--bootstrap-server", envvar="DUALWRITE_BOOTSTRAP_SERVERS", help="host:port of a broker, or several.")
     @click.option(
@@ -74,7 +74,7 @@ def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def parse_properties(lines: list[str] | tuple[str, ...], source: str) -> dict[str, object]:
-    """Properties from ``key=value`` lines; blank lines and ``#`` comments are passed over. Values are never shown."""
+    """Parse ``key=value`` lines; blank lines and ``#`` comments are skipped. Errors never show values."""
     properties: dict[str, object] = {}
     for number, line in enumerate(lines, start=1):
         text = line.strip()

@@ -24,7 +24,7 @@ WENT_BACK: Final = 8
 
 
 def exit_code_for_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """An error of ours becomes one line on standard error and an exit code; anything else keeps its traceback."""
+    """Turn an error of ours into one line on standard error and an exit code; any other error keeps its traceback."""
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""``dualwrite forget``: delete what nobody needs any more."""
+"""``dualwrite forget``: delete ids, incidents and runs that are no longer needed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _DAY_S = 86400.0
     type=click.FloatRange(min=0),
     help="Keep what was written, acknowledged or begun less than this many days ago.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted, do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds for the questions to Kafka.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit, in seconds.")
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -44,10 +44,10 @@ def forget(
     schema: str | None,
     kafka: Mapping[str, object],
 ) -> None:
-    """Delete the rows of ids that never come back, incidents that were acknowledged long ago, and runs that are long over.
+    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
 
-    Ids with anything unsettled, with a loss that nobody has acknowledged, in use, or used not long ago stay, and all ids of
-    their writer with them. Needs the right to DELETE.
+    An id stays if it has anything unsettled or a loss that nobody has acknowledged, or is or recently was in use; all ids of
+    its writer stay with it. Needs the right to DELETE.
 
     Exit code: 0 done (with --dry-run: shown), 3 something is unsettled and stays, 5 a server does not answer, 1 another error.
     """

@@ -1,4 +1,4 @@
-"""The group of commands. Each is imported when it is called, so that one does not wait for another's libraries."""
+"""The group of commands. Each is imported only when it is called, so that none waits for another's libraries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ COMMANDS: Final = {
     "acknowledge": ("dualwrite.cli.acknowledge", "Note that a person has looked at a loss."),
     "batches": ("dualwrite.cli.batches", "Show what Spark sinks have written, batch by batch."),
     "forget": ("dualwrite.cli.forget", "Delete ids that never come back, and old incidents."),
-    "migrate": ("dualwrite.cli.migrate", "Make or upgrade the library's tables."),
-    "recover": ("dualwrite.cli.recover", "Settle what dead owners left."),
+    "migrate": ("dualwrite.cli.migrate", "Create or upgrade the library's tables."),
+    "recover": ("dualwrite.cli.recover", "Settle what dead owners left behind."),
     "status": ("dualwrite.cli.status", "Show what is unsettled."),
 }
-"""The module of each command, which holds it under the command's own name, and its line in the help."""
+"""For each command, the module that defines it under its own name, and its line in the help."""
 
 
 class _LazyGroup(click.Group):
@@ -32,7 +32,7 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in the help, without importing the commands."""
+        """List the commands in the help without importing them."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in sorted(COMMANDS.items())])

@@ -1,4 +1,4 @@
-"""``dualwrite migrate``: make or upgrade the library's tables."""
+"""``dualwrite migrate``: create or upgrade the library's tables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dualwrite.stores.failures import map_database_error
 
 @click.command()
 @database_options
-@click.option("--revision", default=HEAD, show_default=True, help="Where to go; with --sql also FROM:TO.")
+@click.option("--revision", default=HEAD, show_default=True, help="The target; with --sql also FROM:TO.")
 @click.option("--sql", "as_sql", is_flag=True, help="Print a script instead of connecting.")
-@click.option("--downgrade", is_flag=True, help="Go back to --revision. 'base' drops the tables and all they hold.")
+@click.option("--downgrade", is_flag=True, help="Go back to --revision. 'base' drops the tables and all their rows.")
 @exit_code_for_errors
 def migrate(*, url: str, schema: str | None, revision: str, as_sql: bool, downgrade: bool) -> None:
-    """Make the library's tables, or bring them up to this version. Does nothing where they are up to date.
+    """Create the library's tables, or upgrade them to this version. Does nothing if they are up to date.
 
-    Needs the right to create tables; the application itself needs SELECT, INSERT and UPDATE on them. Without connecting,
-    --sql prints a script that starts from an empty database, or from FROM where --revision is FROM:TO.
+    Needs the right to create tables; the application itself needs SELECT, INSERT and UPDATE on them. --sql prints a script
+    without connecting. The script starts from an empty database, or from FROM if --revision is FROM:TO.
 
     Exit code: 0 done, 1 an error, 2 wrong usage, 5 the database does not answer.
     """
@@ -32,7 +32,7 @@ def migrate(*, url: str, schema: str | None, revision: str, as_sql: bool, downgr
         raise click.UsageError("--downgrade needs a --revision to go back to")
     start, colon, target = revision.rpartition(":")
     if colon and not as_sql:
-        raise click.UsageError("--revision FROM:TO is for --sql: a database knows where it is")
+        raise click.UsageError("--revision FROM:TO is for --sql: a database knows its own revision")
     if as_sql:
         if downgrade and not colon:
             raise click.UsageError("--downgrade --sql needs --revision FROM:TO")
@@ -44,7 +44,7 @@ def migrate(*, url: str, schema: str | None, revision: str, as_sql: bool, downgr
         return
     before, after = _migrate(url, schema, revision, downgrade=downgrade)
     if before == after:
-        click.echo(f"The tables are at {after or BASE} already.")
+        click.echo(f"The tables are already at {after or BASE}.")
     else:
         click.echo(f"The tables are now at {after or BASE}; they were at {before or BASE}.")
 

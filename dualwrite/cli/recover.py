@@ -1,4 +1,4 @@
-"""``dualwrite recover``: settle what dead owners left."""
+"""``dualwrite recover``: settle what dead owners left behind."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from dualwrite.recovery_plan import IdStatus
     "open_for_s",
     default=None,
     type=float,
-    help="Leave writers alone that have begun a transaction less than this many seconds ago: their owner may be alive, and "
-    "recovery fences it. Also Spark tasks whose lease is not over, unless it is 0. Default: 0 for one id, 60 for several.",
+    help="Leave alone writers that began a transaction less than this many seconds ago: their owner may be alive, and recovery "
+    "would fence it. Unless it is 0, also Spark tasks whose lease has not expired. Default: 0 for one id, 60 for several.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done; change nothing.")
 @click.option(
     "--after-restore",
     is_flag=True,
-    help="The database was restored: go on above what Kafka knows, also of lanes and writers younger than the backup.",
+    help="The database was restored: go on above the incarnations that Kafka knows, also for lanes and writers younger than "
+    "the backup.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds for the whole.")
+@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Time limit, in seconds.")
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -53,10 +54,10 @@ def recover(
 ) -> None:
     """Commit in Kafka what the database decided, abort the rest.
 
-    A writer is taken with all its lanes, or left alone.
+    A writer is settled with all its lanes, or left alone.
 
     Exit code: 0 all is settled (with --dry-run: shown), 4 losses were found and recorded, 5 a server does not answer,
-    6 there is no such id, 7 all is settled but what was left alone, 8 the database has gone back in time, 1 another error.
+    6 there is no such id, 7 all is settled except what was left alone, 8 the database has gone back in time, 1 another error.
     """
     console = Console(stderr=True, quiet=as_json, soft_wrap=True)
     progress = Progress(
@@ -86,7 +87,7 @@ def recover(
     else:
         _print(report, dry_run=dry_run)
     if report.unknown:
-        click.echo(f"dualwrite: there is no row of {transactional_id!r}", err=True)
+        click.echo(f"dualwrite: there is no row for {transactional_id!r}", err=True)
     code = _exit_code(report)
     if code:
         raise SystemExit(code)
@@ -103,7 +104,7 @@ def _print(report: RecoveryReport, *, dry_run: bool) -> None:
         f"{len(report.losses)} losses"
     )
     for name in report.skipped:
-        out.print(f"  {name}: left alone: its writer has begun a transaction a moment ago")
+        out.print(f"  {name}: left alone: its writer began a transaction a moment ago")
     for item in report.forgotten:
         out.print(f"  {forgotten_words(item)}")
     for error in report.went_back:

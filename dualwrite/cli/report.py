@@ -1,4 +1,4 @@
-"""What the commands print: a table for people, one JSON document for scripts. Neither shows a secret."""
+"""The commands' output: a table for people, one JSON document for scripts. Neither shows a secret."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _WILL = {
 
 
 def report_console() -> Console:
-    """Standard output: as wide as the terminal, and never broken into lines for a pipe or a file."""
+    """Standard output, as wide as the terminal; lines for a pipe or a file are never wrapped."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH_OF_A_PIPE)
 
 
 def will_do(item: IdStatus) -> str:
-    """What settling would do with it, in words."""
+    """Say what settling would do."""
     if item.claim_lost:
         return "nothing: the database has gone back in time, or a copy is in use; compare both, then recover --after-restore"
     in_kafka = _will_do_in_kafka(item)
@@ -170,12 +170,12 @@ def loss_json(loss: Loss) -> dict[str, object]:
 
 
 def forgotten_words(item: Forgotten) -> str:
-    """What a recovery after a restore does, or did, with a Kafka id that the database had forgotten."""
-    aborted = "aborted, undecided in this database" if item.settled else "to be aborted, undecided in this database"
+    """Say what a recovery after a restore would do, or did, with a Kafka id that the database had forgotten."""
+    aborted = "aborted, undecided in this database" if item.settled else "would be aborted, undecided in this database"
     found = {
         TransactionStatus.ONGOING: f"a transaction was open: {aborted}",
-        TransactionStatus.PREPARE_COMMIT: "its newest transaction was being committed: this database has no row of it",
-        TransactionStatus.COMPLETE_COMMIT: "its newest transaction is committed: this database has no row of it",
+        TransactionStatus.PREPARE_COMMIT: "its newest transaction was being committed: this database does not know it",
+        TransactionStatus.COMPLETE_COMMIT: "its newest transaction is committed: this database does not know it",
     }.get(item.status, "nothing was open")
     row = "the row goes on above it" if item.has_row else "younger than the backup, it has no row"
     return f"{item.kafka_id}: {found}; {row}{'; unusable from now on' if item.settled else ''}"

@@ -1,4 +1,4 @@
-"""``dualwrite status``: every id, what the row says, what the coordinator shows, what recovery would do."""
+"""``dualwrite status``: show for every id what the row says, what the coordinator shows and what recovery would do."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dualwrite.stores.state import SqlStateStore
 
 @click.command()
 @click.argument("transactional_id", required=False)
-@click.option("--prefix", help="All ids that begin so. Without an id and a prefix: all ids.")
+@click.option("--prefix", help="All ids with this prefix. Without an id or a prefix: all ids.")
 @click.option(
-    "--problems", is_flag=True, help="Only what is open for longer than --open-for, and what else needs a person."
+    "--problems", is_flag=True, help="Only what is open for longer than --open-for, and all else that needs a person."
 )
 @click.option(
     "--open-for",
     "open_for_s",
     default=60.0,
     show_default=True,
-    help="With --problems: a transaction that is younger, in seconds, is taken for a writer's at work.",
+    help="With --problems: a transaction younger than this many seconds counts as a writer at work.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds for the whole.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit, in seconds.")
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -49,7 +49,7 @@ def status(
     """Show what is unsettled. Changes nothing.
 
     Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 5 a server does not answer,
-    6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they tell of those alone.
+    6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they report only those.
     """
     engine = engine_of(url)
     try:
@@ -93,7 +93,7 @@ def status(
     if open_incidents:
         raise SystemExit(INCIDENTS)
     if transactional_id is not None and not known:
-        click.echo(f"dualwrite: there is no row of {transactional_id!r}", err=True)
+        click.echo(f"dualwrite: there is no row for {transactional_id!r}", err=True)
         raise SystemExit(NO_SUCH_ID)
     if any(item.needs_recovery for item in items):
         raise SystemExit(NEEDS_RECOVERY)

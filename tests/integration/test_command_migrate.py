@@ -34,7 +34,7 @@ def test_it_makes_the_tables_and_says_so(url: str) -> None:
     engine = create_engine(url)
     check_schema(engine)
     second = run("migrate", DUALWRITE_DATABASE_URL=url)
-    assert (second.exit_code, second.output) == (0, "The tables are at 0004 already.\n")
+    assert (second.exit_code, second.output) == (0, "The tables are already at 0004.\n")
     down = run("migrate", "--url", url, "--downgrade", "--revision", "base")
     assert (down.exit_code, down.output) == (0, "The tables are now at base; they were at 0004.\n")
     assert inspect(engine).get_table_names() == ["dualwrite_version"]
