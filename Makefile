@@ -11,7 +11,7 @@ INSTALLED := $(WHEEL)/site
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -20,6 +20,9 @@ help: ## print this list
 
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
+
+check: lint types ## lint, types and the tests that need no server (two minutes)
+	$(PY) -m pytest -q tests/unit
 
 test: lint types jars ## all checks: lint, types, tests on real servers (20 minutes; THOROUGH=1: every one of them)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
