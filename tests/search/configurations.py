@@ -88,6 +88,10 @@ CONFIGURATIONS = {
     "two_markers_skipped": Configuration(
         "two markers are skipped", Bounds((2, 0), 3, Budgets(forgotten=2, abort=1), epochs=4)
     ),
+    "two_markers_skipped_and_delays": Configuration(
+        "two markers are skipped, and a request of the owner is late",
+        Bounds((2, 0), 3, Budgets(forgotten=2, delay=1), epochs=4),
+    ),
     "claims_without_an_answer": Configuration(
         "the answer to the COMMIT of a claim is lost, twice", Bounds((2, 1), 4, Budgets(claim=2))
     ),
@@ -98,7 +102,7 @@ CONFIGURATIONS = {
     "two_delays": Configuration(
         "an owner and two settlers; two requests are late", Bounds((2, 0, 0), 3, Budgets(delay=2, answer=1, timeout=1))
     ),
-    "four_incarnations": Configuration("two owners that begin anew twice", Bounds((2, 1), 4, EACH_ONCE)),
+    "four_incarnations": Configuration("two owners that begin again twice", Bounds((2, 1), 4, EACH_ONCE)),
     "one_transaction_each": Configuration(
         "three owners with one transaction each", Bounds((1, 1, 1), 3, EACH_ONCE), compared=True
     ),
