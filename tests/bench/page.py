@@ -1,4 +1,4 @@
-"""The page of figures, made from the figures themselves, so that no number is typed by hand."""
+"""The benchmarks page, generated from the figures, so that no number is typed by hand."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OUTBOX = "outbox, 10 ms poll"
 
 
 def known(store: Path = FIGURES) -> dict[str, Any]:
-    """The figures that were kept."""
+    """The stored figures."""
     return json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
 
 
 def keep(figures: Mapping[str, Any], store: Path = FIGURES, page: Path = PAGE) -> None:
-    """Keep the figures, and write the page from them."""
+    """Store the figures, and write the page from them."""
     store.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     page.write_text(render(figures), encoding="utf-8")
 
@@ -36,8 +36,8 @@ def render(figures: Mapping[str, Any]) -> str:
         "# Benchmarks",
         "",
         f"Measured by `make bench` on {figures['machine']}: embedded Kafka 4.3.1 (one broker) and PostgreSQL 18 with fsync, "
-        "on the same machine. Ways are interleaved in one run, figures are medians. Trust the ratios, not the absolutes: the "
-        "machine is small and shared.",
+        "on the same machine. The ways are interleaved in one run; figures are medians. Trust the ratios, not the absolute "
+        "numbers: the machine is small and shared.",
         "",
     ]
     if "latency" in figures:
@@ -58,9 +58,10 @@ def _fairness(figures: Mapping[str, float]) -> list[str]:
     return [
         f"## {THREADS} threads on {LANES} lanes",
         "",
-        "Each thread does one dual write after the other, one message and one row. Milliseconds, with the wait for a lane:",
+        "Each thread does one dual write after another, each with one message and one row. Milliseconds, including the wait for "
+        "a lane:",
         "",
-        "| p50 | p99 | longest | dual writes per second | of a thread, fewest and most |",
+        "| p50 | p99 | longest | dual writes per second | by one thread, fewest and most |",
         "|---|---|---|---|---|",
         f"| {figures['p50']:.0f} | {figures['p99']:.0f} | {figures['longest']:.0f} | {figures['per second']:.0f} "
         f"| {figures['fewest of a thread']:.0f}, {figures['most of a thread']:.0f} |",
@@ -80,28 +81,27 @@ def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [
         "## One caller, one message and one row",
         "",
-        "Milliseconds: how long the call takes, and when a `read_committed` consumer has the message, counted from the start "
-        "of the call.",
+        "Milliseconds from the start of the call until it returns, and until a `read_committed` consumer has the message.",
         "",
         "| way | call p50 | p95 | visible p50 | p95 |",
         "|---|---|---|---|---|",
         *rows,
         "",
-        f"- Against the same two transactions one after the other without a protocol: **{_ratio(ours, ways[SEQUENTIAL])}** "
+        f"- Against the same two transactions one after another without a protocol: **{_ratio(ours, ways[SEQUENTIAL])}** "
         "(aim: at most 1.2).",
         f"- Against the unsafe way: **{_ratio(ours, ways[UNSAFE])}** (aim: at most 3.5).",
         f"- Visibility against a 10 ms outbox poll: **{_ratio(ours, ways[OUTBOX], 'visible p50')}** (aim: at most 0.6).",
         "",
-        "Where the time goes: reading the row before the first message, and the deciding UPDATE, are a round trip each, and "
-        "cost what the ratio to the first way shows. The rest is the same requests as without a protocol: AddPartitionsToTxn "
-        "and Produce (about 2.2 ms; librdkafka's timer adds one of them), INSERT, COMMIT with its fsync, EndTxn, and about "
-        "1 ms for markers and fetch. Visibility falls short of its aim because those alone are more than 0.6 of the outbox's "
-        "half poll plus publishing on this machine. Tried without gain: BEGIN and the first read in one pipeline, "
-        "committing without the thread that bounds the call (0.03 ms).",
+        "Where the time goes: reading the row before the first message and the deciding UPDATE cost one round trip each, which "
+        "is the ratio to the first way. The rest is the same requests as without a protocol: AddPartitionsToTxn and Produce "
+        "(about 2.2 ms, 1 ms of it from librdkafka's timer), INSERT, COMMIT with its fsync, EndTxn, and about 1 ms for markers "
+        "and fetch. Visibility misses its aim because on this machine those alone take more than 0.6 of the outbox's half poll "
+        "plus publishing. Tried without gain: BEGIN and the first read in one pipeline, committing without the thread that "
+        "bounds the call (0.03 ms).",
         "",
-        "The ways without a protocol use two producers in turn, as two lanes do; with one producer each transaction would wait "
-        "20 ms for the markers of the one before. *Overlapped* runs the database transaction while librdkafka sends; no safe "
-        "way can do the same with its COMMIT, which must name what was sent.",
+        "The ways without a protocol alternate between two producers, as two lanes do; with one producer, each transaction "
+        "would wait 20 ms for the markers of the one before. *Overlapped* runs the database transaction while librdkafka "
+        "sends; no safe way can do that with its COMMIT, which must name what was sent.",
         "",
     ]
 
@@ -115,9 +115,9 @@ def _known_end(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [
         "## Knowing how each transaction has ended",
         "",
-        "The writer asks the log of each partition for the end of each transaction, in the background, before it uses that "
-        "lane again. Against the same writer that believes Kafka's answer, in turns; milliseconds of a call by one thread, and "
-        "dual writes in a second, one message and one row each, all to one partition.",
+        "In the background, the writer reads the end of each transaction from the log of each partition before it uses that "
+        "lane again. Compared, in alternation, with the same writer trusting Kafka's answer: milliseconds of a call by one "
+        "thread, and dual writes per second, each with one message and one row, all to one partition.",
         "",
         "| writer | call p50 | p95 | per second | by 8 threads |",
         "|---|---|---|---|---|",
@@ -135,7 +135,7 @@ def _memory(figures: Mapping[str, Any]) -> list[str]:
     return [
         "## Spark: memory of a task",
         "",
-        "Greatest resident size of the Python worker that writes one partition (aim: flat).",
+        "Maximum resident size of the Python worker that writes one partition (aim: flat).",
         "",
         "| million rows | MiB |",
         "|---|---|",
@@ -146,9 +146,9 @@ def _memory(figures: Mapping[str, Any]) -> list[str]:
 
 def _settling(figures: Mapping[str, float]) -> list[str]:
     return [
-        "## Settling ids that were left prepared and decided",
+        "## Settling decided transactions of dead owners",
         "",
-        f"`recover(prefix=...)` on {figures['ids']:.0f} ids, each with a transaction that the database had decided and whose "
-        f"owner was gone: **{figures['seconds']:.1f} s**, {figures['ms per id']:.1f} ms for one.",
+        f"`recover(prefix=...)` on {figures['ids']:.0f} ids, each with a decided transaction of a dead owner: "
+        f"**{figures['seconds']:.1f} s**, {figures['ms per id']:.1f} ms for each.",
         "",
     ]

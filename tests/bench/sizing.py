@@ -228,67 +228,70 @@ def render(figures: Mapping[str, Any]) -> str:
         [
             "# Sizing",
             "",
-            "What Spark jobs that write with this library ask of Kafka and of PostgreSQL: measured for one task and for one "
+            "The load that Spark jobs with this library put on Kafka and PostgreSQL: measured for one task and for one "
             "transaction, then multiplied.",
             "",
-            "## By arithmetic",
+            "## Calculated",
             "",
-            f"Executors with {one.cores} cores, tasks of {one.task_s:.0f} s, {one.waves} partitions a batch for each core, and "
-            f"{', '.join(f'{cluster.brokers}' for cluster in CLUSTERS)} brokers. Everything is proportional: half the cores "
-            "or twice the seconds give half the number.",
+            f"Executors with {one.cores} cores, tasks of {one.task_s:.0f} s, {one.waves} partitions for each core in a batch, and "
+            f"{', '.join(f'{cluster.brokers}' for cluster in CLUSTERS)} brokers. Everything scales linearly: half the cores, "
+            "or tasks twice as long, give half the number.",
             "",
             f"| | {' | '.join(heads)} |",
             f"|---|{'---:|' * len(heads)}",
             *(f"| {name} | {' | '.join(_shown(need[name]) for need in needs)} |" for name in needs[0]),
             "",
-            "What follows from it:",
+            "What follows:",
             "",
             f"- **Slots.** Each is one transactional id. `max_slots` (`maxSlots`) is {DEFAULT_MAX_SLOTS:,} unless you raise it: "
             "it must be at least the number in the table. A batch that is decided as one holds a slot for each of its "
-            "partitions until the decision, one that is written partition by partition only for the tasks that run.",
-            "- **Transactional ids.** Each claim of a slot makes a new Kafka id; the coordinators forget it after "
-            "`transactional.id.expiration.ms`, a week. A Python worker that Spark uses again claims its slot once and keeps it: "
-            "*at most* is where no worker is used again (`keep_slots=False`, dynamic allocation that ends idle executors, "
-            "pauses of more than a minute). There, partitions of minutes instead of seconds are the cheapest cure; a shorter "
-            "expiration is another: a few hours more than an outage may last. It must be longer than any transaction.",
+            "partitions until the decision; a batch written partition by partition holds slots only for its running tasks.",
+            "- **Transactional ids.** Each claim of a slot creates a new Kafka id; the coordinators forget it after "
+            "`transactional.id.expiration.ms`, a week. A Python worker that Spark reuses claims its slot once and keeps it. "
+            "The numbers marked *at most* assume that no worker is reused (`keep_slots=False`, dynamic allocation that ends "
+            "idle executors, pauses of more than a minute). In that case, partitions that take minutes instead of seconds are "
+            "the cheapest remedy. A shorter expiration is another: set it a few hours longer than an outage may last, and "
+            "longer than any transaction.",
             "- **Producer ids.** Each new Kafka id is a new producer id, and the leader of each partition that it has written "
-            "remembers it for `producer.id.expiration.ms`, a day. That is memory of the brokers, once for each "
-            "partition that all tasks write to.",
+            "remembers it for `producer.id.expiration.ms`, a day. That takes memory on the brokers for each partition that "
+            "the tasks write to.",
             "- **`transaction.max.timeout.ms`** (15 minutes by default) must be longer than the longest transaction and "
             "the margin. In a batch that is decided as one, a partition's transaction lasts until the *last* partition is "
             "prepared.",
-            "- **`transaction.state.log.num.partitions`** (50) spreads the ids over coordinators, one for each partition's "
-            "leader. It must not be changed once there are transactions. 50 is enough here: what counts is that "
-            "every broker leads some of them.",
-            "- **Connections.** While it writes, a task has librdkafka's to each broker, to its coordinator, and to the "
-            "broker that it asked first, and kafka-python's, at most one to each broker. A worker that is used again keeps a producer "
-            "for each partition of a whole batch that it has prepared, up to eight. Mind `max.connections`, "
-            "`max.connections.per.ip`, `max.connection.creation.rate`, and the brokers' open files.",
-            "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and one more once "
-            "it has renewed its lease; the driver has two. A worker that is kept for its next task keeps its sessions. PgBouncer in transaction pooling works. See [databases](databases.md).",
-            "- **Quotas.** Brokers throttle by `request_percentage`; a driver that completes a great batch sends many small "
+            "- **`transaction.state.log.num.partitions`** (50) spreads the ids over coordinators: the leaders of these "
+            "partitions. Never change it once there are transactions. 50 is enough here, as long as every broker leads some "
+            "of them.",
+            "- **Connections.** While it writes, a task has librdkafka's connections to each broker, to its coordinator, and "
+            "to its bootstrap broker, and kafka-python's, at most one to each broker. A reused worker keeps a producer for "
+            "each partition of a whole batch that it has prepared, up to eight. Check `max.connections`, "
+            "`max.connections.per.ip`, `max.connection.creation.rate`, and the brokers' limit of open files.",
+            "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and another once "
+            "it has renewed its lease; the driver has two. A worker that waits for its next task keeps its sessions. PgBouncer "
+            "in transaction pooling works. See [databases](databases.md).",
+            "- **Quotas.** Brokers throttle by `request_percentage`; a driver that completes a large batch sends many small "
             "requests at once.",
             "",
-            "## As measured",
+            "## Measured",
             "",
             f"By `make sizing` on {figures['machine']}, with brokers and PostgreSQL on the same machine"
             f"{figures.get('remark', '')}. {PARTITIONS} partitions in each transaction, 50 partitions of the transaction log, "
             "one broker.",
             "",
-            "N transactions are opened by requests side by side (InitProducerId, AddPartitionsToTxn, Produce). They are decided "
-            "in one database transaction, and completed as the driver of a Spark batch does. *By a claim*: completed as the "
-            "next driver does it, where the first one has died.",
+            "Concurrent requests open N transactions (InitProducerId, AddPartitionsToTxn, Produce). One database transaction "
+            "decides them, and they are completed as the driver of a Spark batch does it. *By a claim*: completed as the next "
+            "driver does it if the first one has died.",
             "",
             "| transactions | opened, s | decided, s | completed, s | ms for each | requests to complete | requests/s | by a "
             "claim, s |",
             "|---:|---:|---:|---:|---:|---:|---:|---:|",
             *(_transactions_line(line) for line in figures["transactions"]),
             "",
-            "Each is proved from the log of every partition that it wrote: one small request, sixteen of them at a time.",
+            "Each completion is proved from the log of every partition that the transaction wrote: one small request each, "
+            "sixteen at a time.",
             "",
             f"![Seconds to open, decide and complete]({PICTURE.name})",
             "",
-            f"What completing {largest['count']:,} of them asked: "
+            f"Requests to complete {largest['count']:,} of them: "
             + ", ".join(f"{kind} {number:,}" for kind, number in largest["complete_requests"].items())
             + f". The transaction log grew by {largest['log_bytes'] / largest['count']:,.0f} bytes for each, opening and "
             "retiring included.",
@@ -348,7 +351,7 @@ def main() -> None:
     parser.add_argument(
         "--brokers", type=int, nargs="+", default=[1, 3], help="brokers of the cluster that a task sees"
     )
-    parser.add_argument("--remark", default="", help="what else is to be known of the machine, for the page")
+    parser.add_argument("--remark", default="", help="a remark about the machine, for the page")
     parser.add_argument("--page", action="store_true", help="only write the page from the figures")
     arguments = parser.parse_args()
     if not arguments.page:

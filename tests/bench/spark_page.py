@@ -1,4 +1,4 @@
-"""What ``make bench-spark`` has measured, as sections of the page of figures, and as pictures."""
+"""The results of ``make bench-spark`` as sections and pictures of the benchmarks page."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _AIMS = (
 )
 
 _WHERE = (
-    "Where the time goes: all cores are busy, so a way is as fast as it needs little processor time. Spark's own sinks make and "
-    "send a message inside the JVM that has read the row; here the row goes to Python first, and `produce` is called for each "
-    "message. Tried without gain: `linger.ms` of 50 and 200, confluent-kafka's `produce_batch` (slower than a call for each), "
-    "zstd and snappy instead of lz4, other partitioners, other sizes of librdkafka's queue, no delivery callbacks."
+    "Where the time goes: all cores are busy, so the way that needs the least processor time is the fastest. Spark's own sinks "
+    "build and send a message inside the JVM that has read the row; here the row goes to Python first, and each message takes "
+    "a call of `produce`. Tried without gain: `linger.ms` of 50 and 200, confluent-kafka's `produce_batch` (slower than single "
+    "calls), zstd and snappy instead of lz4, other partitioners, other sizes of librdkafka's queue, no delivery callbacks."
 )
 
 
 def sections(figures: Mapping[str, Any]) -> list[str]:
-    """The sections as lines of Markdown; of what was not measured there is none."""
+    """The sections as lines of Markdown; what was not measured has none."""
     parts = [
         *_compared("Spark: flights, with all their columns", figures.get("flights")),
         *_compared("Spark: rows of 100 bytes", figures.get("small")),
@@ -62,7 +62,7 @@ def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
         "",
         f"By `make bench-spark`. {figures['rows']:,} rows with {figures['columns']} columns, JSON messages, `local[2]`, 4 "
         "partitions on both sides. "
-        f"Interleaved, medians of {rounds}, each run into a fresh table and topic, a `CHECKPOINT` before it.",
+        f"Interleaved, medians of {rounds}; each run writes to a fresh table and topic, after a `CHECKPOINT`.",
         "",
         "| way | seconds | from | to | rows/s |",
         "|---|---:|---:|---:|---:|",
@@ -80,12 +80,12 @@ def _compared(head: str, figures: Mapping[str, Any] | None) -> list[str]:
 
 
 def _processors(figures: Mapping[str, Any]) -> list[str]:
-    """Where the time goes: who saves processor time saves time, as all cores are busy."""
+    """Where the time goes: with all cores busy, saving processor time saves time."""
     found = figures.get("processor_s")
     if found is None:
         return []
     return [
-        "Processor seconds of both cores, medians of the runs, and their sum; the servers share them:",
+        "Processor seconds on both cores, which the servers share: medians of the runs, and their sum:",
         "",
         f"| way | {' | '.join(KINDS)} | together |",
         "|---|" + "---:|" * (len(KINDS) + 1),
@@ -114,8 +114,8 @@ def _micro(figures: Mapping[str, Any]) -> list[str]:
         "## Spark: micro-batches",
         "",
         f"A stream of {figures['batches']} micro-batches of {figures['rows']:,} rows in two partitions, {figures['rounds']} times, "
-        "the sinks in turn. Milliseconds of a micro-batch from its second on (`triggerExecution`), and what a sink adds to an "
-        "empty one.",
+        "the sinks in turn. Milliseconds of a micro-batch, from the second on (`triggerExecution`), and the time that a sink adds "
+        "to an empty one.",
         "",
         f"| sink | p50 | p95 | added p50 | added p95 | the 2nd to the 11th | the last ten, up to the {figures['batches']}th |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -148,8 +148,8 @@ def _deciding(figures: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "## Deciding and completing prepared transactions",
         "",
-        "Of a batch that is decided as one, when its tasks have prepared them: one database transaction, then Kafka, each "
-        "transaction with records in four partitions. Without the rows of a staging table.",
+        "For a batch that is decided as one, after its tasks have prepared: one database transaction, then Kafka. Each "
+        "transaction has records in four partitions. The rows of a staging table are not included.",
         "",
         "| transactions | decided, s | completed, s |",
         "|---:|---:|---:|",
@@ -159,7 +159,7 @@ def _deciding(figures: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def draw(figures: Mapping[str, Any], directory: Path) -> None:
-    """The pictures of what was measured."""
+    """Draw the pictures of the measured sections."""
     for name, place in (("rows", 0), ("partitions", 1)):
         if name in figures:
             series = {way: [(line[place], line[2]) for line in lines] for way, lines in figures[name].items()}
