@@ -3,8 +3,8 @@
 import warnings
 
 with warnings.catch_warnings():
-    # kafka-python reads its schemas by a function that Python 3.11 and 3.12 call deprecated, while it is imported. That is no
-    # matter of the users', whose tests may take warnings for errors. What is imported below is not read again.
+    # On import, kafka-python reads its schemas with a function that Python 3.11 and 3.12 deprecate. Users' tests may
+    # turn warnings into errors, so import every module that warns here, with the warning silenced.
     warnings.filterwarnings("ignore", r"(read|open)_text is deprecated", DeprecationWarning)
     import kafka.net.manager
     import kafka.protocol.admin.configs
@@ -12,4 +12,4 @@ with warnings.catch_warnings():
     import kafka.protocol.consumer.fetch
     import kafka.protocol.consumer.offsets
     import kafka.protocol.metadata
-    import kafka.protocol.producer.transaction  # noqa: F401 - for the warnings' sake, as all of them
+    import kafka.protocol.producer.transaction  # noqa: F401 - imported to silence their warnings

@@ -1,4 +1,4 @@
-"""Transactions that hold back the readers of partitions, and whose they are."""
+"""Open transactions that hold back a partition's readers, and their owners."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dualwrite.observations import TransactionView
 from dualwrite.protocol.naming import is_drawn, parsed, writer_of
 
 HELD_BACK_S: Final = 5.0
-"""Readers that have been held back for so long by one transaction are worth a warning."""
+"""A transaction that has held back readers for this long is worth a warning."""
 
 
 @dataclass(frozen=True)
 class BlockingTransaction:
-    """A transaction that is open in a partition. ``read_committed`` consumers get nothing that lies behind its first record.
+    """A transaction open in a partition. ``read_committed`` consumers get nothing from its first offset on.
 
-    Where the partition is one of ``__consumer_offsets``, the groups whose offsets it holds get no committed offsets.
+    In a partition of ``__consumer_offsets``, it withholds committed offsets from the groups stored there.
 
     Attributes:
         topic: The partition's topic.
         partition: Its number.
-        first_offset: Where the transaction begins there.
+        first_offset: The transaction's first offset there.
         producer_id: Its producer's id.
         epoch: Its producer's epoch.
-        kafka_id: Kafka's ``transactional.id``; None if no coordinator shows it, or not to us.
-        started_ms: When it began, in ms since 1970. None if its coordinator does not show it there: then the broker has
-            forgotten to end it there, or we may not describe the id.
+        kafka_id: Kafka's ``transactional.id``; None if no coordinator shows it to us.
+        started_ms: When it began, in ms since 1970. None if its coordinator does not list the partition: the broker has
+            lost the marker that ends it there, or we may not describe the id.
     """
 
     topic: str
@@ -45,7 +45,7 @@ class BlockingTransaction:
 
     @property
     def writer(self) -> str | None:
-        """The name of the ``DualWriter`` that has begun it; None if it is none of this library's."""
+        """The name of the ``DualWriter`` that began it; None if this library did not."""
         named = parsed(self.kafka_id) if self.kafka_id is not None else None
         return writer_of(named[0]) if named is not None and is_drawn(named[1]) else None
 
@@ -64,8 +64,8 @@ class BlockingTransaction:
         if self.writer is not None:
             return f"if its owner is dead, run `dualwrite recover {self.writer}`"
         if self.started_ms is not None:
-            return "its owner ends it, the next producer of that id, or the broker after its timeout"
-        return "`kafka-transactions.sh find-hanging` tells whether it was forgotten"
+            return "its owner, the next producer of that id, or the broker's transaction timeout will end it"
+        return "check with `kafka-transactions.sh find-hanging` whether it is hanging"
 
 
 def find_blocking(
@@ -76,14 +76,14 @@ def find_blocking(
     describe: Callable[[Collection[str]], Mapping[str, TransactionView]],
     open_for_s: float,
 ) -> list[BlockingTransaction]:
-    """The transactions that are open in these partitions, oldest of a partition first.
+    """The transactions open in these partitions, sorted by partition and first offset.
 
     Args:
         places: The partitions.
-        open_in: Asks their leaders what is open there.
-        ids_of: Asks for the Kafka ids of producer ids.
-        describe: Asks the coordinators.
-        open_for_s: Leave out what is known to have begun less than this many seconds ago.
+        open_in: Asks the partitions' leaders for open transactions.
+        ids_of: Looks up the Kafka ids of producer ids.
+        describe: Asks the coordinators for their views.
+        open_for_s: Omit transactions known to have begun less than this many seconds ago.
     """
     found = [
         BlockingTransaction(place.topic, place.partition, start, producer_id, epoch)
@@ -95,7 +95,7 @@ def find_blocking(
     ids = ids_of({one.producer_id for one in found})
     views = describe(set(ids.values())) if ids else {}
     named = [_named(one, ids.get(one.producer_id), views) for one in found]
-    # The coordinator was asked later than the leader: what it does not show may have ended meanwhile.
+    # The coordinators answered after the leaders: a transaction that they do not show may have ended in between.
     unknown = {Place(one.topic, one.partition) for one in named if one.started_ms is None}
     again = open_in(unknown) if unknown else {}
     oldest_ms = (time.time() - open_for_s) * 1000
@@ -126,7 +126,7 @@ def _utc(ms: int) -> str:
 
 
 class HeldBack:
-    """The partitions that were seen to be held back at the same offset for a while. May be used by several threads."""
+    """Partitions whose last stable offset has not moved for a while. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,12 +134,12 @@ class HeldBack:
         self._told: dict[Place, int] = {}
 
     def note(self, place: Place, stable: int, *, upto: int) -> None:
-        """A partition's last stable offset was seen.
+        """Record a partition's last stable offset.
 
         Args:
             place: The partition.
             stable: Its last stable offset.
-            upto: Where a transaction of our own begins. What is open before it is somebody else's.
+            upto: Where a transaction of our own begins. If ``stable`` is lower, another producer's is open.
         """
         with self._lock:
             if stable >= upto or stable < 0:
@@ -148,7 +148,7 @@ class HeldBack:
                 self._since[place] = (stable, now_s())
 
     def due(self) -> dict[Place, int]:
-        """The partitions held back at one offset for :data:`HELD_BACK_S`: where that transaction begins, each one once."""
+        """The partitions held back at one offset for :data:`HELD_BACK_S`, with that offset. Each is reported once."""
         with self._lock:
             due = {
                 place: stable

@@ -1,8 +1,8 @@
 """A call that gives up waiting at a deadline even when the called function does not.
 
 librdkafka's ``begin_transaction`` has no timeout and has hung, ``send_offsets_to_transaction`` ignores its own, and
-``abort_transaction`` has blocked for minutes. A thread cannot be interrupted there, so such calls run on a thread that can
-be left behind. The hop costs tens of microseconds.
+``abort_transaction`` has blocked for minutes. Python cannot interrupt a thread inside them, so these calls run on a
+thread that can be abandoned. The hop costs tens of microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class NoAnswer(Exception):
-    """The deadline came before the function returned. The function may still be running."""
+    """The deadline passed before the function returned. The function may still be running."""
 
 
 class BoundedCaller:
@@ -36,17 +36,17 @@ class BoundedCaller:
         """Run the function on the thread and wait for it. Its exceptions are raised here.
 
         Raises:
-            NoAnswer: The deadline came first. Later calls wait behind the one that hangs.
+            NoAnswer: The deadline passed first. Later calls queue behind the one that hangs.
         """
         call = _Call(function)
         self._calls.put(call.run)
         return call.wait(deadline.remaining_s())
 
     def finish(self, last: Callable[[], T], wait_s: float) -> T:
-        """Run a last function after what is under way, then end the thread.
+        """Run one last function after the calls already queued, then end the thread.
 
         Raises:
-            NoAnswer: It was not done within ``wait_s``; it will be done later, in the background.
+            NoAnswer: It did not finish within ``wait_s``; it continues in the background.
         """
         call = _Call(last)
         self._calls.put(call.run)
@@ -69,7 +69,7 @@ class _Call(Generic[T]):
     def run(self) -> None:
         try:
             self._returned.append(self._function())
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+        except BaseException as error:  # noqa: BLE001 - re-raised in the waiting thread
             self._raised = error
         self._done.put(None)
 

@@ -1,6 +1,6 @@
-"""Requests to the brokers of one cluster: sent, judged, and repeated until they are answered.
+"""Requests to the brokers of one cluster: sent, interpreted, and retried until answered.
 
-One :class:`Brokers` serves many threads, and none of them waits longer than its deadline, whatever the network does.
+One :class:`Brokers` serves many threads; no call outlasts its deadline, whatever the network does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
-_WINDOW: Final = 200  # requests of one call under way: others who use the connection wait behind them
-_LANES: Final = 4  # connections to a broker for many requests: on one it works through them one by one
+_WINDOW: Final = 200  # requests of one call in flight: other users of the connection queue behind them
+_LANES: Final = 4  # connections to a broker for many requests: a broker serves one connection's requests in turn
 _SPREAD_FROM: Final = 32  # requests
-_LOOKUP_TIMEOUT_MS: Final = 5000  # who answers questions about the cluster is a matter of choice: try the next one soon
+_LOOKUP_TIMEOUT_MS: Final = 5000  # any broker can answer a lookup: move on to the next one soon
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )
@@ -41,16 +41,16 @@ def until_answered(
     deadline: Deadline,
     what: str,
 ) -> dict[Key, Value]:
-    """Ask for all keys, and again for those without an answer, with a growing wait in between.
+    """Ask for all keys, and retry those without an answer, with a growing wait in between.
 
     Args:
-        keys: What is asked for.
-        ask: Asks once. It gives an answer for each key, or raises :class:`NotYet` for all of them.
-        deadline: Bounds the whole.
-        what: What is being done, for people.
+        keys: The keys to ask for.
+        ask: Asks once. It returns an answer for each key, or raises :class:`NotYet` for all of them.
+        deadline: Covers all attempts.
+        what: The action, for error messages: "Kafka could not ``what`` in time".
 
     Raises:
-        Unavailable: Not all were answered in time.
+        Unavailable: Some keys had no answer in time.
     """
     asking = _Asking(keys, ask, deadline)
     growing = wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
@@ -72,7 +72,7 @@ def until_answered(
 
 
 class _Asking(Generic[Key, Value]):
-    """What has been answered, and what has not."""
+    """The answers so far, and the keys still pending."""
 
     def __init__(
         self, keys: Iterable[Key], ask: Callable[[list[Key]], Mapping[Key, Value | NotYet]], deadline: Deadline
@@ -84,8 +84,8 @@ class _Asking(Generic[Key, Value]):
         self._last: NotYet | None = None
 
     def go_on(self) -> None:
-        """Ask for all that is pending."""
-        if self._last is not None and self._deadline.expired:  # without time it would only be told that there is none
+        """Ask for all pending keys."""
+        if self._last is not None and self._deadline.expired:  # asking now would replace the last reason by a timeout
             raise self._last
         try:
             self._ask_once()
@@ -106,19 +106,19 @@ class _Asking(Generic[Key, Value]):
 
 
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
-    """What a broker's error code means for whoever asked.
+    """Decide what a broker's error code means for the caller: success, retry, or failure.
 
     Args:
         code: The error code in a response.
-        subject: What it was about, for people.
-        grant: The right that the request needs, for people.
+        subject: The subject of the request, for error messages.
+        grant: The right that the request needs, for error messages.
 
     Returns:
-        None if there is no error, else why to ask again.
+        None if there is no error, else the reason to retry.
 
     Raises:
         ConfigurationError: The right is missing.
-        Unavailable: Asking again would not help.
+        Unavailable: Retrying would not help.
     """
     kind = kafka_errors.for_code(code)
     if kind is kafka_errors.NoError:
@@ -133,7 +133,7 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
 
 
 class Brokers:
-    """The brokers of one cluster. Makes no connection before the first request; may be shared by threads.
+    """The brokers of one cluster. Connects on the first request; thread-safe.
 
     Args:
         config: How to connect.
@@ -145,7 +145,7 @@ class Brokers:
     def __init__(self, config: KafkaConfig) -> None:
         self._arguments = config.kafka_python()
         unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
-        if unknown:  # it would ignore them without a word
+        if unknown:  # kafka-python would ignore them silently
             raise ConfigurationError(f"the installed kafka-python does not know {', '.join(sorted(unknown))}")
         quieten_logs()
         self._lock = threading.Lock()
@@ -157,16 +157,16 @@ class Brokers:
     def exchange(
         self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
     ) -> list[Message | NotYet]:
-        """Send each request to its broker, all at once, and give their responses in the same order.
+        """Send each request to its broker, all at once, and return the responses in the same order.
 
         Args:
-            requests: Broker ids with new requests: kafka-python writes into them.
-            deadline: Bounds the waiting. A request that is under way stays so.
-            spread: Whether many requests may go over several connections. Otherwise a broker gets them in this order.
+            requests: Broker ids with requests. Build the requests afresh: kafka-python writes into them.
+            deadline: Limits the wait. A request already sent is not withdrawn.
+            spread: Whether many requests may use several connections. Otherwise a broker gets them in this order.
 
         Raises:
-            NotYet: No broker could be reached, or not all have answered in time.
-            ConfigurationError: The brokers refuse who we are or how we connect, or are too old.
+            NotYet: No broker could be reached, or some did not answer in time.
+            ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
             IllegalStateError: Closed, or used in a forked process.
         """
         if self._outdated and requests:
@@ -178,15 +178,15 @@ class Brokers:
         return answers
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
-        """The brokers, the cluster id, and what is known of these topics. Creates no topic.
+        """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.
 
         Args:
             topics: Names of topics.
-            deadline: Bounds the waiting.
-            node: The broker to ask; any one if not given.
+            deadline: Limits the wait.
+            node: The broker to ask; any broker if not given.
 
         Raises:
-            NotYet: No broker has answered.
+            NotYet: No broker answered.
             ConfigurationError: As `exchange`.
             IllegalStateError: As `exchange`.
         """
@@ -201,12 +201,12 @@ class Brokers:
         network = self._connected()
         network.learn(answer)
         self._outdated = False
-        if isinstance(answered_by, str):  # a bootstrap connection: from now on the broker is connected to by its id
+        if isinstance(answered_by, str):  # a bootstrap connection: later requests connect to the broker by its id
             network.disconnect(answered_by)
         return answer
 
     def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
-        """Ask any broker with what ``request`` makes, and the next one if that one does not answer. Raises as `metadata`."""
+        """Send what ``request`` makes to the brokers in turn, until one answers. Raises as `metadata`."""
         if self._outdated:
             self.metadata((), deadline)
         return self._first_answer(self._candidates(), request, deadline)[1]
@@ -216,7 +216,7 @@ class Brokers:
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
 
     def close(self) -> None:
-        """Close all connections. May be called more than once; in a forked process it leaves the parent's alone."""
+        """Close all connections. Idempotent; in a forked process it leaves the parent's connections alone."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -240,7 +240,7 @@ class Brokers:
         for node in candidates:
             try:
                 [answer] = self._exchange([(node, request())], deadline, lookup=True)
-            except NotYet as no_time:  # what the one before has answered tells more
+            except NotYet as no_time:  # the previous broker's answer says more than a timeout
                 raise last or no_time from no_time
             if not isinstance(answer, NotYet):
                 return node, answer

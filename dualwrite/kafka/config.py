@@ -1,10 +1,10 @@
-"""One configuration dictionary, in librdkafka's words, for two Kafka clients.
+"""One configuration dictionary, in librdkafka's terms, for two Kafka clients.
 
-The producer is librdkafka's, coordinator access is kafka-python's. What concerns security and reaching the brokers must
-mean the same to both, or start-up is refused: a key that only one of them understands would make the other one connect
-differently, and perhaps less safely. Everything else is for the producer and goes to librdkafka as it is.
+librdkafka produces; kafka-python talks to the coordinator. Settings for security and for reaching the brokers must mean
+the same to both, or start-up is refused: a key that only one client understands would let the other connect
+differently, and perhaps less safely. Everything else concerns the producer and goes to librdkafka unchanged.
 
-One thing is librdkafka's alone: how the Kerberos ticket is fetched. Both clients then use the process's ticket cache.
+librdkafka alone fetches the Kerberos ticket; both clients then use the process's ticket cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dualwrite.kafka.oauth import CallbackTokens, TokenAnswer
 from dualwrite.kafka.sockets import FAMILIES, address_of
 
 Setting = str | int | float | Callable[..., object]
-"""A value as confluent-kafka takes it. True and False are given to librdkafka as ``true`` and ``false``."""
+"""A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
 
 PROTOCOLS: Final = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 PASSWORD_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
@@ -45,7 +45,7 @@ _FIXED: Final[dict[str, tuple[frozenset[str], str]]] = {
     "default.topic.config": (frozenset(), "put its keys into the dictionary itself"),
     "test.mock.num.brokers": (frozenset(), "the other client would not see the mock cluster"),
 }
-"""What the protocol decides: the values that change nothing, and why there are no others."""
+"""Keys that the protocol decides: the values that change nothing, and why no other value is allowed."""
 
 _REFUSED: Final = {
     "ssl.keystore.location": "convert it to PEM and use ssl.certificate.location and ssl.key.location",
@@ -60,7 +60,7 @@ _REFUSED: Final = {
     "sasl.oauthbearer.method": "give a function oauth_cb that fetches the token: both clients call it",
     "enable.sasl.oauthbearer.unsecure.jwt": "give a function oauth_cb that makes the token: both clients call it",
 }
-"""What librdkafka understands, or users of other clients expect, with what to do instead."""
+"""Keys that only librdkafka understands, or that users of other clients expect, and what to do instead."""
 
 _SECURITY: Final = tls.KEYS | {
     "security.protocol",
@@ -97,7 +97,7 @@ _SHOWN: Final = tls.KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.
     "retry.backoff.max.ms",
     "transaction.timeout.ms",
 }
-"""The only keys whose values ``repr`` shows: the names of all secrets, of plugins too, cannot be known."""
+"""The only keys whose values ``repr`` shows: nothing lists the names of all secrets, such as those of plugins."""
 
 _DEFAULT_RETRY_BACKOFF_MS: Final = 1000
 _DEFAULT_MAX_MESSAGE_BYTES: Final = 1_000_000
@@ -115,29 +115,29 @@ _NUMBERS: Final = {
     "reconnect.backoff.ms": (0, 3_600_000),
     "reconnect.backoff.max.ms": (0, 3_600_000),
 }
-"""The numbers that this library itself reads, with librdkafka's bounds."""
+"""Numbers that this library reads, with librdkafka's bounds."""
 
 
 @dataclass(frozen=True, repr=False)
 class KafkaConfig:
     """A checked configuration; make one with :meth:`parse`.
 
-    It pickles, secrets included: another process needs them to connect. Its ``repr``, and this library's errors, show none.
+    Pickling includes secrets: another process needs them to connect. Its ``repr`` and this library's errors show none.
     """
 
     _settings: tuple[tuple[str, Setting], ...]
 
     @classmethod
     def parse(cls, kafka: Mapping[str, object], *, trusted: bool = True) -> KafkaConfig:
-        """Check a dictionary such as confluent-kafka's ``Producer`` takes. Connects nowhere and reads no file.
+        """Check a dictionary such as confluent-kafka's ``Producer`` takes. Makes no connection and reads no file.
 
         Args:
             kafka: librdkafka's keys and values.
-            trusted: Whether keys that load or execute code are taken. Give False for what comes from a job's options.
+            trusted: Whether to accept keys that load or execute code. Pass False for the options of a job.
 
         Raises:
-            ConfigurationError: A key is missing, unknown, contradicts another one or the protocol, or cannot mean the same
-                to both clients. The message names the key and shows no value.
+            ConfigurationError: A key is missing, unknown, contradicts another key or the protocol, or cannot mean the
+                same to both clients. The message names the key and shows no value.
         """
         settings: dict[str, Setting] = {}
         for given, value in kafka.items():
@@ -157,25 +157,25 @@ class KafkaConfig:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def get(self, key: str) -> Setting | None:
-        """What the user has set under that name, None if nothing."""
+        """The user's value under that name or its alias; None if not set."""
         return dict(self._settings).get(_ALIASES.get(key, key))
 
     @property
     def transaction_timeout_ms(self) -> int | None:
-        """The user's own ``transaction.timeout.ms``; None where the library is to choose."""
+        """The user's own ``transaction.timeout.ms``; None lets the library choose."""
         return self._number("transaction.timeout.ms")
 
     @property
     def silent_retry_after_s(self) -> float:
-        """How long librdkafka surely waits before it sends a failed request again without telling: a faster call was sent once.
+        """The least time before librdkafka silently resends a failed request: a call faster than this was sent once.
 
-        It waits 0.8 to 1.2 times ``retry.backoff.ms`` at first, and never more than ``retry.backoff.max.ms``.
+        Its first wait is 0.8 to 1.2 times ``retry.backoff.ms``, and never more than ``retry.backoff.max.ms``.
         """
         return 0.8 * min(self._retry_backoff_ms()) / 1000
 
     @property
     def max_message_bytes(self) -> int:
-        """What librdkafka bounds messages to: ``message.max.bytes``."""
+        """The largest message that librdkafka takes: ``message.max.bytes``."""
         return self._number("message.max.bytes") or _DEFAULT_MAX_MESSAGE_BYTES
 
     def _retry_backoff_ms(self) -> tuple[int, int]:
@@ -188,11 +188,11 @@ class KafkaConfig:
         """The dictionary for confluent-kafka's ``Producer``.
 
         Args:
-            own: What the caller itself sets, as in ``config.librdkafka(**{"transactional.id": "orders"})``.
+            own: Settings of the caller, as in ``config.librdkafka(**{"transactional.id": "orders"})``.
 
         Raises:
-            ConfigurationError: The user has set one of these keys to something else. Only ``transaction.timeout.ms`` gives
-                way: the caller has read the user's wish before.
+            ConfigurationError: The user set one of these keys to another value. Only ``transaction.timeout.ms`` may
+                differ: the caller has already taken the user's value into account.
         """
         first, longest = self._retry_backoff_ms()
         merged: dict[str, Setting] = {
@@ -211,8 +211,8 @@ class KafkaConfig:
         """The arguments for kafka-python's connections. Reads certificates and keys from their files.
 
         Raises:
-            ConfigurationError: A file cannot be read, a key does not fit its certificate, or a package is missing that the
-                SASL mechanism needs.
+            ConfigurationError: A file cannot be read, a key does not match its certificate, or a package that the SASL
+                mechanism needs is missing.
         """
         setup_ms = self._number("socket.connection.setup.timeout.ms") or 10_000
         arguments: dict[str, object] = {
@@ -224,10 +224,10 @@ class KafkaConfig:
             "socket_connection_setup_timeout_ms": setup_ms,
             "socket_connection_setup_timeout_max_ms": max(setup_ms, 30_000),
             "connections_max_idle_ms": self._number("connections.max.idle.ms") or 540_000,
-            # Short unless asked otherwise: somebody waits, up to a deadline, for a broker that has come back.
+            # Short by default: callers wait, up to a deadline, for a broker to come back.
             "reconnect_backoff_ms": self._number("reconnect.backoff.ms") or 20,
             "reconnect_backoff_max_ms": self._number("reconnect.backoff.max.ms") or 500,
-            "receive_message_max_bytes": _MAX_INT,  # the greatest batch of a log must fit: the broker bounds it
+            "receive_message_max_bytes": _MAX_INT,  # the largest batch of a log must fit: the broker limits it
             "socket_options": self._socket_options(),
             "proxy_url": address_of(self._text("broker.address.family", "any")),
         }
@@ -242,7 +242,7 @@ class KafkaConfig:
         arguments: dict[str, object] = {"sasl_mechanism": mechanism}
         if mechanism in PASSWORD_MECHANISMS:
             name = self._text("sasl.username")
-            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 has it, kafka-python does not
+            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 says, kafka-python does not
                 name = name.replace("=", "=3D").replace(",", "=2C")
             arguments |= {"sasl_plain_username": name, "sasl_plain_password": self._text("sasl.password")}
         elif mechanism == "OAUTHBEARER":
@@ -283,7 +283,7 @@ class KafkaConfig:
 
 def _checked_key(given: object) -> str:
     if not isinstance(given, str):
-        raise ConfigurationError(f"a Kafka setting has a name that is not text but {type(given).__name__}")
+        raise ConfigurationError(f"the name of a Kafka setting is not text but {type(given).__name__}")
     key = _ALIASES.get(given, given)
     if key in _REFUSED:
         raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])

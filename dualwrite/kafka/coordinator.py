@@ -1,4 +1,4 @@
-"""The coordinator port over kafka-python: what a transaction's coordinator and the leaders of its partitions show and do."""
+"""The coordinator port over kafka-python: asks coordinators and partition leaders, and ends transactions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _OPEN: Final = frozenset(
 
 
 class KafkaCoordinator:
-    """:class:`~dualwrite.ports.TransactionCoordinator` over the wire. Connects at the first call; may be shared by threads.
+    """:class:`~dualwrite.ports.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
 
-    A call on many ids sends one request per broker where Kafka has such a request, and all requests at once where it has
-    none. What fails for a while (a coordinator that moves, loads or is gone, a leader that changes, a lost connection) is
-    asked again after 2 ms, then after ever longer, up to the deadline.
+    A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at
+    once. Transient failures (a coordinator that moves, loads or is gone, a change of leader, a lost connection) are
+    retried after 2 ms, then with growing waits, up to the deadline.
 
-    The rights it needs: Describe and Write on the transactional ids; Describe and Read on the topics written, for the
-    evidence, and Write on them, to end what a broker has forgotten; DescribeConfigs on the cluster for
+    Required rights: Describe and Write on the transactional ids; Describe and Read on the topics written, for the
+    evidence, and Write on them, to end transactions that a broker has forgotten; DescribeConfigs on the cluster, for
     :meth:`max_transaction_timeout_ms`.
 
     Args:
@@ -71,7 +71,7 @@ class KafkaCoordinator:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. May be called more than once; in a forked process it leaves the parent's alone."""
+        """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
         self._brokers.close()
 
     def cluster_id(self, deadline: Deadline) -> str:
@@ -79,7 +79,7 @@ class KafkaCoordinator:
 
         Raises:
             Unavailable: No broker answered in time.
-            ConfigurationError: The brokers refuse who we are or how we connect.
+            ConfigurationError: The brokers refuse our credentials or our way of connecting.
         """
 
         def ask(_: list[None]) -> dict[None, str | NotYet]:
@@ -88,7 +88,7 @@ class KafkaCoordinator:
         return until_answered([None], ask, deadline, "tell its cluster id")[None]
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
-        """The least ``transaction.max.timeout.ms`` of all brokers; None where we may not read it.
+        """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
 
         Raises:
             Unavailable: Not all brokers answered in time.
@@ -131,15 +131,15 @@ class KafkaCoordinator:
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
-        """``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
+        """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
 
-        Each may have been sent more than once: the first answer may have been lost. Repeating one is harmless as long as
-        nobody begins another transaction with that id and epoch.
+        A request may be sent more than once, because the first answer may get lost. A repetition is harmless unless a
+        producer begins another transaction with that id and epoch.
 
-        With ``once`` each is sent at most once: an id whose request was not answered is missing from the answer.
+        With ``once`` each request is sent at most once; an id without an answer is missing from the result.
 
         Raises:
-            Unavailable: Not all coordinators answered in time. Any of the transactions may have ended.
+            Unavailable: Some coordinators did not answer in time. Any of the transactions may have ended.
             ConfigurationError: We may not write under an id.
         """
         return ending.end(self._coordinators, transactions, deadline, committed=committed, once=once)
@@ -147,47 +147,47 @@ class KafkaCoordinator:
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
     ) -> Mapping[str, tuple[int, int]]:
-        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+        """Repeat ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences its producers.
 
         Args:
             kafka_ids: The ids.
-            deadline: Bounds the whole.
-            timeouts_ms: The transaction timeout for those under which something is still to be ended; others get a short one.
+            deadline: Covers all attempts.
+            timeouts_ms: The transaction timeout for ids with transactions left to end; the others get a short one.
 
         Returns:
-            By id, the producer id and epoch that it has now.
+            By id, its producer id and epoch now.
 
         Raises:
-            Unavailable: Not all ids were retired in time. Any of them may have been.
-            ConfigurationError: We may not write under an id, or the broker's ``transaction.max.timeout.ms`` is below a timeout.
+            Unavailable: Some ids were not retired in time. Any of them may have been.
+            ConfigurationError: We may not write under an id, or a timeout exceeds ``transaction.max.timeout.ms``.
         """
         return ending.retire(self._coordinators, kafka_ids, timeouts_ms or {}, deadline)
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[Partition]]], deadline: Deadline
     ) -> Mapping[str, bool]:
-        """``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
+        """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction.
 
         Returns:
-            By id, whether they were added; False where the id has another producer id or epoch, or a partition is gone.
+            By id, whether its partitions were added; False if its producer id or epoch differs, or a partition is gone.
 
         Raises:
-            Unavailable: Not all coordinators answered in time. Any of the partitions may have been added.
+            Unavailable: Some coordinators did not answer in time. Any of the partitions may have been added.
             ConfigurationError: We may not write under an id, or to a topic.
         """
         return ending.add_partitions(self._coordinators, transactions, deadline)
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
-        """All transactional ids with that prefix that any coordinator knows, sorted; only those that we may describe.
+        """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
 
         Raises:
-            Unavailable: Not all brokers answered in time, or one was still loading its part.
+            Unavailable: Some brokers did not answer in time, or one was still loading its transaction log.
         """
         found = {state.transactional_id for state in self._listed((), deadline)}
         return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
 
     def _ids_of(self, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
-        """The Kafka ids of producer ids, as far as a coordinator shows them to us."""
+        """The Kafka ids of producer ids; those that no coordinator shows us are missing."""
         return {state.producer_id: state.transactional_id for state in self._listed(producer_ids, deadline)}
 
     def _listed(self, producer_ids: Collection[int], deadline: Deadline) -> Sequence[Message]:
@@ -208,7 +208,7 @@ class KafkaCoordinator:
         return until_answered([None], ask, deadline, "list the transactional ids")[None]
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
-        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer.
+        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
 
         Raises:
             Unavailable: The brokers did not answer in time.
@@ -222,13 +222,13 @@ class KafkaCoordinator:
     def open_offsets(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
     ) -> Sequence[Mapping[Partition, int | None]]:
-        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
+        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began.
 
-        None where that producer has nothing open. A partition whose topic no broker knows any more is left out, also where
-        another topic was made under the name.
+        None where that producer has nothing open. A partition is left out once no broker knows its topic, even if a new
+        topic has the name.
 
         Raises:
-            Unavailable: Not all leaders answered in time.
+            Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
         places = [
@@ -248,10 +248,10 @@ class KafkaCoordinator:
     def producer_open_offsets(
         self, producer_id: int, epoch: int, partitions: Collection[Partition], deadline: Deadline
     ) -> Mapping[Partition, int | None]:
-        """Where the open transaction of a producer began in each partition; None where it has nothing open.
+        """The offset at which a producer's open transaction began in each partition; None where it has nothing open.
 
         Raises:
-            Unavailable: Not all leaders answered in time.
+            Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
         places = [Place(topic, partition) for topic, partition in partitions]
@@ -263,10 +263,10 @@ class KafkaCoordinator:
     ) -> Sequence[Mapping[Partition, int]]:
         """For each producer id with its partitions: those in which it has a transaction open, and where that began.
 
-        Under whatever epoch it began. A partition whose topic no broker knows any more shows nothing.
+        The transaction may be under any epoch. A partition whose topic no broker knows any more shows nothing.
 
         Raises:
-            Unavailable: Not all leaders answered in time.
+            Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
         places = {Place(*key) for _, partitions in suspects for key in partitions}
@@ -282,7 +282,7 @@ class KafkaCoordinator:
         ]
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """What the log proves of each state's transaction; see :func:`dualwrite.kafka.log.prove`.
+        """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.
@@ -293,7 +293,7 @@ class KafkaCoordinator:
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[Partition, LogProof | None]]:
-        """What the log of each partition proves now; see :func:`dualwrite.kafka.log.prove_now`.
+        """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`.
 
         Raises:
             ConfigurationError: We may not read or describe a topic.
@@ -303,10 +303,10 @@ class KafkaCoordinator:
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
-        """The transactions that hold back the readers of these partitions; see :func:`dualwrite.kafka.blocking.find_blocking`.
+        """Transactions that hold back these partitions' readers; see :func:`dualwrite.kafka.blocking.find_blocking`.
 
         Raises:
-            Unavailable: Not all leaders and coordinators answered in time.
+            Unavailable: Some leaders or coordinators did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
         return find_blocking(
@@ -318,7 +318,7 @@ class KafkaCoordinator:
         )
 
     def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
-        """What holds back the readers of partitions that :meth:`prove_now` has seen for some seconds: each transaction once.
+        """Transactions that :meth:`prove_now` has seen hold back readers for some seconds. Each is reported once.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`blocking`.
@@ -330,7 +330,7 @@ class KafkaCoordinator:
         return [one for one in found if one.first_offset == due[Place(one.topic, one.partition)]]
 
     def partitions_of(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, int]:
-        """The number of partitions of each topic. A topic that does not exist is missing from the answer.
+        """The number of partitions of each topic. A topic that does not exist is missing from the result.
 
         Raises:
             Unavailable: The brokers did not answer in time.
@@ -340,7 +340,7 @@ class KafkaCoordinator:
         return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """What the logs show of each state's producer after it; see :func:`dualwrite.kafka.later.later_commits`.
+        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.later.later_commits`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.

@@ -1,4 +1,4 @@
-"""What became of the messages of one transaction: every delivery is known to have succeeded, or the transaction is lost."""
+"""The delivery reports of one transaction: every message is known to be delivered, or the transaction must abort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DeliveryCallback = Callable[[KafkaError | None, Message], None]
 class Deliveries:
     """Counts the messages of one transaction and keeps the first offset by partition.
 
-    Each transaction has an instance of its own, so a report that comes late cannot count for the next one.
+    Each transaction has its own instance, so a late report cannot count towards the next one.
 
     Attributes:
         produced: How many messages librdkafka took.
@@ -25,9 +25,9 @@ class Deliveries:
         failed: How many were reported as failed.
         first_failure: The first failure's error and topic.
         first_offsets: By (topic, partition), the smallest offset reported.
-        without_offset: Partitions with a confirmed message whose offset librdkafka could not tell.
-        failed_in: Partitions of messages that failed: they may be there.
-        callback_error: What a callback of the user's raised.
+        without_offset: Partitions with a confirmed message whose offset librdkafka did not know.
+        failed_in: Partitions of failed messages, which may be in the log nevertheless.
+        callback_error: The exception that a user's callback raised.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Deliveries:
         assert topic is not None
         assert partition is not None
         if offset is None or offset < 0:
-            # A retried batch that the broker had already: it is there, its offset was not answered.
+            # A retried batch that the broker already had: it is in the log, but the answer carried no offset.
             self.without_offset.add((topic, partition))
             return
         known = self.first_offsets.get((topic, partition))
@@ -64,14 +64,14 @@ class Deliveries:
             self.first_offsets[(topic, partition)] = offset
 
     def reporting_to(self, callback: DeliveryCallback) -> DeliveryCallback:
-        """A callback that takes the report and then calls the user's."""
+        """A callback that takes the report and then calls the user's callback."""
 
         def report(error: KafkaError | None, message: Message) -> None:
             self.report(error, message)
             try:
                 callback(error, message)
             except BaseException as raised:
-                # Raised inside librdkafka it would take the place of the answer to an abort or a commit.
+                # Raised inside librdkafka, it would replace the answer to an abort or a commit.
                 logger.exception("a delivery callback raised")
                 self.callback_error = self.callback_error or raised
 
@@ -79,11 +79,11 @@ class Deliveries:
 
     @property
     def partitions(self) -> frozenset[tuple[str, int]]:
-        """The partitions that were reported, whatever became of the messages."""
+        """The partitions reported, for delivered and failed messages alike."""
         return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
 
     def raise_callback_error(self) -> None:
-        """Raise what a callback of the user's raised, once."""
+        """Re-raise the exception of a user's callback, once."""
         if self.callback_error is not None:
             raised, self.callback_error = self.callback_error, None
             raise raised

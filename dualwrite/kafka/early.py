@@ -1,4 +1,4 @@
-"""Messages that wait for a savepoint: what the producer would refuse is refused when they are produced."""
+"""Messages that wait for a savepoint: refuse at once those that the producer would refuse later."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refuse_early(
     *,
     on_delivery: object = None,
 ) -> None:
-    """Raise what the producer would certainly raise for these messages. It is not touched, and takes nothing.
+    """Raise what the producer would certainly raise for these messages, without handing it anything.
 
     Raises:
-        TransactionAborted: A message is greater than ``message.max.bytes``.
-        IllegalStateError: There is an ``on_delivery``, and the producer is in bulk mode.
-        ValueError: There are not as many keys as values.
+        TransactionAborted: A message is larger than ``message.max.bytes``.
+        IllegalStateError: ``on_delivery`` is given, and the producer is in bulk mode.
+        ValueError: The numbers of keys and values differ.
     """
     if producer.bulk and on_delivery is not None:
         raise IllegalStateError(

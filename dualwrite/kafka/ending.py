@@ -1,4 +1,4 @@
-"""The requests that end transactions from outside, and what their answers mean. Each may be sent more than once."""
+"""Requests that end transactions from outside, and the meaning of their answers. Each may be sent more than once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from dualwrite.kafka.routing import Coordinators, Partition
     from dualwrite.prepared_state import PreparedTxnState
 
-# Version 5 would raise the producer's epoch: every repetition would be refused, and the owner fenced.
+# Version 5 would raise the producer's epoch: the broker would refuse every repetition and fence the owner.
 _NEWEST_END_VERSION: Final = 4
-# Version 6 is KIP-939's, which brokers hold for unstable.
+# Version 6 is KIP-939's, which brokers mark as unstable.
 _NEWEST_INIT_VERSION: Final = 5
-# What a retired id is given: nothing is ever written under it, and every broker allows it.
+# The timeout of a retired id: nothing is ever written under it, and every broker allows this value.
 _RETIRED_TIMEOUT_MS: Final = 1000
 # Later versions are for brokers only.
 _NEWEST_ADD_VERSION: Final = 3
@@ -103,7 +103,7 @@ def retire(
             raise ConfigurationError(f"the broker's transaction.max.timeout.ms is below {timeouts[kafka_id]} ms")
         if kind is kafka_errors.NoError:
             yield kafka_id, (response.producer_id, response.producer_epoch)
-        elif kind in _OVERTAKEN:  # somebody else retires it at the same time
+        elif kind in _OVERTAKEN:  # another process is retiring it at the same time
             yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
         else:
             yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
@@ -131,7 +131,7 @@ def add_partitions(
             for partition in topic.results_by_partition
         ]
         kinds = [kafka_errors.for_code(code) for _, code in errors]
-        # What made the others not be attempted may be worth another try.
+        # "Operation not attempted" only echoes another partition's error; that error may be worth a retry.
         others = [
             error for error, kind in zip(errors, kinds, strict=True) if kind not in {kafka_errors.NoError, *_NOT_ADDED}
         ]
@@ -147,7 +147,7 @@ def add_partitions(
 
 def _retriable(error_code: int, subject: str, right: str) -> NotYet:
     why = verdict(error_code, subject, right)
-    assert why is not None, "an answer without an error was read before"
+    assert why is not None, "answers without an error are handled by the caller"
     return why
 
 

@@ -1,4 +1,4 @@
-"""Asking for the end of producers' last transactions; :mod:`dualwrite.protocol.known_end` says what the answers mean."""
+"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.known_end` interprets the answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
 logger = logging.getLogger(__name__)
 
 EARLY_S: Final = 2.0
-"""For so long a marker that is not there yet is waited for; then settling looks whether it was forgotten."""
+"""How long to wait for a missing marker before settling checks whether the broker has forgotten it."""
 _ANSWER_S: Final = 2.0
-"""Bounds one question: a broker that is suspended answers nothing, and others wait behind it."""
+"""Limits one request: a suspended broker never answers, and other requests queue behind it."""
 _READ_ON_AFTER_S: Final = 0.02
-"""What is open before a transaction has ended by then, as a rule. Reading on costs as much as the log is long from there."""
+"""Transactions open before ours have usually ended by then. Reading on costs as much as the log is long from there."""
 
 
 class PendingEnd:
-    """A transaction whose commit or abort was answered, while its end is not known.
+    """A transaction whose commit or abort was acknowledged, but whose markers have not been seen in every partition.
 
     Args:
         ended: The transaction.
@@ -34,11 +34,11 @@ class PendingEnd:
 
     @property
     def asked_for_s(self) -> float:
-        """Seconds since it was asked for the first time; 0 if it was not."""
+        """Seconds since the first request for its end; 0 if there was none."""
         return 0.0 if self._asked_since is None else now_s() - self._asked_since
 
     def note_asked(self) -> None:
-        """It is asked for now."""
+        """Note the time of the first request for its end."""
         if self._asked_since is None:
             self._asked_since = now_s()
 
@@ -46,10 +46,10 @@ class PendingEnd:
 def ask_for_ends(
     coordinator: TransactionCoordinator, pending: Sequence[PendingEnd], deadline: Deadline
 ) -> Sequence[EndStep]:
-    """Ask for all of them, once and side by side.
+    """Ask once for all of their ends, in parallel.
 
     Returns:
-        The next step about each. ``WAIT`` where it is to be asked again.
+        The next step for each; ``WAIT`` means to ask again.
 
     Raises:
         ConfigurationError: We may not read or describe a topic.
@@ -72,7 +72,7 @@ def ask_for_ends(
 
 
 def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadline: Deadline) -> EndStep:
-    """Ask until there is nothing to wait for.
+    """Ask until the end is known, or waiting no longer helps.
 
     Returns:
         ``KNOWN``, ``RECORD`` or ``SETTLE``.
@@ -84,7 +84,7 @@ def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadl
     while True:
         try:
             [step] = ask_for_ends(coordinator, [pending_end], deadline)
-        except Unavailable as error:  # a broker has answered what no answer is known for
+        except Unavailable as error:  # a broker gave an answer that this library does not know
             logger.warning("the end of %s is not known: %s", pending_end.ended.state, error)
             return EndStep.SETTLE
         if step is not EndStep.WAIT:

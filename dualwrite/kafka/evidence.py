@@ -1,4 +1,4 @@
-"""The evidence of a prepared transaction: the first offset that it wrote in every partition."""
+"""The evidence of a prepared transaction: its first offset in every partition that it wrote to."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 
 _TOPIC_ID_LIFE_S: Final = 10.0
 _ASK_S: Final = 2.0
-"""Bounds what is asked before an abort: it must not wait for a broker that is away."""
+"""Limits the requests before an abort: an abort must not wait for a broker that is down."""
 OLD_S: Final = 1.0
-"""From this age on requests that look at the transaction no longer show in its latency."""
+"""From this age on, extra requests that check the transaction no longer matter for its latency."""
 
 
 class Evidence:
     """Makes the prepared states of one producer.
 
-    Small transactions have their first offsets from the delivery reports. Where only failures are reported (bulk), where
-    nothing but consumer offsets was written, or where librdkafka could not tell an offset, the partitions are asked.
+    Small transactions take their first offsets from the delivery reports. The partitions are asked where only failures
+    are reported (bulk), where a transaction wrote only consumer offsets, or where librdkafka did not know an offset.
 
     Args:
         coordinator: The coordinator.
         kafka_id: The transactional id.
-        incarnation: Stamped in the states.
+        incarnation: Stamped into the states.
     """
 
     def __init__(self, coordinator: TransactionCoordinator, kafka_id: str, incarnation: int | None) -> None:
@@ -48,20 +48,20 @@ class Evidence:
         self.ids: tuple[int, int] | None = None
 
     def learn_ids(self, deadline: Deadline) -> tuple[int, int]:
-        """Ask for producer id and epoch. All transactions share them until an abort, which may raise the epoch."""
+        """Ask for the producer id and epoch. All transactions share them until an abort, which may raise the epoch."""
         return self._take_ids(self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id])
 
     def state_of(self, transaction: Transaction, *, bulk: bool, age_s: float, deadline: Deadline) -> PreparedTxnState:
         """The state of a transaction that wrote something, all of it delivered.
 
         Args:
-            transaction: What was written.
+            transaction: The transaction.
             bulk: Whether the deliveries hold no offsets.
-            age_s: How long the transaction has been open.
-            deadline: Until when to ask.
+            age_s: Seconds that the transaction has been open.
+            deadline: Limits the requests.
 
         Raises:
-            TransactionAborted: The broker has ended the transaction, or shows nothing of it.
+            TransactionAborted: The broker ended the transaction, or shows nothing of it.
             Fenced: The coordinator shows another producer.
             Unavailable: No answer in time.
         """
@@ -90,12 +90,12 @@ class Evidence:
         return replace(self._named(offsets, self.ids, deadline), started_ms=started_ms)
 
     def ended(self, transaction: Transaction, *, bulk: bool, deadline: Deadline) -> Ended:
-        """What is going to be aborted: everything that is known of it.
+        """Describe a transaction that is about to be aborted, as completely as possible.
 
         Args:
-            transaction: What was written.
+            transaction: The transaction.
             bulk: Whether the deliveries hold no offsets.
-            deadline: Until when to ask.
+            deadline: Limits the requests.
         """
         state, deliveries = transaction.prepared, transaction.deliveries
         if state is not None and state.has_transaction:
@@ -104,7 +104,7 @@ class Evidence:
         try:
             if not deliveries.failed:
                 return Ended(self.state_of(transaction, bulk=bulk, age_s=0.0, deadline=deadline), committed=False)
-            # What failed may be there. Nothing of it comes later: librdkafka raises the epoch before it goes on.
+            # Failed messages may be in the log. None arrives later: librdkafka raises the epoch before it goes on.
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
             ids = self._take_ids(view)
             written = deliveries.partitions.union(view.partitions)
@@ -112,16 +112,16 @@ class Evidence:
             firsts = {key: first for key, first in shown.items() if first is not None}
             return Ended(self._named(firsts, ids, deadline), committed=False)
         except DualWriteError as error:
-            logger.info("%s: not all is known of what is aborted: %s", self._kafka_id, error)
+            logger.info("%s: aborting a transaction that is only partly known: %s", self._kafka_id, error)
             seen = tuple(FirstOffset(*key, first) for key, first in deliveries.first_offsets.items())
             state = PreparedTxnState(*(self.ids or (0, 0)), self._incarnation, seen)
             return Ended(state, committed=False, complete=False)
 
     def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Look whether a prepared transaction is still open everywhere.
+        """Check that a prepared transaction is still open everywhere.
 
         Raises:
-            TransactionAborted: The broker or an operator has ended it.
+            TransactionAborted: The broker or an operator ended it.
             Fenced: The coordinator shows another producer.
             Unavailable: No answer in time.
         """
@@ -130,7 +130,7 @@ class Evidence:
         self._require_open(offsets, (state.producer_id, state.epoch), deadline)
 
     def _require_open(self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline) -> None:
-        """An operator's tool ends a transaction in one partition, and the coordinator shows nothing of it."""
+        """Ask the leaders: the coordinator does not show that an operator's tool ended it in one partition."""
         if not offsets:
             return
         shown = self._coordinator.producer_open_offsets(*ids, offsets, deadline)
@@ -140,7 +140,7 @@ class Evidence:
 
     def _ended_in(self, topic: str, partition: int) -> TransactionAborted:
         return TransactionAborted(
-            f"the transaction is not open any more in {topic}[{partition}]: it was ended there by hand",
+            f"the transaction is no longer open in {topic}[{partition}]: it was ended there by hand",
             transactional_id=self._kafka_id,
         )
 
@@ -157,8 +157,8 @@ class Evidence:
         view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
         if view.status is not TransactionStatus.ONGOING:
             raise TransactionAborted(
-                f"the coordinator shows {view.status.value} instead of an open transaction: it timed out, or was aborted by "
-                "somebody else",
+                f"the coordinator shows {view.status.value} instead of an open transaction: it timed out, or another "
+                "process aborted it",
                 transactional_id=self._kafka_id,
             )
         self._take_ids(view)
@@ -186,7 +186,7 @@ class Evidence:
     def _ask_about_groups(
         self, partitions: Collection[tuple[str, int]], deadline: Deadline
     ) -> Mapping[tuple[str, int], int]:
-        """Where consumed offsets begin. Without the right to read them, nothing finds out that they were left open there."""
+        """The first offsets of consumed offsets. Without the right to read them, one left open there goes unnoticed."""
         assert self.ids is not None
         if not self._may_read_groups:
             return {}
@@ -194,12 +194,12 @@ class Evidence:
             return self._ask_partitions(partitions, self.ids, deadline)
         except ConfigurationError as error:
             self._may_read_groups = False
-            logger.warning("%s: the ends of consumed offsets cannot be looked at: %s", self._kafka_id, error)
+            logger.warning("%s: cannot check whether its consumed offsets have ended: %s", self._kafka_id, error)
             return {}
 
 
 class _TopicIds:
-    """Topic ids, asked again after ten seconds or when a partition's offsets have gone back: then it is a new topic."""
+    """Topic ids, refreshed after ten seconds, or when a partition's offsets go back, which shows a new topic."""
 
     def __init__(self, coordinator: TransactionCoordinator) -> None:
         self._coordinator = coordinator

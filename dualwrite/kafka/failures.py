@@ -1,12 +1,12 @@
-"""librdkafka's errors mapped to ours, and what each of them leaves of a producer.
+"""Maps librdkafka's errors to ours, and to the state in which each leaves a producer.
 
 A confluent-kafka error carries a code and up to three flags: *fatal* (the instance is dead), *requires abort* (the
-transaction is), *retriable*. What the caller must do also depends on the phase. In the commit phase no error whatever shows
-that the transaction was not committed, since librdkafka may have sent the request before and lost the answer; so a commit
-fails only as "decided, not complete" or, where another owner took over, as fenced with an unknown outcome.
+transaction is), *retriable*. The phase also matters. In the commit phase no error shows that the transaction was not
+committed, since librdkafka may have sent the request before and lost the answer; so a commit fails only as "decided,
+not complete" or, where another owner took over, as fenced with an unknown outcome.
 
-An error of a transactional call without any flag is treated as fatal: the client's idea of the transaction and ours have
-parted. A delivery report carries no flags; there the transaction must be aborted.
+An error of a transactional call without any flag is treated as fatal: the client's view of the transaction and ours
+disagree. A delivery report carries no flags; there the transaction must be aborted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dualwrite.protocol.producer_life import ProducerEvent
 
 
 class Phase(Enum):
-    """What was asked of librdkafka when the error came."""
+    """The call to librdkafka that failed."""
 
     CREATE = "making the producer"
     INIT = "init_transactions"
@@ -42,7 +42,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error and what it leaves of the producer.
+    """An error, and the state in which it leaves the producer.
 
     Attributes:
         error: What to raise; its cause is librdkafka's own error.
@@ -81,10 +81,10 @@ _REFUSED = {
     KafkaError.INVALID_MSG_SIZE: "send a smaller message",
     KafkaError.INVALID_MSG: "the topic refuses this message: a compacted topic needs a key",
     KafkaError.INVALID_RECORD: "the topic refuses this record: a compacted topic needs a key",
-    KafkaError.INVALID_TIMESTAMP: "the topic bounds timestamps: see its message.timestamp.before.max.ms and after.max.ms",
+    KafkaError.INVALID_TIMESTAMP: "the topic limits timestamps: see its message.timestamp.before.max.ms and after.max.ms",
     KafkaError.UNKNOWN_TOPIC_OR_PART: "create the topic, or correct its name",
     KafkaError._UNKNOWN_TOPIC: "create the topic, or correct its name",
-    KafkaError.UNKNOWN_TOPIC_ID: "the topic was deleted or made anew: run the work again with a new producer",
+    KafkaError.UNKNOWN_TOPIC_ID: "the topic was deleted or recreated: run the work again with a new producer",
     KafkaError._UNKNOWN_PARTITION: "name a partition that the topic has",
     KafkaError.TOPIC_EXCEPTION: "correct the topic's name",
     KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
@@ -100,7 +100,7 @@ _REFUSED = {
 }
 
 _DEFINITE_PHASES = frozenset({Phase.PRODUCE, Phase.DELIVERY, Phase.SEND_OFFSETS})
-NOT_ANSWERED = "it was to be committed and may be: complete it with a new producer, do not run the work again"
+NOT_ANSWERED = "the transaction may be committed: complete it with a new producer, do not run the work again"
 _LOST, _HIDDEN = "without setting an exception", "'IdLogger' object has no attribute 'log'"
 _NEW_PRODUCER = "throw this producer away and make a new one"
 
@@ -112,15 +112,15 @@ def kafka_error(exception: KafkaException) -> KafkaError:
 
 
 def kafka_exception_behind(error: KafkaException | SystemError | AttributeError) -> KafkaException:
-    """The exception of librdkafka that one of Python's stands for.
+    """Recover librdkafka's exception from the Python exception that hides it.
 
-    A fatal error is raised from inside ``poll`` and ``flush``. Where a delivery callback runs after it, Python complains with
-    a ``SystemError`` that the callback returned with an exception set; or, where confluent-kafka has lost the exception by
-    then, that ``flush`` failed without one. Where a log line follows it, the exception that is set makes the look-up of the
-    logger's method fail. What the fatal error was can no longer be told then.
+    librdkafka raises a fatal error from inside ``poll`` and ``flush``. If a delivery callback runs after it, Python
+    raises a ``SystemError``: the callback returned with an exception set or, if confluent-kafka has lost the exception
+    by then, ``flush`` failed without one. If a log line follows it, the pending exception makes the look-up of the
+    logger's method fail. In these last two cases the fatal error itself is lost.
 
     Raises:
-        SystemError, AttributeError: It is another one.
+        SystemError, AttributeError: The error has another cause.
     """
     cause: BaseException | None = error
     while isinstance(cause, SystemError) and not _is_lost(cause):
@@ -145,9 +145,9 @@ def failure_of(
 
     Args:
         cause: The error, or the exception that carries it.
-        phase: What was being done.
-        transactional_id: The id it happened to.
-        subject: The topic or consumer group at hand, to name it where a right is missing.
+        phase: The call that failed.
+        transactional_id: The producer's id.
+        subject: The topic or consumer group concerned, named in the hint for a missing right.
     """
     exception = cause if isinstance(cause, KafkaException) else KafkaException(cause)
     code = kafka_error(exception)
@@ -196,8 +196,8 @@ def _fenced(what: str, phase: Phase, transactional_id: str) -> Fenced:
     error = Fenced(
         what,
         transactional_id=transactional_id,
-        next_step="another owner took this id over, or the broker timed the transaction out; whether it was committed does "
-        "not follow from this: the log shows it",
+        next_step="another owner took over this id, or the broker timed the transaction out; it may have been "
+        "committed: only the log shows that",
     )
     error.outcome = "unknown"
     return error

@@ -1,4 +1,4 @@
-"""One raw fetch from a partition's leader. Consumers never see control records, so the library reads the log by itself."""
+"""One raw fetch from a partition's leader. Consumers never see control records, so the library reads the log itself."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dualwrite.kafka.partitions import Place
 from dualwrite.kafka.routing import Leader
 
 CHUNK_BYTES: Final = 1_048_576
-AT_ONCE: Final = 16  # partitions: bounds the memory
+AT_ONCE: Final = 16  # partitions: limits the memory
 _READ_UNCOMMITTED: Final = 0
 _READ_COMMITTED: Final = 1
-_NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which not every state has
+_NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which some states lack
 
 
 def fetch(
     place: Place, leader: Leader, offset: int, *, max_bytes: int = CHUNK_BYTES, read_committed: bool = False
 ) -> Message:
-    """Ask for the batches from an offset on.
+    """Build the request for the batches from an offset on.
 
     Args:
         place: The partition.
         leader: Its leader.
-        offset: The first offset; the batch that holds it comes whole.
-        max_bytes: About how much to send; at least one batch comes, however great.
-        read_committed: Whether to stop at the last stable offset, and to list the aborted transactions.
+        offset: The first offset; the broker sends the whole batch that holds it.
+        max_bytes: Roughly how much to send; the broker sends at least one batch, however large.
+        read_committed: Whether to stop at the last stable offset and list the aborted transactions.
     """
     partition = FetchRequest.FetchTopic.FetchPartition(
         partition=place.partition,
@@ -58,7 +58,7 @@ def fetched(place: Place, response: Message | NotYet) -> Message | NotYet | None
     """The partition's part of the answer to :func:`fetch`; None where its log has no such offset.
 
     Raises:
-        ConfigurationError: The topic may not be read.
+        ConfigurationError: We may not read the topic.
     """
     if isinstance(response, NotYet):
         return response

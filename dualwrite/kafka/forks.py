@@ -1,4 +1,4 @@
-"""A librdkafka instance does not survive a fork: its threads stay in the parent. So its users ask where they are."""
+"""Detects forks. A librdkafka instance does not survive one: its threads stay in the parent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _process = os.getpid()
 
 
 def _note_fork() -> None:
-    global _process  # noqa: PLW0603 - which process this is belongs to the process
+    global _process  # noqa: PLW0603 - the process id is global to the process
     _process = os.getpid()
 
 
-os.register_at_fork(after_in_child=_note_fork)  # asking the system for each message would cost as much as the message
+os.register_at_fork(after_in_child=_note_fork)  # a getpid() per message would cost as much as the message
 
 
 class ForkGuard:
@@ -29,10 +29,10 @@ class ForkGuard:
         self._made_in = _process
 
     def check(self) -> None:
-        """Raise in any other process.
+        """Raise if the process was forked since.
 
         Raises:
-            IllegalStateError: There was a fork.
+            IllegalStateError: This is another process.
         """
         if self._made_in != _process:
             raise IllegalStateError(

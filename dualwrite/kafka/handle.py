@@ -1,4 +1,4 @@
-"""One librdkafka instance behind own deadlines: made, called, measured and destroyed without ever blocking the caller long."""
+"""One librdkafka instance under our own deadlines: no step of its life blocks the caller for long."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ _PROPAGATION_MS: Final = 5_000
 def producer_settings(
     config: KafkaConfig, transactional_id: str, transaction_timeout_ms: int, *, bulk: bool
 ) -> dict[str, object]:
-    """Configure librdkafka for one producer: the user's settings, the protocol's own, and better defaults.
+    """Build one producer's librdkafka settings: the user's, those that the protocol needs, and better defaults.
 
-    ``socket.timeout.ms`` must never be left out. librdkafka then takes the transaction timeout for it, and a transaction
-    timeout above 35 minutes overflows in its 32-bit microseconds: requests time out at once, and are silently sent again,
-    ``EndTxn`` too.
+    Always set ``socket.timeout.ms``. Without it librdkafka uses the transaction timeout, which overflows its 32-bit
+    microseconds above 35 minutes: requests time out at once and are silently resent, ``EndTxn`` included.
     """
     defaults: dict[str, Setting] = {
         "socket.timeout.ms": min(_SOCKET_TIMEOUT_MS, transaction_timeout_ms),
-        # librdkafka would take the transaction timeout: a message that cannot be delivered would stall for days.
+        # librdkafka would use the transaction timeout: an undeliverable message would stall for days.
         "message.timeout.ms": min(_MESSAGE_TIMEOUT_MS, transaction_timeout_ms),
-        # How long an unknown topic is hoped for: librdkafka's 30 s stall a prepare.
+        # How long to wait for an unknown topic to appear: librdkafka's 30 s would stall a prepare.
         "topic.metadata.propagation.max.ms": _PROPAGATION_MS,
     }
     if bulk:
-        # It costs both ends less processor time than the bytes that it saves.
+        # Compressing costs client and broker less CPU than handling the bytes that it saves.
         defaults["compression.type"] = "lz4"
     else:
         defaults["linger.ms"] = 0
@@ -59,7 +58,7 @@ def producer_settings(
 
 
 _INIT_FAILED: Final = "GETPID"
-"""The facility under which librdkafka warns that it has got no producer id and asks again. Nothing else tells of it."""
+"""The log facility of librdkafka's warning that it got no producer id and asks again. Nothing else reports this."""
 _NOTHING_DONE: Final = tuple(
     KafkaError(code).str()
     for code in (
@@ -68,12 +67,12 @@ _NOTHING_DONE: Final = tuple(
         KafkaError.CONCURRENT_TRANSACTIONS,
     )
 )
-"""A broker that answers so has finished with the request: nothing of it comes later."""
+"""A broker that answers with one of these is done with the request: it has no later effect."""
 _LINE: Final = 3
-"""A line of librdkafka's comes as its facility, the name of the client, and the text."""
+"""librdkafka's log lines have three arguments: the facility, the client's name, and the text."""
 _INFO: Final = 6
 _WARNING: Final = 4
-"""syslog's numbers, as librdkafka counts levels. It warns that it asks for a producer id again."""
+"""syslog levels, as librdkafka uses. It logs a repeated request for a producer id as a warning."""
 _QUIET: Final = {3: logging.ERROR, 2: logging.CRITICAL}
 
 
@@ -85,15 +84,15 @@ _NAMES = {
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
-    """Puts the transactional id in front of every line, librdkafka's own lines too.
+    """Prefixes every line with the transactional id, librdkafka's own lines included.
 
     Args:
         transactional_id: The id.
-        quiet_below: Lines of lower levels than this are not passed on.
+        quiet_below: Drops lines below this level.
 
     Attributes:
-        init_unanswered: Whether librdkafka has said that it asks for a producer id once more while it does not know what
-            became of the first request.
+        init_unanswered: Whether librdkafka logged that it asks for a producer id again although the first request may
+            still take effect.
     """
 
     def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
@@ -103,8 +102,8 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
         self.init_unanswered = False
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log one line, and take note of what librdkafka tells in it."""
-        # Not everything can be compared with a string: a KafkaError cannot.
+        """Log one line, and look in it for a repeated request for a producer id."""
+        # Check the type first: comparing a KafkaError with a string fails.
         facility = args[0] if len(args) == _LINE and isinstance(args[0], str) else None
         if facility == _INIT_FAILED and level >= logging.WARNING:
             self.init_unanswered |= not any(done in str(args[-1]) for done in _NOTHING_DONE)
@@ -121,15 +120,15 @@ class Handle:
 
     Args:
         settings: librdkafka's configuration.
-        transactional_id: For the names of threads and log lines.
-        deadline: Until when the instance must have been made.
+        transactional_id: Named in threads and log lines.
+        deadline: Limits the making of the instance.
 
     Attributes:
-        raw: The confluent-kafka producer, for calls that keep their timeout (``produce``, ``poll``, ``flush``).
-        client_error: The newest error of the client itself (not of a call), as librdkafka reported it.
+        raw: The confluent-kafka producer, for calls that respect their timeout (``produce``, ``poll``, ``flush``).
+        client_error: The newest error of the client itself (not of a call) that librdkafka reported.
 
     Raises:
-        NoAnswer: The deadline came first.
+        NoAnswer: The deadline passed first.
         KafkaException: librdkafka refuses the settings.
     """
 
@@ -142,7 +141,7 @@ class Handle:
             quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET,
         )
         self._users_error_cb = settings.get("error_cb")
-        # We have to hear of a producer id that is asked for again.
+        # The warning about a repeated request for a producer id must reach us.
         own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
         if quiet:
             own["log_level"] = _WARNING
@@ -150,10 +149,10 @@ class Handle:
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 
     def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
-        """Call the instance with the seconds that are left, and say how many it took.
+        """Call the function with the instance and the seconds left. Returns the seconds that it took.
 
         Raises:
-            NoAnswer: The deadline came first: the instance must be thrown away.
+            NoAnswer: The deadline passed first: the instance must be thrown away.
         """
         raw, left_s = self.raw, deadline.remaining_s()
         began = now_s()
@@ -162,33 +161,32 @@ class Handle:
 
     @property
     def init_unanswered(self) -> bool:
-        """Whether a producer id was asked for more than once, and not all of the requests are known to be over.
+        """Whether librdkafka asked for a producer id more than once, and a request may still be on its way.
 
-        librdkafka asks again as soon as it has connected again, which can be within milliseconds. Current when ``poll`` has
-        just been called: librdkafka's lines are logged from there.
+        librdkafka asks again as soon as it reconnects, which can be within milliseconds. Call ``poll`` first: it
+        delivers the log lines that this property depends on.
         """
         return self._log.init_unanswered
 
     def close(self) -> None:
         """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.
 
-        Messages that are not delivered are given up. Returns within two seconds; if librdkafka needs longer, it goes on in
-        the background.
+        Drops undelivered messages. Returns within two seconds; librdkafka may continue closing in the background.
         """
         raw = self.raw
         del self.raw
         try:
             raw.purge()
-            raw.poll(0)  # callbacks of the messages given up
-        except KafkaException as error:  # after a fatal error, librdkafka tells it once more from here
-            self._log.info("given up after: %s", error.args[0])
+            raw.poll(0)  # callbacks of the dropped messages
+        except KafkaException as error:  # librdkafka raises an earlier fatal error here once more
+            self._log.info("closing after a fatal error: %s", error.args[0])
         last = [raw]
         del raw
         try:
-            # The last reference dies on the thread: destroying an instance joins its threads, which can take long.
+            # Drop the last reference on the thread: destroying an instance joins its threads, which can take long.
             self._caller.finish(last.clear, _DESTROY_WAIT_S)
         except NoAnswer:
-            self._log.warning("librdkafka is still closing after %.0f s; it goes on in the background", _DESTROY_WAIT_S)
+            self._log.warning("librdkafka needs over %.0f s to close; it continues in the background", _DESTROY_WAIT_S)
 
     def _note_client_error(self, error: KafkaError) -> None:
         self.client_error = error
@@ -198,4 +196,4 @@ class Handle:
 
 
 MakeHandle = Callable[[Mapping[str, object], str, Deadline], Handle]
-"""Makes a handle of settings, a transactional id and a deadline, as :class:`Handle` itself does."""
+"""Makes a handle from settings, a transactional id and a deadline, as :class:`Handle` itself does."""

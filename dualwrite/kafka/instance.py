@@ -1,7 +1,7 @@
-"""One librdkafka producer in the hands of the state machine: each verb is checked, carried out, judged, then applied.
+"""One librdkafka producer driven by the state machine: each verb is checked, carried out, judged, then applied.
 
-What only shows in between belongs to the judgement: an abort with messages in flight may leave some behind; with a lost
-connection the broker may have forgotten a marker. Either makes the producer doubtful.
+The judgement covers side effects that the call's answer does not show: an abort with messages in flight may leave some
+behind; after a lost connection the broker may have forgotten a marker. Either makes the producer doubtful.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from dualwrite.ports import TransactionCoordinator
 
 _SERVE_EVERY: Final = 256
-"""Delivery reports are taken once in so many messages: often enough to bound memory, rarely enough to cost nothing."""
+"""Messages between two polls for delivery reports: often enough to limit memory, rarely enough to cost nothing."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 
-_END_UNKNOWN: Final = "the last transaction is not known to have ended in every partition as it was ended here"
+_END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
 
 _Message = tuple[
     str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
@@ -50,14 +50,14 @@ _Message = tuple[
 
 
 class ProducerInstance(JudgedProducer):
-    """Carries the verbs out against librdkafka and moves the machine.
+    """Carries out the verbs against librdkafka and moves the machine.
 
     Args:
         transactional_id: Kafka's ``transactional.id``.
-        coordinator: Asked for the ends of transactions.
+        coordinator: Shows whether transactions have ended.
         evidence: Makes the prepared states.
         make_handle: Makes the librdkafka instance.
-        bulk: Whether only failures are reported by message.
+        bulk: Whether delivery reports cover failures only.
         silent_retry_after_s: A call that took longer may have been sent twice.
     """
 
@@ -82,7 +82,7 @@ class ProducerInstance(JudgedProducer):
 
     @judged_whole
     def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
-        """Make the librdkafka instance and initialise it: aborts what is ongoing and fences all earlier producers."""
+        """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
         try:
             self._handle = self._make_handle(settings, self._id, deadline)
         except NoAnswer:
@@ -94,7 +94,7 @@ class ProducerInstance(JudgedProducer):
         try:
             ids = self._evidence.learn_ids(deadline)
         except DualWriteError:
-            self.doubt("its producer id could not be asked")
+            self.doubt("its producer id could not be read")
             raise
         self.machine.apply(event)
         self.log.info("ready as producer %d:%d", *ids)
@@ -190,7 +190,7 @@ class ProducerInstance(JudgedProducer):
                 self._refused(error, message[0])
 
     def _refused(self, error: KafkaException, topic: str) -> NoReturn:
-        # "Erroneous state": the transaction has failed before, and what failed is what the caller must know.
+        # "Erroneous state": the transaction failed before, and the caller must learn of that first failure.
         if kafka_error(error).code() == KafkaError._STATE:
             self.serve(0)
             self._raise(self._delivery_failure())
@@ -207,7 +207,7 @@ class ProducerInstance(JudgedProducer):
             lambda producer, left_s: producer.send_offsets_to_transaction(list(offsets), group_metadata, left_s),
             deadline,
         )
-        # A late second copy of it would overwrite the offsets of the next transaction.
+        # A late second copy would overwrite the offsets of the next transaction.
         transaction.maybe_sent_twice |= took_s > self._silent_retry_after_s
         transaction.sent_offsets |= any(offset.offset >= 0 for offset in offsets)
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
@@ -235,7 +235,7 @@ class ProducerInstance(JudgedProducer):
         deliveries = self.transaction.deliveries
         if deliveries.failed:
             self._raise(self._delivery_failure())
-        # len() counts reports that nobody has taken yet, too.
+        # len() also counts delivery reports that have not been polled yet.
         undelivered = max(undelivered, len(self._raw))
         if undelivered:
             error = Unavailable(
@@ -252,14 +252,14 @@ class ProducerInstance(JudgedProducer):
             self._raise(Failure(lost, ProducerEvent.FAIL))
 
     def _require_no_late_init(self) -> None:
-        """Librdkafka initialises once more by itself after some errors, and a copy that comes late aborts what is open."""
+        """After some errors librdkafka initialises again by itself; a late copy of that request aborts what is open."""
         assert self._handle is not None
         if self._handle.init_unanswered:
             error = TransactionAborted(f"prepare_transaction: {INIT_MAY_COME}", transactional_id=self._id)
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
     def require_still_open(self, deadline: Deadline) -> None:
-        """Before the decision: look at what is prepared, once more if that was long ago; see the producer's method."""
+        """Check before a decision that the prepared transaction is still open; see the producer's method."""
         state = self.transaction.prepared
         if state is None or not state.has_transaction or now_s() - self._looked_at <= OLD_S:
             return
@@ -270,7 +270,7 @@ class ProducerInstance(JudgedProducer):
         self._looked_at = now_s()
 
     def note_end(self, step: EndStep) -> None:
-        """What was found out about the end of the last transaction: the producer goes on, or begins no other one."""
+        """Take the next step for the last transaction's end: the producer goes on, or becomes doubtful."""
         assert self.pending_end is not None
         if step is EndStep.KNOWN:
             self.pending_end = None
@@ -279,24 +279,23 @@ class ProducerInstance(JudgedProducer):
 
     @property
     def undecided_in(self) -> frozenset[tuple[str, int]]:
-        """Where something may be open that was aborted, or never prepared. The coordinator may have forgotten it."""
+        """Partitions where an aborted or unprepared transaction may be open, even if its coordinator forgot it."""
         if self.pending_end is not None:
             return frozenset() if self.pending_end.ended.committed else self.pending_end.ended.partitions
-        if (
-            self.transaction.given_up is not None
-        ):  # its abort was not answered: settling may find that done, and no partitions
+        # The abort was not answered: settling may find it done at the coordinator, which then shows no partitions.
+        if self.transaction.given_up is not None:
             return self.transaction.given_up.partitions
         return frozenset() if self.transaction.prepared is not None else self.transaction.deliveries.partitions
 
     @property
     def begun_for_s(self) -> float:
-        """Seconds since the first write of this transaction; 0 if there is none."""
+        """Seconds since this transaction's first write; 0 if there is none."""
         first = self.transaction.first_write_at
         return 0.0 if first is None else now_s() - first
 
     @judged_whole
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
-        """Commit what is prepared."""
+        """Commit the prepared transaction."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
         self.machine.apply(event)
         if (state := self.transaction.prepared) is not None and state.has_transaction:
@@ -306,15 +305,15 @@ class ProducerInstance(JudgedProducer):
 
     @judged_whole
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
-        """Abort. Messages get a moment to arrive first: with some in flight the producer is thrown away instead.
+        """Abort, after a short wait for messages in flight. If some remain, the producer is thrown away instead.
 
-        An abort would break librdkafka (4849), or end this process when their partition's request fails after it.
+        An abort would then break librdkafka (4849), or crash this process if their produce request fails later.
         """
         if len(self._raw):
             self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
         if in_flight := len(self._raw):
             error = Unavailable(
-                f"abort_transaction: {in_flight} messages are still on their way",
+                f"abort_transaction: {in_flight} messages are still in flight",
                 transactional_id=self._id,
                 next_step="close this producer and make a new one, which aborts their transaction",
             )
@@ -344,11 +343,11 @@ def _refused_evidence(error: DualWriteError) -> Failure:
 
 
 def _connect(producer: Producer, left_s: float) -> None:
-    """Wait for the first connection. librdkafka looks for the coordinator once in 500 ms: the first look should find it."""
+    """Wait for the first connection: librdkafka retries a failed coordinator look-up only after 500 ms."""
     deadline = Deadline(left_s)
     while not deadline.expired:
         try:
-            # One long wait can miss its wake-up, and then lasts until the next refresh.
+            # A single long wait can miss its wake-up and then last until the next refresh.
             if producer.cluster_id(_CONNECT_LOOK_S):
                 return
         except KafkaException as error:

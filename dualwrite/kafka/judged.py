@@ -1,8 +1,8 @@
-"""Calls of one librdkafka producer, each of them judged.
+"""Calls to one librdkafka producer, each followed by a judgement of whether the producer can still be trusted.
 
-The judgement is the point. A call that took longer than librdkafka's first silent retry may have been sent twice; so may an
-initialisation whose connection broke, at once; an answer that is missing may still come. Each of them makes the producer
-doubtful, also where the call itself has answered success.
+librdkafka may have sent a call twice if it took longer than the first silent retry; it resends an initialisation at
+once if its connection breaks; a missing answer may still arrive. Each makes the producer doubtful, even after a
+success.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Result = TypeVar("Result")
 
 _PROBE_S: Final = 2.0
 
-INIT_MAY_COME: Final = "a producer id was asked for again before the first request was answered; that one may yet come"
+INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answer; the first request may still arrive"
 
 
 def judged_whole(
     verb: Callable[Concatenate[Judged, Arguments], Result],
 ) -> Callable[Concatenate[Judged, Arguments], Result]:
-    """Make the producer doubtful where an interruption (``KeyboardInterrupt``) leaves a verb.
+    """Make the producer doubtful if an interruption (``KeyboardInterrupt``) cuts a verb short.
 
-    librdkafka may have done what the machine does not know, or a call that was too slow may not have been judged.
+    librdkafka may have done more than the machine knows, or a slow call may have escaped judgement.
     """
 
     @wraps(verb)
@@ -60,7 +60,7 @@ def judged_whole(
 
 
 class Transaction:
-    """What is known of the present transaction."""
+    """The current transaction, as far as this process knows it."""
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
@@ -72,11 +72,11 @@ class Transaction:
 
 
 class JudgedProducer:
-    """A librdkafka instance and the machine of its life. Calls go through here; what they come to moves the machine.
+    """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
 
     Args:
         transactional_id: Kafka's ``transactional.id``.
-        silent_retry_after_s: A call that took longer may have been sent twice.
+        silent_retry_after_s: A call that takes longer may have been sent twice.
     """
 
     def __init__(self, transactional_id: str, *, silent_retry_after_s: float) -> None:
@@ -103,7 +103,7 @@ class JudgedProducer:
         return self._handle.raw
 
     def serve(self, timeout_s: float) -> int:
-        """Take delivery reports and log lines; 0 where there is no instance yet."""
+        """Take delivery reports and log lines; returns 0 if there is no instance yet."""
         if self._handle is None:
             return 0
         served = self._served(self._raw.poll, timeout_s)
@@ -111,20 +111,20 @@ class JudgedProducer:
         return served
 
     def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
-        """Poll or flush. A fatal error of librdkafka comes out of these, whatever they were called for."""
+        """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""
         try:
             return wait(timeout_s)
         except (KafkaException, SystemError, AttributeError) as error:
             self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
 
     def doubt(self, why: str) -> None:
-        """A request may still be on its way: no further transaction."""
+        """Allow no further transaction: a request may still be on its way."""
         self.machine.apply(ProducerEvent.DOUBT)
-        self.log.warning("to be thrown away: %s", why)
+        self.log.warning("this producer must be thrown away: %s", why)
 
     def _judge(self, phase: Phase, took_s: float) -> None:
         assert self._handle is not None
-        if phase is not Phase.COMMIT:  # which has succeeded, whatever comes out of a poll
+        if phase is not Phase.COMMIT:  # a commit has succeeded, whatever a poll raises
             self._served(self._raw.poll, 0)
         if took_s > self._silent_retry_after_s:
             self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
@@ -142,7 +142,7 @@ class JudgedProducer:
         except (KafkaException, SystemError) as error:
             self._raise(failure_of(kafka_exception_behind(error), phase, transactional_id=self._id))
         except BaseException:
-            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing as well
+            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
             raise
 
     def _raise(self, failure: Failure) -> NoReturn:
@@ -168,7 +168,7 @@ class JudgedProducer:
         return Failure(error, ProducerEvent.DOUBT)
 
     def _delivery_failure(self) -> Failure:
-        """What made messages fail. Where librdkafka only says that it dropped them, its transaction knows why."""
+        """The cause of failed messages. Where librdkafka only says that it dropped them, its transaction knows why."""
         first = self.transaction.deliveries.first_failure
         if first is None or first[0].code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
             reason = self._transaction_error()
@@ -180,7 +180,7 @@ class JudgedProducer:
         return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
 
     def _transaction_error(self) -> KafkaException | None:
-        """The error that librdkafka's transaction has. A begin is refused with it, and changes nothing."""
+        """The error of librdkafka's transaction: a begin fails with it, and changes nothing."""
         assert self._handle is not None
         try:
             self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))

@@ -1,7 +1,8 @@
 """A transaction that another process left open: kept, compared with a prepared state, and ended from outside.
 
-KIP-939 asks the broker for this with ``InitProducerId(keepPreparedTxn=true)``, which no released broker serves. Here the
-transaction is left alone, and ended by ``EndTxn`` with the producer id and epoch that the coordinator shows.
+KIP-939 asks the broker for this with ``InitProducerId(keepPreparedTxn=true)``, which no released broker serves. This
+library leaves the transaction alone, and ends it by ``EndTxn`` with the producer id and epoch that the coordinator
+shows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _AT_REST = frozenset(
 
 
 class Completion(Enum):
-    """What ``complete_transaction`` did."""
+    """The outcome of ``complete_transaction``."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -42,7 +43,7 @@ class Completion(Enum):
 
 
 class KeptTransaction:
-    """What is ongoing under a transactional id, as somebody sees it who is not its producer.
+    """A transaction left open by another producer, observed from outside.
 
     Args:
         coordinator: The coordinator.
@@ -54,7 +55,7 @@ class KeptTransaction:
         self._kafka_id = kafka_id
 
     def look(self, deadline: Deadline) -> TransactionView:
-        """The coordinator's view, once it is not in transition.
+        """The coordinator's view, once it is out of transition.
 
         Raises:
             Unavailable: It stayed in transition, or did not answer, until the deadline.
@@ -67,7 +68,7 @@ class KeptTransaction:
             self._wait(between, deadline, f"the coordinator still shows {view.status.value}")
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
-        """Commit what is ongoing if it is the state's transaction, else abort it.
+        """Commit the ongoing transaction if it is the state's, else abort it.
 
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As :meth:`commit`.
@@ -82,10 +83,10 @@ class KeptTransaction:
         return Completion.ABORTED
 
     def commit_ongoing(self, deadline: Deadline) -> None:
-        """Commit whatever is ongoing.
+        """Commit the ongoing transaction, whichever it is.
 
         Raises:
-            IllegalStateError: Nothing is.
+            IllegalStateError: There is none.
             Fenced, Unavailable: As :meth:`commit`.
         """
         view = self.look(deadline)
@@ -93,17 +94,17 @@ class KeptTransaction:
             raise IllegalStateError(
                 f"there is nothing to commit: the coordinator shows {view.status.value}",
                 transactional_id=self._kafka_id,
-                next_step="complete_transaction does nothing then; commit_transaction cannot tell whether it was committed",
+                next_step="call complete_transaction, which does nothing here; whether it was committed is not known",
             )
         self.commit(view, None, deadline)
 
     def is_same(self, view: TransactionView, state: PreparedTxnState, deadline: Deadline) -> bool:
-        """Whether what is ongoing is the state's transaction.
+        """Whether the ongoing transaction is the state's.
 
-        By producer id, epoch and, where both are known, start time; then by every first offset, as the partitions show it
-        now. The view must have been asked before: the other way round the transaction that a partition showed may have ended
-        before the coordinator showed a later one of the same epoch. A state without evidence is compared by id and epoch
-        alone, which does not tell two transactions of one librdkafka producer apart.
+        Compares producer id, epoch and, where both are known, start time; then every first offset, as the partitions
+        show it now. Fetch the view before calling: otherwise the transaction that a partition shows may end before the
+        coordinator shows a later one of the same epoch. A state without evidence is compared by id and epoch alone,
+        which cannot tell two transactions of one librdkafka producer apart.
         """
         if not state.has_transaction or not shows_same_transaction(view, state):
             return False
@@ -114,18 +115,18 @@ class KeptTransaction:
         return is_open(state, offsets, exactly=True) and not beside
 
     def commit(self, view: TransactionView, state: PreparedTxnState | None, deadline: Deadline) -> None:
-        """Commit what the view shows as ongoing, and wait until the coordinator has completed it.
+        """Commit the transaction that the view shows, and wait until the coordinator has completed it.
 
         Args:
             view: The coordinator's view of it.
-            state: The state that named it, for the proof where the coordinator no longer shows the outcome.
-            deadline: Until when to try.
+            state: The state that names it, to prove the outcome once the coordinator no longer shows it.
+            deadline: Covers all attempts.
 
         Raises:
             DecidedTransactionLost: The log proves that it was aborted.
-            OutcomeUnverifiable: The log no longer shows what became of it.
-            Fenced: The broker refuses, and there is no evidence to prove an outcome by.
-            Unavailable: Not complete by the deadline. It may be repeated.
+            OutcomeUnverifiable: The log no longer shows the outcome.
+            Fenced: The broker refuses, and there is no evidence that could prove the outcome.
+            Unavailable: Not complete by the deadline. You may repeat the call.
         """
         named = PreparedTxnState(view.producer_id, view.epoch)
         between = GrowingPause()
@@ -142,10 +143,10 @@ class KeptTransaction:
         self._prove(state, deadline)
 
     def abort(self, view: TransactionView, deadline: Deadline) -> None:
-        """Ask for the abort of what the view shows, and wait until the coordinator is at rest.
+        """Abort the transaction that the view shows, and wait until the coordinator is at rest.
 
-        Whether it was this call that ended it does not matter: ``InitProducerId`` comes next, and aborts whatever is still
-        there. It alone would do; but librdkafka then sleeps half a second.
+        The abort's answer does not matter: ``InitProducerId`` comes next, and aborts anything still open. It alone
+        would suffice, but librdkafka would then sleep half a second.
 
         Raises:
             Unavailable: No answer by the deadline.
@@ -160,7 +161,7 @@ class KeptTransaction:
             error = Fenced(
                 "the commit was refused: the broker timed the transaction out, or another owner ended it",
                 transactional_id=self._kafka_id,
-                next_step="whether it was committed does not follow from this; only the log shows it",
+                next_step="it may have been committed: only the log shows that",
             )
             error.outcome = "unknown"
             raise error
@@ -171,14 +172,14 @@ class KeptTransaction:
     def _not_committed(self, proof: LogProof, state: str) -> DualWriteError:
         if proof is LogProof.ABORTED:
             return DecidedTransactionLost(
-                "it was to be committed, the log shows it aborted", transactional_id=self._kafka_id, state=state
+                "the log shows that it was aborted, not committed", transactional_id=self._kafka_id, state=state
             )
         if proof is LogProof.UNKNOWABLE:
             return OutcomeUnverifiable(
                 "its records are no longer in the log", transactional_id=self._kafka_id, state=state
             )
         return Unavailable(
-            "the coordinator refuses the commit while the log shows it open", transactional_id=self._kafka_id
+            "the coordinator refuses the commit while the log shows it as open", transactional_id=self._kafka_id
         )
 
     def _wait(self, between: GrowingPause, deadline: Deadline, what: str) -> None:

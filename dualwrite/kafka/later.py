@@ -1,7 +1,8 @@
-"""What a producer has committed after a transaction that is known, as the logs of that one's partitions show.
+"""Finds a producer's commits after a known transaction, in the logs of that transaction's partitions.
 
-Each log is read raw from the known transaction on. A log is read no further than the producer's newest record, whose sequence
-number the partition's leader tells: as a rule that is the known transaction's own, and one small request is all.
+Reads each log raw from the known transaction on, up to the producer's newest record, whose sequence number the
+partition's leader reports. That record usually belongs to the known transaction itself, so that one small request
+suffices.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.lost_decisions import Later
 
 Sequenced = tuple[int, int]
-"""An epoch and a sequence number: which record of a producer."""
+"""An epoch and a sequence number, which identify a record of a producer."""
 
 
 class LogBatch(Protocol):
-    """A batch of a log, as the scan sees it."""
+    """The fields of a log batch that the scan reads."""
 
     @property
     def base_offset(self) -> int: ...  # noqa: D102
@@ -44,16 +45,16 @@ class LogBatch(Protocol):
 
 @dataclass(eq=False)
 class LaterScan:
-    """The search in one partition: where it stands.
+    """The state of the search in one partition.
 
     Attributes:
         first: The known transaction's first offset there.
         producer_id: The producer.
-        newest: Its newest record, as the leader tells; None reads to the log's end.
+        newest: Its newest record, as the leader reports it; None reads to the log's end.
         position: The next offset to read.
-        idle_since_ms: When the producer has written last to the partition, markers included, by the leader's clock.
+        idle_since_ms: Time of the producer's last write to the partition, markers included, by the leader's clock.
         found: Where the newest committed transaction after the known one begins; None while none was seen.
-        done: Whether nothing of the producer follows.
+        done: Whether no record of the producer follows.
     """
 
     first: FirstOffset
@@ -75,7 +76,7 @@ class LaterScan:
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def read(self, batches: Iterable[LogBatch]) -> None:
-        """Go on over these batches."""
+        """Continue the search over these batches."""
         for batch in batches:
             if batch.next_offset <= self.position or self.done:
                 continue
@@ -91,7 +92,7 @@ class LaterScan:
             return
         if self._begun_at is None:
             self._begun_at = batch.base_offset
-        # Of the known transaction itself the marker need not be read; of a later one it tells.
+        # The known transaction's own marker need not be read; a later transaction's marker decides.
         self.done = not self._past_known and (batch.producer_epoch, batch.last_sequence) == self.newest
 
 
@@ -102,7 +103,7 @@ def is_commit(batch: LogBatch) -> bool:
 
 
 def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
-    """What the scans of a state's partitions show together."""
+    """Combine the scans of a state's partitions."""
     firsts = tuple(
         FirstOffset(scan.first.topic, scan.first.partition, scan.found, scan.first.topic_id)
         for scan in scans
@@ -115,16 +116,16 @@ def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
 def later_commits(
     brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline
 ) -> list[Later]:
-    """For each state, what the logs of its partitions show of its producer after it.
+    """For each state, its producer's later commits, as the logs of the state's partitions show them.
 
-    A partition that does not hold the state's records any more tells nothing, nor does one whose leader has forgotten the
+    A partition that no longer holds the state's records shows nothing, nor does one whose leader has forgotten the
     producer (``producer.id.expiration.ms``, a day by default).
 
     Args:
         brokers: The brokers.
         topics: The topics.
         states: Each names a producer, and where one of its transactions began.
-        deadline: Bounds the reading.
+        deadline: Limits the reading.
 
     Raises:
         Unavailable: The leaders did not answer in time, or there was too much to read.
@@ -139,7 +140,7 @@ def later_commits(
 
 
 class _Search:
-    """Reads some partitions side by side. What has been read is not read again after an error."""
+    """Reads some partitions in parallel. After an error it continues where it stopped."""
 
     def __init__(self, brokers: Brokers, topics: Topics, deadline: Deadline) -> None:
         self._brokers = brokers
@@ -147,7 +148,7 @@ class _Search:
         self._deadline = deadline
 
     def go_on(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
-        """Read each partition up to the producer's newest record, or until something hinders it."""
+        """Read each partition up to the producer's newest record, or until an error."""
         found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
         answers: dict[LaterScan, bool | NotYet] = {}
         leaders: dict[LaterScan, Leader] = {}
@@ -183,7 +184,7 @@ class _Search:
                 elif scan.producer_id in answer:
                     scan.newest, scan.idle_since_ms = answer[scan.producer_id]
                 else:
-                    answers[scan] = True  # forgotten
+                    answers[scan] = True  # the leader has forgotten the producer
 
 
 _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
@@ -203,7 +204,7 @@ def _newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequen
 
 
 def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
-    """Whether the partition is read to its end; None if there is more."""
+    """True once the partition is read to its end; None if there is more."""
     partition = fetched(scan.place, response)
     if partition is None:
         return True

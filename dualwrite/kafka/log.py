@@ -1,11 +1,13 @@
-"""The proof of a transaction's outcome from the logs of the partitions that it wrote.
+"""Proves a transaction's outcome from the logs of the partitions that it wrote to.
 
-The proof is positive: the transaction's own first batch is still there, and what ended it is known. Where everything that
-begins before that batch has ended, as a rule a moment after the transaction itself, one small ``read_committed`` request at
-its offset tells: with the batch, the leader sends the aborted transactions that reach over it. Where something is still open
-there, perhaps of somebody else, the log is read on from that batch to the first control record of the producer. Consumers
-never see control records, so it is fetched raw, and its batches are told apart by their headers: the data in them is not
-decompressed.
+The proof is positive: the transaction's own first batch is still there, and so is the marker that ended it. Once
+everything that begins before that batch has ended, usually a moment after the transaction itself, one small
+``read_committed`` request
+at its offset suffices: with the batch, the leader sends the aborted transactions that span it. While a transaction is
+still open there, perhaps another producer's, the search reads the log from that batch to the producer's first control
+record.
+Consumers never see control records, so it fetches the log raw, and looks at batch headers only: it decompresses no
+data.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 
 logger = logging.getLogger(__name__)
 
-_NEAR: Final = 2_000  # offsets: so little is read at once, instead of waiting for what others have open before it
-_ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however great
+_NEAR: Final = 2_000  # offsets: read this little at once instead of waiting for other producers' open transactions
+_ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however large
 _FIRST_MAGIC_WITH_PRODUCERS: Final = 2
 
 
@@ -41,18 +43,18 @@ class Aborted(Protocol):
 
     @property
     def producer_id(self) -> int:
-        """Whose it was."""
+        """Its producer."""
         ...
 
     @property
     def first_offset(self) -> int:
-        """Where it began."""
+        """Its first offset."""
         ...
 
 
 @dataclass(eq=False)
 class Scan:
-    """The search for what ended one transaction in one partition: where it stands.
+    """The state of the search for the marker that ended one transaction in one partition.
 
     Attributes:
         first: The transaction's first offset there.
@@ -60,8 +62,8 @@ class Scan:
         epoch: Its producer's epoch.
         position: The next offset to read.
         begun: Whether the transaction's own first batch has been seen.
-        glanced: Whether :meth:`glance` could not tell.
-        is_gone: Whether the partition does not exist any more.
+        glanced: Whether :meth:`glance` was tried, without a proof.
+        is_gone: Whether the partition no longer exists.
     """
 
     first: FirstOffset
@@ -81,14 +83,15 @@ class Scan:
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted]) -> LogProof | None:
-        """What a ``read_committed`` answer at the first offset proves; None if one has to :meth:`read` on.
+        """The proof from a ``read_committed`` answer at the first offset; None if you have to :meth:`read` on.
 
-        It has no batch where anything is still open that begins there or before. A producer has one transaction open at a
-        time. So an aborted one of its own that reaches over this offset, and does not begin after it, is this one.
+        The answer has no batch while a transaction that begins there or before is open. A producer has one transaction
+        open at a time. So an aborted one of the same producer that spans this offset, and does not begin after it, is
+        this one.
 
         Args:
             records: The batches at the first offset.
-            aborted: The aborted transactions that reach over the batches, whoever's they are.
+            aborted: The aborted transactions that span the batches, of any producer.
         """
         self.glanced = True
         batch = next((batch for batch in records if batch.next_offset > self.first.offset), None)
@@ -100,7 +103,7 @@ class Scan:
         return LogProof.ABORTED if own else LogProof.COMMITTED
 
     def read(self, records: Iterable[DefaultRecordBatch]) -> LogProof | None:
-        """Go on over these batches. Returns the proof as soon as there is one."""
+        """Continue over these batches. Returns the proof as soon as there is one."""
         for batch in records:
             if batch.next_offset <= self.position:
                 continue
@@ -128,24 +131,24 @@ def _marker(batch: DefaultRecordBatch) -> LogProof:
         return LogProof.COMMITTED
     if record.abort:
         return LogProof.ABORTED
-    raise Unavailable(f"a control record at offset {batch.base_offset} is of the unknown type {record.type}")
+    raise Unavailable(f"the control record at offset {batch.base_offset} has the unknown type {record.type}")
 
 
 def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline) -> list[LogProof]:
-    """What the logs prove of each transaction.
+    """Prove the outcome of each transaction from the logs.
 
-    An abort in one partition is a proof for the whole transaction: Kafka decides once, and writes what it decided to every
-    partition. If one partition nevertheless shows a commit and another one an abort, somebody has written a marker by hand.
-    Then the answer is ``ABORTED``, with an error in the log that names both: a part of the transaction is not there. A commit
-    in some partitions and none to be seen in others is ``PARTLY``: replication is behind, the broker has forgotten the others,
-    or their records were deleted, and it may be open there without them.
+    An abort in one partition proves it for the whole transaction: Kafka decides once, and writes its decision to every
+    partition. If one partition nevertheless shows a commit and another an abort, an operator wrote a marker by hand.
+    The answer is then ``ABORTED``, since a part of the transaction is missing, and an error in the log names both
+    partitions. A commit in some partitions, and no outcome in others, is ``PARTLY``: replication is behind, the broker
+    has forgotten to end the others, or their records were deleted, and the transaction may still be open there.
 
     Args:
         brokers: The brokers.
         topics: The topics.
         states: Each names the producer and the transaction's first offset in each partition.
-        deadline: Bounds the reading. Where something is open before a transaction, that is as long as what was written to
-            its partitions since.
+        deadline: Limits the reading. If other transactions are open before one of these, its partitions are read from
+            there on to their ends.
 
     Raises:
         Unavailable: The leaders did not answer in time, or there was too much to read.
@@ -173,18 +176,18 @@ def prove_now(
     read_on: bool,
     held_back: HeldBack,
 ) -> list[dict[Partition, LogProof | None]]:
-    """What the log of each partition proves of each transaction now. Waits for nobody: who does not answer is missing.
+    """Read, without retrying, what each partition's log proves of each transaction. Unanswered partitions are missing.
 
-    None is for a partition that is gone with its topic: no broker knows it, or only another one of that name.
+    None stands for a partition that is gone with its topic: no broker knows the topic, or only a new one of that name.
 
     Args:
         brokers: The brokers.
-        topics: The topics; their leaders are taken as they are known.
+        topics: The topics; uses the leaders already known.
         states: As for :func:`prove`.
-        deadline: Bounds the whole.
-        read_on: Whether to read on where something is open before a transaction, also where the log is long from there.
-            Otherwise that is ``OPEN``.
-        held_back: Told where the last stable offset of each partition is.
+        deadline: Covers all requests.
+        read_on: Whether to read on, however long the log, if other transactions are open before one of these. Otherwise
+            the answer is ``OPEN``.
+        held_back: Receives each partition's last stable offset.
 
     Raises:
         ConfigurationError: We may not read or describe a topic.
@@ -193,7 +196,7 @@ def prove_now(
     asked = [scan for of_state in scans for scan in of_state]
     search = _Search(brokers, topics, deadline, read_on=read_on, fresh=False, held_back=held_back)
     answers = _answered_now(search, asked)
-    # The topic may be another one by now than the one that was known.
+    # A new topic may have taken the place of the known one.
     doubtful = {scan: replace(scan) for scan in asked if answers.get(scan) is LogProof.UNKNOWABLE}
     again = _answered_now(_Search(brokers, topics, deadline, read_on=read_on), list(doubtful.values()))
     for scan, fresh in doubtful.items():
@@ -219,7 +222,7 @@ def _answered_now(search: _Search, scans: Sequence[Scan]) -> dict[Scan, LogProof
 
 
 def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof:
-    """What the proofs of all its partitions say of a transaction; see :func:`prove`."""
+    """Combine the proofs of a transaction's partitions; see :func:`prove`."""
     seen = set(proofs.values())
     if {LogProof.COMMITTED, LogProof.ABORTED} <= seen:
         shown = ", ".join(f"{place} {proof.value}" for place, proof in proofs.items())
@@ -233,15 +236,15 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
 
 
 class _Search:
-    """Reads some partitions side by side. What has been read is not read again after an error.
+    """Reads some partitions in parallel. After an error it continues where it stopped.
 
     Args:
         brokers: The brokers.
         topics: The topics.
-        deadline: Bounds the whole.
-        read_on: Whether to read on where :meth:`Scan.glance` cannot tell; else that is ``OPEN``.
-        fresh: Whether to ask for the leaders first: a topic may have been deleted and made again under its name.
-        held_back: Told where the last stable offset of each partition is.
+        deadline: Covers all requests.
+        read_on: Whether to read on if :meth:`Scan.glance` finds no proof; else the answer is ``OPEN``.
+        fresh: Whether to look up the leaders first: a topic may have been deleted and recreated under its name.
+        held_back: Receives each partition's last stable offset.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class _Search:
         self._held_back = held_back
 
     def go_on(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
-        """Read each partition until its proof is found, or something hinders it."""
+        """Read each partition until its proof is found, or until an error."""
         answers: dict[Scan, LogProof | NotYet] = {}
         leaders = self._leaders(scans, answers)
         reading = [scan for scan in scans if scan in leaders]
@@ -314,7 +317,7 @@ class _Search:
         return self._nothing_there(scan, leader)
 
     def _nothing_there(self, scan: Scan, leader: Leader) -> LogProof | NotYet:
-        """Nothing could be read at the position: the log is shorter than that, or not yet replicated so far."""
+        """Find out why the fetch returned nothing: the log ends before the position, or is not replicated that far."""
         [response] = self._brokers.exchange([(leader.node, leader_epochs({scan.place.key: leader}))], self._deadline)
         end = response if isinstance(response, NotYet) else end_offsets(response)[scan.place.key]
         if isinstance(end, NotYet):

@@ -1,8 +1,9 @@
-"""kafka-python's connections and the thread that they live on.
+"""kafka-python's connections and their thread.
 
-kafka-python is used below its admin client, which cannot send all the requests that this library needs, and which logs its
-configuration, passwords included. Its loggers are quiet here unless the application sets their level: what a lost connection
-means is said by this library. Those that would write whole requests at DEBUG, SASL passwords among them, are held at INFO.
+This library uses kafka-python below its admin client, which cannot send all the requests needed here, and which logs
+its configuration, passwords included. kafka-python's loggers are silenced here unless the application sets their level:
+this library reports what a lost connection means. Loggers that write whole requests at DEBUG, SASL passwords among
+them, are held at INFO.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Message: TypeAlias = Any  # kafka-python's requests and responses have no types
 
 
 class NotYet(Exception):
-    """A request has no answer, or one that may soon be another one.
+    """A request has no answer yet, or one that may soon change: ask again.
 
     Args:
-        why: What was answered.
-        moved: Whether another broker may be the one to ask.
-        unreachable: Whether no broker has said anything.
+        why: The reason.
+        moved: Whether another broker may now be the one to ask.
+        unreachable: Whether no broker answered at all.
     """
 
     def __init__(self, why: str, *, moved: bool = True, unreachable: bool = False) -> None:
@@ -38,7 +39,7 @@ class NotYet(Exception):
 
 
 class NetworkLoopEnded(Exception):
-    """kafka-python's thread has ended, by `close` or by an error of its own."""
+    """kafka-python's thread has ended, by `close` or by an internal error."""
 
 
 class _NoRequestsAtDebug(logging.Filter):
@@ -53,7 +54,7 @@ _our_threads: Final[WeakSet[threading.Thread]] = WeakSet()
 
 
 class _QuietOnOurThreads(logging.Filter):
-    """Leaves the application's own clients alone, and the loggers that it has given a level."""
+    """Silences kafka-python on our threads: not the application's own clients, nor loggers whose level it has set."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if threading.current_thread() not in _our_threads or record.levelno >= logging.CRITICAL:
@@ -71,14 +72,14 @@ _QUIET_ON_OUR_THREADS: Final = _QuietOnOurThreads()
 
 class _Selector(NetworkSelector):  # type: ignore[misc]  # it has no types
     def run_forever(self) -> None:
-        """On the thread that it starts."""
+        """Run the loop on its own thread, marked as ours."""
         _our_threads.add(threading.current_thread())
         super().run_forever()
 
 
 @contextmanager
 def _quietly() -> Generator[None, None, None]:
-    """Take the caller's thread for ours while the block runs."""
+    """Treat the caller's thread as ours while the block runs."""
     thread = threading.current_thread()
     if thread in _our_threads:
         yield
@@ -91,7 +92,7 @@ def _quietly() -> Generator[None, None, None]:
 
 
 def quieten_logs() -> None:
-    """Let kafka-python's loggers be quiet on our threads, and silent about whole requests at DEBUG in this process."""
+    """Silence kafka-python's loggers on our threads, and its DEBUG lines with whole requests in the whole process."""
     for name in ("kafka.protocol.parser", "kafka.net.connection"):
         logging.getLogger(name).addFilter(_NO_REQUESTS_AT_DEBUG)
     for name in list(logging.root.manager.loggerDict):
@@ -103,7 +104,7 @@ class Network:
     """kafka-python's network loop on its thread, and its connections.
 
     Args:
-        arguments: kafka-python's.
+        arguments: kafka-python's settings.
     """
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
@@ -115,30 +116,30 @@ class Network:
             self._loop.start()
 
     def _lane(self) -> KafkaConnectionManager:
-        # No bound of its own on the requests under way: kafka-python fails those over it instead of keeping them back.
+        # No limit on requests in flight: kafka-python fails those above it instead of queueing them.
         lane = KafkaConnectionManager(self._loop, max_in_flight_requests_per_connection=2**31, **self._arguments)
         if self._metadata is not None:
             lane.cluster.update_metadata(self._metadata)
         return lane
 
     def learn(self, metadata: Message) -> None:
-        """Take over the brokers' addresses."""
+        """Use the brokers' addresses from this metadata."""
         self._metadata = metadata
         with _quietly():
             for lane in self.lanes:
                 lane.cluster.update_metadata(metadata)
 
     def disconnect(self, node: str) -> None:
-        """Close a connection, soon."""
+        """Ask the loop to close a connection."""
         self._loop.call_soon_threadsafe(lambda: self.lanes[0].close(node_id=node))
 
     def exchange(
         self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, lanes: int, timeout_ms: int | None
     ) -> list[Message | Exception]:
-        """Send all, and wait for what became of each.
+        """Send all requests, and wait for the answer or error of each.
 
         Raises:
-            NotYet: The deadline came first.
+            NotYet: The deadline passed first.
             NetworkLoopEnded: kafka-python's loop is gone.
         """
         patience = timeout_ms and min(timeout_ms, self.lanes[0].config["request_timeout_ms"])
@@ -154,7 +155,7 @@ class Network:
             for future in futures:
                 try:
                     answers.append(future if isinstance(future, Exception) else await future)
-                except Exception as error:  # noqa: BLE001 - kept as what became of this request
+                except Exception as error:  # noqa: BLE001 - returned as this request's result
                     answers.append(error)
             return answers
 
@@ -181,14 +182,14 @@ class Network:
         closed = threading.Event()
         with _quietly():
             self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
-            closed.wait(1.0)  # a loop that hangs in a name server's silence does not answer
+            closed.wait(1.0)  # a loop that hangs in a DNS look-up does not answer
             self._loop.close()
 
 
 def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
     try:
-        # Its own refreshing of metadata stays off: it would bootstrap without end, and for nobody.
+        # Keep its own metadata refresh off: it would bootstrap forever, and nothing uses the result.
         connection = connections.get_connection(node, refresh_metadata_on_err=False)
         return connection.send_request(request, request_timeout_ms=timeout_ms)
-    except Exception as error:  # noqa: BLE001 - kept as what became of this request
+    except Exception as error:  # noqa: BLE001 - returned as this request's result
         return error

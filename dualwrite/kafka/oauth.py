@@ -1,4 +1,4 @@
-"""OAUTHBEARER for kafka-python from the function that confluent-kafka calls for librdkafka's tokens."""
+"""OAUTHBEARER for kafka-python, using the function that confluent-kafka calls for librdkafka's tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kafka.net.sasl.oauth import AbstractTokenProvider
 
 Extensions = Mapping[str, str]
 TokenAnswer = tuple[str, float] | tuple[str, float, str, Extensions]
-"""What confluent-kafka's ``oauth_cb`` returns: token, expiry in seconds since 1970, and perhaps principal and extensions."""
+"""The result of ``oauth_cb``: token, expiry in seconds since 1970, and optionally principal and extensions."""
 
-_FRESH_SHARE = 0.8  # of a token's life, as librdkafka has it: after that a new one is fetched
+_FRESH_SHARE = 0.8  # of a token's life, as in librdkafka: after that, fetch a new one
 
 
 class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-python has no types
@@ -20,7 +20,7 @@ class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-pytho
 
     Args:
         callback: The user's function.
-        argument: The user's ``sasl.oauthbearer.config``, handed to the function as confluent-kafka does.
+        argument: The user's ``sasl.oauthbearer.config``, passed to the function as confluent-kafka does.
     """
 
     def __init__(self, callback: Callable[[str], TokenAnswer], argument: str) -> None:
@@ -31,7 +31,7 @@ class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-pytho
         self._fresh_until = 0.0
 
     def token(self) -> str:
-        """A token that has not expired. What the user's function raises makes the connection fail."""
+        """A token that has not expired. An exception of the user's function makes the connection fail."""
         return self._current()[0]
 
     def extensions(self) -> dict[str, str]:

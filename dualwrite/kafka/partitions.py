@@ -1,4 +1,4 @@
-"""What the leaders of partitions show: the transactions that producers have open there, and where a log ends."""
+"""Requests to partition leaders: the transactions open in a partition, and where its log ends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OpenOffsets = Mapping[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class Place:
-    """A partition of a certain topic.
+    """A partition of one particular topic.
 
     Attributes:
         topic: The topic's name.
         partition: The partition's number.
-        topic_id: The topic's id: another topic may have been made under the name. None where it is not known.
+        topic_id: The topic's id, since a new topic may have taken the name. None if it is not known.
     """
 
     topic: str
@@ -42,10 +42,10 @@ class Place:
         return f"{self.topic}[{self.partition}]"
 
     def leader(self, topics: Mapping[str, Topic | NotYet | None]) -> Leader | NotYet | None:
-        """The partition's leader, None if the partition does not exist.
+        """The partition's leader; None if the partition does not exist.
 
         Args:
-            topics: What is known of the topics.
+            topics: The known topics.
         """
         topic = topics[self.topic]
         if not isinstance(topic, Topic):
@@ -58,21 +58,21 @@ class Place:
 def open_offsets(
     brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
 ) -> dict[Place, OpenOffsets | None]:
-    """The transactions that are open in each partition, in the word of its leader (``DescribeProducers``).
+    """The transactions open in each partition, as its leader shows them (``DescribeProducers``).
 
-    Followers answer that request too, and may be behind. So each broker is asked on the same connection, after it, for
-    what only the leader of that epoch answers.
+    Followers answer that request too, and may lag behind. So each broker gets a second request after it, on the same
+    connection, that only the leader of that epoch answers.
 
     Args:
         brokers: The brokers.
         topics: The topics.
-        places: The partitions. None is answered for one that does not exist: no broker knows its topic, or only another
+        places: The partitions. The answer is None for one that does not exist: no broker knows its topic, or only a new
             one of that name.
-        deadline: Bounds the waiting.
-        fresh: Whether to ask for the topics' ids and leaders first, instead of taking what is known.
+        deadline: Limits the wait.
+        fresh: Whether to look up the topics' ids and leaders first, instead of using those already known.
 
     Raises:
-        Unavailable: Not all leaders answered in time.
+        Unavailable: Some leaders did not answer in time.
         ConfigurationError: We may not read or describe a topic.
     """
 
@@ -143,7 +143,7 @@ def describe_producers(led: Collection[Partition]) -> Message:
 
 
 def leader_epochs(led: Mapping[Partition, Leader]) -> Message:
-    """The request that only the leader of the given epoch answers, with where its log ends.
+    """The request that only the leader of the given epoch answers; the answer says where its log ends.
 
     Args:
         led: Partitions with their leaders, which must be the same broker.
@@ -162,7 +162,7 @@ def leader_epochs(led: Mapping[Partition, Leader]) -> Message:
 
 
 def end_offsets(response: Message) -> dict[Partition, int | NotYet]:
-    """Where each log ends, replicated or not, from the answer to :func:`leader_epochs`.
+    """The end of each log, replicated or not, from the answer to :func:`leader_epochs`.
 
     Raises:
         ConfigurationError: We may not describe a topic.

@@ -4,10 +4,10 @@ No released client or broker serves KIP-939. Three things stand in for it: a pre
 the transaction (librdkafka's transactions share one producer id and epoch), ``DescribeTransactions`` and ``EndTxn`` from
 outside instead of ``InitProducerId(keepPreparedTxn=true)``, and the greatest timeout that the broker allows instead of none.
 
-What it leaves open when used alone, without the row and the check that a ``DualWriter`` has: between the moment in which
-``complete_transaction`` sees the kept transaction and its ``EndTxn``, an owner that was only paused may wake up, complete it
-and begin its next transaction under the same producer id and epoch; ``EndTxn`` then ends that one. So make sure that the former
-owner is dead. A state in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
+Used alone, without a ``DualWriter``'s row and check, it leaves one race open. After ``complete_transaction`` has seen
+the kept transaction, but before its ``EndTxn``, a paused owner may wake up, complete it and begin its next transaction
+under the same producer id and epoch; ``EndTxn`` then ends that one. So make sure that the former owner is dead. A state
+in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ Headers = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | N
 class TransactionalProducer:
     """One transactional producer: one transaction at a time, used by one thread at a time.
 
-    Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is missing,
-    the producer is ``doubtful`` and begins no other transaction: a late copy of the request would end that one (KAFKA-17754).
+    Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is
+    missing, the producer is ``doubtful`` and refuses to begin another transaction, which a late copy of the request
+    would end (KAFKA-17754).
 
     Args:
         kafka: librdkafka's configuration, for both Kafka clients.
         transactional_id: Kafka's ``transactional.id``, used exactly as given.
-        coordinator: Access to the coordinator; made from the configuration, and closed with the producer, if not given.
-        incarnation: Stamped in the prepared states.
+        coordinator: Access to the coordinator; if not given, made from the configuration and closed with the producer.
+        incarnation: Stamped into the prepared states.
         transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
-        call_timeout_s: How long each call may take.
-        bulk: For many messages in a transaction: only failures are reported by message, and ``prepare_transaction`` asks the
-            partitions for the first offsets. ``on_delivery`` is not offered then.
+        call_timeout_s: Seconds that each call may take.
+        bulk: For many messages in a transaction: delivery reports cover failures only, and ``prepare_transaction`` asks
+            the partitions for the first offsets. ``on_delivery`` is not available then.
         make_handle: Makes the librdkafka instance; for simulators.
 
     Raises:
@@ -101,12 +102,12 @@ class TransactionalProducer:
 
     @property
     def state(self) -> ProducerState:
-        """Where the producer is in its life."""
+        """The producer's state in its life cycle."""
         return self._instance.machine.state
 
     @property
     def doubtful(self) -> bool:
-        """Whether this producer must be thrown away: a request of it may still be on its way."""
+        """Whether this producer must be thrown away: one of its requests may still be on its way."""
         return self.state is ProducerState.DOUBTFUL
 
     @property
@@ -121,40 +122,40 @@ class TransactionalProducer:
 
     @property
     def bulk(self) -> bool:
-        """Whether it is in bulk mode."""
+        """Whether the producer is in bulk mode."""
         return self._bulk
 
     @property
     def max_message_bytes(self) -> int:
-        """The greatest key and value together that librdkafka takes (``message.max.bytes``)."""
+        """The greatest size of key and value together that librdkafka takes (``message.max.bytes``)."""
         return self._config.max_message_bytes
 
     @property
     def epoch_may_rise(self) -> bool:
-        """Whether an aborted transaction had failed, after which librdkafka may raise the epoch."""
+        """Whether a failed transaction was aborted, after which librdkafka may raise the epoch."""
         return self._instance.epoch_may_rise
 
     @property
     def pending_end(self) -> PendingEnd | None:
-        """The last transaction while its end is not known; None once the producer may go on, or if there was none."""
+        """The last transaction while its end is unknown; None once the producer may go on, or if there was none."""
         return self._instance.pending_end
 
     def note_end(self, step: EndStep) -> None:
-        """Note what was found out about :attr:`pending_end`: the producer goes on, or is doubtful.
+        """Take the next step for :attr:`pending_end`: the producer goes on, or becomes doubtful.
 
         Args:
-            step: As :func:`dualwrite.kafka.ends.ask_for_ends` gave it.
+            step: The result of :func:`dualwrite.kafka.ends.ask_for_ends`.
         """
         self._instance.note_end(step)
 
     @property
     def undecided_in(self) -> frozenset[tuple[str, int]]:
-        """Partitions in which something may be open that was aborted or never prepared, for who settles after this producer."""
+        """Partitions where an aborted or unprepared transaction may be open, for the settler after this producer."""
         return self._instance.undecided_in
 
     @property
     def prepared_state(self) -> PreparedTxnState | None:
-        """The state of the transaction that is prepared or whose commit was not answered; None where there is none."""
+        """The state of the transaction that is prepared, or whose commit was not answered; None if there is none."""
         return self._instance.transaction.prepared
 
     @property
@@ -166,21 +167,21 @@ class TransactionalProducer:
         """
         if self._timeout_ms is None:
             step = WAY_ON[ProducerState.CREATED]
-            raise IllegalStateError("no timeout is agreed on yet", transactional_id=self._id, next_step=step)
+            raise IllegalStateError("no transaction timeout is chosen yet", transactional_id=self._id, next_step=step)
         return self._timeout_ms
 
     @property
     def begun_for_s(self) -> float:
-        """Seconds since the first message or offset of this transaction, from when the broker counts; 0 if there is none."""
+        """Seconds since the first message or offset, when the broker's timeout starts; 0 if there is none."""
         return self._instance.begun_for_s
 
     def init_transactions(self, keep_prepared_txn: bool = False) -> None:  # noqa: FBT001, FBT002 - KIP-939's signature
-        """Make the producer usable; to be called first, once.
+        """Make the producer usable. Call it first, and once.
 
         Args:
-            keep_prepared_txn: Leave what an earlier producer of this id has left open. Then only ``commit_transaction``,
-                ``abort_transaction`` and ``complete_transaction`` are allowed, and nobody has been fenced yet. False aborts it,
-                and fences every earlier producer of the id.
+            keep_prepared_txn: Keep the transaction that an earlier producer of this id left open. Then only
+                ``commit_transaction``, ``abort_transaction`` and ``complete_transaction`` are allowed, and no producer
+                has been fenced yet. False aborts it, and fences every earlier producer of the id.
 
         Raises:
             ConfigurationError: The settings, rights or timeout do not fit the broker.
@@ -191,7 +192,7 @@ class TransactionalProducer:
         event = ProducerEvent.INIT_KEEPING if keep_prepared_txn else ProducerEvent.INIT
         self._check(event)
         deadline = Deadline(self._call_timeout_s)
-        # Waits for a coordinator that is being elected or is loading; librdkafka would sleep half a second for each of it.
+        # Wait here for a coordinator that is being elected or loading: librdkafka would sleep half a second each time.
         view = self._kept.look(deadline)
         if keep_prepared_txn:
             self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
@@ -203,11 +204,11 @@ class TransactionalProducer:
     def begin_transaction(self) -> None:
         """Begin a transaction. Nothing is sent until the first message.
 
-        If the end of the last one is not known in every partition yet, it is waited for.
+        Waits until the last transaction is known to have ended in every partition.
 
         Raises:
             IllegalStateError: A transaction is open, or the producer is doubtful: make a new one.
-            TransactionAborted: The last transaction has not ended everywhere, or not as it was ended here; the producer is
+            TransactionAborted: The last transaction has not ended everywhere, or not as decided here; the producer is
                 doubtful: make a new one.
             Fenced: Another owner took over.
             Unavailable: librdkafka did not answer; the producer is doubtful.
@@ -226,9 +227,9 @@ class TransactionalProducer:
         timestamp_ms: int | None = None,
         on_delivery: DeliveryCallback | None = None,
     ) -> None:
-        """Hand one message to librdkafka, which sends it in the background. Waits for room where its queue is full.
+        """Hand one message to librdkafka, which sends it in the background. Waits for room if its queue is full.
 
-        Nothing is durable on return; ``prepare_transaction`` says whether everything is.
+        Nothing is durable on return; ``prepare_transaction`` makes sure that everything is.
 
         Args:
             topic: Topic name.
@@ -236,13 +237,13 @@ class TransactionalProducer:
             key: Key; decides the partition where none is given.
             partition: Partition number.
             headers: Record headers.
-            timestamp_ms: Record timestamp in ms since 1970; the clock's if not given.
-            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. What it raises is raised
-                by that call.
+            timestamp_ms: Record timestamp in ms since 1970; the current time if not given.
+            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. That call
+                re-raises the callback's exceptions.
 
         Raises:
             IllegalStateError: No transaction is open, or it is prepared.
-            TransactionAborted: The message is refused, or an earlier one has failed: abort.
+            TransactionAborted: The message was refused, or an earlier one failed: abort.
             ConfigurationError: A right is missing: abort.
             Fenced: Another owner took over.
             Unavailable: The queue stayed full until the deadline.
@@ -264,16 +265,16 @@ class TransactionalProducer:
     def produce_many(
         self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
     ) -> None:
-        """Hand many messages to librdkafka: as `produce` for each, with less work in between.
+        """Hand many messages to librdkafka: as `produce` for each, with less overhead.
 
         Args:
-            topic: Topic name of all of them.
+            topic: Topic name of all messages.
             values: Payloads.
-            keys: As many keys; none of the messages has one if not given.
+            keys: One key per value; if not given, the messages have no keys.
 
         Raises:
             IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
-            ValueError: There are not as many keys as values; nothing was produced.
+            ValueError: The numbers of keys and values differ; nothing was produced.
         """
         self._check(ProducerEvent.PRODUCE)
         if keys is not None and len(keys) != len(values):
@@ -284,13 +285,13 @@ class TransactionalProducer:
         """Serve delivery callbacks and librdkafka's log. Not needed for correctness.
 
         Args:
-            timeout_s: How long to wait for the first event.
+            timeout_s: Seconds to wait for the first event.
 
         Returns:
-            How many events were served.
+            The number of events served.
 
         Raises:
-            IllegalStateError: The producer is closed, or was made by another process.
+            IllegalStateError: The producer is closed, or another process made it.
         """
         self._fork_guard.check()
         if self.state is ProducerState.CLOSED:
@@ -298,10 +299,10 @@ class TransactionalProducer:
         return self._instance.serve(timeout_s)
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
-        """Commit consumed offsets as a part of the transaction. They are in the broker's log on return, undecided.
+        """Commit consumed offsets as part of the transaction. They are in the broker's log on return, undecided.
 
         Args:
-            offsets: The next offset to consume, by partition.
+            offsets: The next offset to consume in each partition.
             group_metadata: ``Consumer.consumer_group_metadata()``.
 
         Raises:
@@ -317,15 +318,15 @@ class TransactionalProducer:
     def prepare_transaction(self) -> PreparedTxnState:
         """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
 
-        On return all messages are in the brokers' logs, undecided. They survive this process: another one can commit them by
-        ``init_transactions(keep_prepared_txn=True)`` and ``complete_transaction`` with the state, until the broker's
-        transaction timeout.
+        On return all messages are in the brokers' logs, undecided. They survive this process: until the broker's
+        transaction timeout, another process can commit them by ``init_transactions(keep_prepared_txn=True)`` and
+        ``complete_transaction`` with the state.
 
         Returns:
             The identity of the transaction; the empty state if nothing was written.
 
         Raises:
-            TransactionAborted: A message failed, or the broker has ended the transaction: abort.
+            TransactionAborted: A message failed, or the broker ended the transaction: abort.
             ConfigurationError: A right is missing: abort.
             Fenced: Another owner took over.
             Unavailable: Not everything was delivered by the deadline; the producer is doubtful.
@@ -335,10 +336,12 @@ class TransactionalProducer:
         return self._instance.prepare(Deadline(self._call_timeout_s))
 
     def require_still_open(self) -> None:
-        """Look whether what is prepared is still open, if nobody has looked for a second: as the last thing before a decision.
+        """Check that the prepared transaction is still open, unless checked within the last second.
+
+        Call it as the last step before a decision.
 
         Raises:
-            TransactionAborted: The broker or an operator has ended it: abort.
+            TransactionAborted: The broker or an operator ended it: abort.
             Fenced: Another owner took over.
             Unavailable: No answer in time: abort.
         """
@@ -346,14 +349,15 @@ class TransactionalProducer:
         self._instance.require_still_open(Deadline(self._call_timeout_s))
 
     def commit_transaction(self) -> None:
-        """Commit; flushes and checks the deliveries first where that was not done. Visible to consumers soon after.
+        """Commit, preparing first if ``prepare_transaction`` was not called. Consumers see the messages soon after.
 
         Raises:
-            TransactionAborted, ConfigurationError: As :meth:`prepare_transaction`, where that had not been called.
-            CompletionPending: The commit was not answered: ``prepared_state`` completes it with a new producer. The transaction
-                may be committed: do not run the work again.
-            Fenced: As above, and another owner took over, or the broker timed the transaction out; the outcome is unknown.
-            DecidedTransactionLost: A kept transaction was aborted by the broker.
+            TransactionAborted, ConfigurationError: As :meth:`prepare_transaction`, if it was not called before.
+            CompletionPending: The commit was not answered, and the transaction may be committed: complete it with a new
+                producer and ``prepared_state``, and do not run the work again.
+            Fenced: The commit failed because another owner took over, or the broker timed the transaction out; the
+                outcome is unknown.
+            DecidedTransactionLost: The broker aborted a kept transaction.
             IllegalStateError: There is nothing to commit.
         """
         self._check(ProducerEvent.COMMIT)
@@ -367,12 +371,12 @@ class TransactionalProducer:
         self._instance.commit(ProducerEvent.COMMIT, deadline)
 
     def abort_transaction(self) -> None:
-        """Abort: nothing of the transaction becomes visible. Messages get a second to arrive.
+        """Abort: nothing of the transaction becomes visible. Waits up to a second for messages in flight.
 
         Raises:
-            Unavailable: Messages were still on their way, or the abort was not answered; the producer is doubtful. Nobody can
-                commit the transaction unless its prepared state was stored.
-            Fenced: Another owner took over, and has ended the transaction.
+            Unavailable: Messages were still in flight, or the abort was not answered; the producer is doubtful. No
+                process can commit the transaction unless its prepared state was stored.
+            Fenced: Another owner took over, and ended the transaction.
             IllegalStateError: There is nothing to abort.
         """
         self._check(ProducerEvent.ABORT)
@@ -384,17 +388,19 @@ class TransactionalProducer:
             self._instance.abort(ProducerEvent.ABORT, deadline)
 
     def complete_transaction(self, state: PreparedTxnState) -> Completion:
-        """Commit if the state names what is prepared, else abort; KIP-939's recovery. Nothing ongoing: does nothing.
+        """Commit the prepared transaction if the state names it, else abort it; KIP-939's recovery.
 
-        The producer is ready for a next transaction on return. May be repeated, by other processes too.
+        Does nothing if no transaction is ongoing. On return the producer is ready for its next transaction. You may
+        repeat the call, from other processes too.
 
         Args:
-            state: What the database holds; the empty state if it holds none.
+            state: The state in the database; the empty state if it holds none.
 
         Raises:
             CompletionPending, Fenced, DecidedTransactionLost, Unavailable: As commit and abort.
             OutcomeUnverifiable: The broker refused the commit, and the log no longer shows the transaction.
-            IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` came before.
+            IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` was
+                called.
         """
         self._check(ProducerEvent.COMPLETE)
         deadline = Deadline(self._call_timeout_s)
@@ -410,12 +416,12 @@ class TransactionalProducer:
         return Completion.ABORTED
 
     def close(self) -> None:
-        """Close, without ending the transaction: what is prepared stays prepared. May be called more than once.
+        """Close without ending the transaction: what is prepared stays prepared. Idempotent.
 
-        Messages that are not delivered are given up. Returns within about two seconds.
+        Drops undelivered messages. Returns within about two seconds.
 
         Raises:
-            IllegalStateError: Called by another process than the one that made it.
+            IllegalStateError: Another process made this producer.
         """
         self._fork_guard.check()
         if self.state is ProducerState.CLOSED:

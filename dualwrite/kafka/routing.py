@@ -1,4 +1,4 @@
-"""Which broker to ask: the coordinator of a transactional id, the leader of a partition. Answers are kept until they fail."""
+"""Finds the broker to ask: a transactional id's coordinator, a partition's leader. Caches answers until they fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Leader:
 
     Attributes:
         node: The broker's id.
-        epoch: The leader epoch, by which a broker tells that we take it for what it no longer is.
+        epoch: The leader epoch, by which a broker detects that it is no longer the leader that we asked for.
     """
 
     node: int
@@ -44,8 +44,8 @@ class Topic:
     """A topic that exists.
 
     Attributes:
-        topic_id: Its id as Kafka prints it; None from a broker that knows no topic ids.
-        leaders: By partition, its leader, or None where it has none at the moment.
+        topic_id: Its id as Kafka prints it; None from a broker without topic ids.
+        leaders: Each partition's leader; None while it has none.
     """
 
     topic_id: str | None
@@ -56,7 +56,7 @@ class Coordinators:
     """The transaction coordinators.
 
     Args:
-        brokers: Whom to ask.
+        brokers: The brokers to ask.
     """
 
     def __init__(self, brokers: Brokers) -> None:
@@ -73,18 +73,19 @@ class Coordinators:
         *,
         once: bool = False,
     ) -> dict[str, Answer]:
-        """Ask the coordinators for something about each id, until all have answered.
+        """Send the coordinators a request about each id, until all have answered.
 
         Args:
             kafka_ids: The ids.
             requests: Makes the requests for the ids of one coordinator, each with the ids that it covers.
             read: Reads the response to a request that covered these ids.
-            deadline: Bounds the whole.
-            what: What is being done, for people.
-            once: Whether no request may be sent a second time. Who was not answered is missing then.
+            deadline: Covers all attempts.
+            what: The action, for error messages: "Kafka could not ``what`` in time".
+            once: Whether to send each request at most once. Ids without an answer are then missing from the result.
 
         Raises:
-            Unavailable: Not all coordinators answered in time. With ``once``: they could not be found, or none answered.
+            Unavailable: Some coordinators did not answer in time. With ``once``: they could not be found, or none
+                answered.
             ConfigurationError: A right is missing.
         """
         if not once:
@@ -140,7 +141,7 @@ class Coordinators:
                     self._known[found.key] = found.node_id
                 else:
                     failed[found.key] = why
-        lost = NotYet("the coordinator was forgotten meanwhile")
+        lost = NotYet("the coordinator's address was dropped meanwhile")
         return {key: failed[key] if key in failed else self._known.get(key, lost) for key in kafka_ids}
 
 
@@ -148,7 +149,7 @@ class Topics:
     """The topics and their leaders.
 
     Args:
-        brokers: Whom to ask.
+        brokers: The brokers to ask.
     """
 
     def __init__(self, brokers: Brokers) -> None:
@@ -161,11 +162,11 @@ class Topics:
 
         Args:
             topics: Their names.
-            deadline: Bounds the waiting.
-            fresh: Whether to ask also for those that are known: a topic may have been made anew under its name.
+            deadline: Limits the wait.
+            fresh: Whether to look up known topics again: a topic may have been recreated under its name.
 
         Raises:
-            NotYet: No broker has answered.
+            NotYet: No broker answered.
             ConfigurationError: We may not describe a topic.
         """
         known = {} if fresh else self._known
@@ -174,7 +175,7 @@ class Topics:
         return {topic: known[topic] if topic in known else asked[topic] for topic in topics}
 
     def forget(self, topics: Iterable[str]) -> None:
-        """Ask for these anew the next time."""
+        """Drop these topics from the cache."""
         gone = set(topics)
         with self._lock:
             self._known = {name: topic for name, topic in self._known.items() if name not in gone}
@@ -183,11 +184,11 @@ class Topics:
         answers = _read_topics(self._brokers.metadata(topics, deadline))
         absent = {name for name, topic in answers.items() if topic is None}
         if absent:
-            # A broker that lags behind the controller may not have heard of a topic. What does not exist is known to none.
+            # A broker that lags behind the controller may not know a new topic. It is absent if no broker knows it.
             for node in self._brokers.nodes(deadline):
                 elsewhere = _read_topics(self._brokers.metadata(absent, deadline, node=node))
                 answers |= {name: topic for name, topic in elsewhere.items() if topic is not None}
-        with self._lock:  # replaced, not changed: it is read without the lock
+        with self._lock:  # replace the mapping instead of changing it: readers do not take the lock
             self._known = {
                 **self._known,
                 **{name: topic for name, topic in answers.items() if isinstance(topic, Topic)},

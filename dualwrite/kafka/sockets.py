@@ -1,6 +1,6 @@
-"""The sockets of kafka-python's connections: of the address family asked for, closed when they cannot connect, read to the end.
+"""Sockets for kafka-python: of the configured address family, closed when they fail to connect, and read to the end.
 
-kafka-python picks the maker of its sockets by the scheme of a proxy's address.
+kafka-python chooses its socket factory by the scheme of a proxy's address.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kafka.net.inet import KafkaNetSocket
 
 _FAMILIES: Final = {"any": socket.AF_UNSPEC, "v4": socket.AF_INET, "v6": socket.AF_INET6}
 FAMILIES: Final = tuple(_FAMILIES)
-"""librdkafka's values of ``broker.address.family``."""
+"""librdkafka's values for ``broker.address.family``."""
 
 
 class _ReadToTheEnd(Socket):
-    """Tells that the other side has closed only when it is asked again.
+    """Reports the peer's close only on the next read.
 
-    kafka-python throws away what it has just read if the end follows at once. A broker that refuses a login says why and
-    closes, so the reason would be lost, and the login tried for ever.
+    kafka-python discards the data that it has just read if the end of the stream follows at once. A broker that refuses
+    a login says why and closes, so the reason would be lost and the login retried forever.
     """
 
     _has_read = False
@@ -36,10 +36,10 @@ class _ReadToTheEnd(Socket):
 
 
 class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
-    """An encrypted socket, closed when the handshake fails and read to the end; see ``ssl.SSLContext.sslsocket_class``."""
+    """A TLS socket, closed if the handshake fails, and read to the end; see ``ssl.SSLContext.sslsocket_class``."""
 
     def do_handshake(self, block: bool = False) -> None:  # noqa: FBT001, FBT002 - the signature of the standard library
-        """Shake hands, or close the socket."""
+        """Perform the TLS handshake; close the socket if it fails."""
         try:
             super().do_handshake(block)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -49,7 +49,7 @@ class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
             raise
 
     def __del__(self) -> None:
-        # kafka-python's loop drops the socket of a handshake that it is in the middle of when it is closed.
+        # kafka-python's loop, when closed during a handshake, drops the socket without closing it.
         self.close()
 
 
@@ -57,7 +57,7 @@ class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no t
     """Makes sockets that connect directly, without a proxy.
 
     Args:
-        proxy_url: What `address_of` gives.
+        proxy_url: The result of `address_of`.
     """
 
     SCHEMES: Final = tuple(f"dualwrite-{family}" for family in FAMILIES)
@@ -66,16 +66,16 @@ class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no t
         self._family = _FAMILIES[proxy_url.removeprefix("dualwrite-").removesuffix("://")]
 
     def dns_lookup(self, host: str, port: int, raise_error: bool = False) -> list[tuple[Any, ...]]:  # noqa: FBT001, FBT002 - kafka-python's signature
-        """The addresses of a broker, those of the family."""
+        """The addresses of a broker that belong to the family."""
         found = super().dns_lookup(host, port, raise_error)
         return [address for address in found if self._family in {socket.AF_UNSPEC, address[0]}]
 
     def socket(self, family: int, sock_type: int, proto: int) -> Socket:
-        """A socket that is read to the end."""
+        """Make a socket that is read to the end."""
         return _ReadToTheEnd(family, sock_type, proto)
 
     async def sock_connect(self, net: object, sock: Socket, sockaddr: object, timeout_at: float | None = None) -> Any:
-        """Connect, or close the socket."""
+        """Connect; close the socket if that fails."""
         try:
             return await super().sock_connect(net, sock, sockaddr, timeout_at=timeout_at)
         except BaseException:
@@ -84,5 +84,5 @@ class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no t
 
 
 def address_of(family: str) -> str:
-    """kafka-python's ``proxy_url`` that means no proxy, and this address family."""
+    """The ``proxy_url`` that makes kafka-python connect directly, in this address family."""
     return f"dualwrite-{family}://"

@@ -34,7 +34,7 @@ _TRUE, _FALSE = frozenset({"true", "t", "1"}), frozenset({"false", "f", "0"})
 
 
 def check(settings: Mapping[str, str]) -> None:
-    """Refuse what contradicts itself, without reading a file.
+    """Refuse contradictory settings, without reading a file.
 
     Args:
         settings: The keys of :data:`KEYS` that are set.
@@ -56,13 +56,13 @@ def check(settings: Mapping[str, str]) -> None:
 
 
 def context(settings: Mapping[str, str]) -> ssl.SSLContext:
-    """The context that verifies brokers, and shows our certificate, as librdkafka does with the same settings.
+    """The context that verifies brokers and presents our certificate as librdkafka does with the same settings.
 
     Args:
         settings: The keys of :data:`KEYS` that are set, checked.
 
     Raises:
-        ConfigurationError: A file cannot be read, is not PEM, or a key does not fit its certificate or password.
+        ConfigurationError: A file cannot be read, is not PEM, or a key does not match its certificate or password.
     """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -92,7 +92,7 @@ def _load_authorities(made: ssl.SSLContext, settings: Mapping[str, str]) -> None
     if "ssl.ca.pem" in settings:
         with _naming("ssl.ca.pem"):
             made.load_verify_locations(cadata=settings["ssl.ca.pem"])
-    elif location == "probe":  # librdkafka's word for the system's own store, and its default
+    elif location == "probe":  # librdkafka's name for the system's store, and its default
         made.load_default_certs()
     else:
         with _naming("ssl.ca.location"):
@@ -102,7 +102,7 @@ def _load_authorities(made: ssl.SSLContext, settings: Mapping[str, str]) -> None
 
 def _load_own_certificate(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
     def missing_password() -> str:
-        # Without a function OpenSSL would ask for it on the terminal.
+        # Without a callback OpenSSL would ask for the password on the terminal.
         raise ConfigurationError("Kafka setting 'ssl.key.password' is missing: the client's key is encrypted")
 
     password = settings.get("ssl.key.password", missing_password)
@@ -119,7 +119,7 @@ def _naming(key: str) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError as error:
-        reason = getattr(error, "reason", None) or error.args[-1]  # some have no reason, not even an empty one
+        reason = getattr(error, "reason", None) or error.args[-1]  # some errors lack the attribute
         raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {reason}") from error
     except OSError as error:
         raise ConfigurationError(f"Kafka setting '{key}': the file cannot be read: {error.strerror}") from error
@@ -127,12 +127,12 @@ def _naming(key: str) -> Iterator[None]:
 
 @contextmanager
 def _file(settings: Mapping[str, str], kind: str) -> Iterator[str]:
-    """A path for what Python's ``ssl`` takes from files only."""
+    """A path to the setting's PEM: Python's ``ssl`` takes certificates and keys from files only."""
     if f"ssl.{kind}.location" in settings:
         yield settings[f"ssl.{kind}.location"]
         return
     pem = settings[f"ssl.{kind}.pem"].encode()
-    if hasattr(os, "memfd_create"):  # a key that was given in memory stays there, even if we are killed now
+    if hasattr(os, "memfd_create"):  # a key given in memory stays off the disk, even if this process is killed now
         descriptor = os.memfd_create("pem")
         try:
             os.write(descriptor, pem)

@@ -1,8 +1,8 @@
-"""How long the broker lets a transaction stay open: the one bound on the guarantee that a stock broker sets.
+"""The transaction timeout: the one limit that a stock broker sets to the guarantee.
 
-A prepared transaction whose owner is dead waits for somebody to settle it. The broker aborts it when its timeout has passed,
-also one that the database has decided. Only 2147483647 ms never expires (KIP-939); librdkafka cannot ask for that, its
-check against ``socket.timeout.ms`` overflows. The greatest that works is 100 ms less: 24.8 days.
+A prepared transaction whose owner is dead waits for a settler. The broker aborts it after its timeout, even if the
+database has decided it. Only 2147483647 ms never expires (KIP-939); librdkafka cannot ask for that, since its check
+against ``socket.timeout.ms`` overflows. The greatest value that works is 100 ms less: 24.8 days.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ LEAST_TIMEOUT_MS = 1000
 GREATEST_TIMEOUT_MS = 2_147_483_547
 """The greatest ``transaction.timeout.ms`` that librdkafka takes."""
 NEVER_MS = 2_147_483_647
-"""The value for the broker's ``transaction.max.timeout.ms`` that leaves the choice to us."""
+"""The value for the broker's ``transaction.max.timeout.ms`` that leaves the choice to this library."""
 BROKER_DEFAULT_MS = 900_000
-"""A broker's own default, used where its setting may not be read."""
+"""The broker's default, assumed if we may not read its setting."""
 
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
 def choose_transaction_timeout_ms(requested_ms: int | None, broker_maximum_ms: int | None) -> int:
-    """The ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works. Pure.
+    """Choose the ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works.
 
     Args:
-        requested_ms: What the user has set; None for the greatest possible.
-        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None where it cannot be read.
+        requested_ms: The user's value; None for the greatest possible.
+        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None if it cannot be read.
 
     Raises:
         ConfigurationError: The user's value is above what librdkafka or the broker allows, or not positive.
@@ -56,7 +56,7 @@ def choose_transaction_timeout_ms(requested_ms: int | None, broker_maximum_ms: i
 def warn_if_bounded(
     requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, cluster_id: str, transactional_id: str
 ) -> None:
-    """Warn, once in this process for a cluster, where the broker and not the user bounds the guarantee."""
+    """Warn, once per process and cluster, if the broker and not the user limits the guarantee."""
     if requested_ms is not None or chosen_ms >= GREATEST_TIMEOUT_MS:
         return
     with _warned_lock:
@@ -66,11 +66,11 @@ def warn_if_bounded(
     why = (
         f"The brokers' transaction.max.timeout.ms is {broker_maximum_ms}"
         if broker_maximum_ms is not None
-        else f"The brokers' transaction.max.timeout.ms cannot be read, so their default of {chosen_ms} is taken"
+        else f"The brokers' transaction.max.timeout.ms cannot be read, so their default of {chosen_ms} is assumed"
     )
     logger.warning(
-        "%s: %s: a decided transaction that is not completed within %.0f s (its owner dead, nobody recovering) is aborted by "
-        "the broker and LOST. Set transaction.max.timeout.ms=%d on the brokers",
+        "%s: %s: if a decided transaction is not completed within %.0f s (owner dead, no recovery run), the broker "
+        "aborts it and it is LOST. Set transaction.max.timeout.ms=%d on the brokers",
         transactional_id,
         why,
         chosen_ms / 1000,
@@ -81,10 +81,10 @@ def warn_if_bounded(
 def agree_on_transaction_timeout_ms(
     coordinator: TransactionCoordinator, requested_ms: int | None, transactional_id: str, deadline: Deadline
 ) -> int:
-    """Ask the brokers for their maximum, choose, and warn where it is short.
+    """Ask the brokers for their maximum, choose the timeout, and warn if it is short.
 
     Raises:
-        ConfigurationError: The user's value is above the maximum.
+        ConfigurationError: The user's value exceeds the maximum.
         Unavailable: The brokers did not answer in time.
     """
     maximum_ms = coordinator.max_transaction_timeout_ms(deadline)

@@ -51,7 +51,7 @@ def test_it_is_noticed_whatever_the_user_wants_to_hear(dualwrite_kafka, engine, 
 def test_nothing_is_decided_when_it_is_noticed_later(dualwrite_kafka, kafka, engine, orders, dualwrite_topic):
     """As after an abort, when librdkafka raises the epoch."""
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-        with pytest.raises(TransactionAborted, match="may yet come"), writer.transaction() as tx:
+        with pytest.raises(TransactionAborted, match="may still arrive"), writer.transaction() as tx:
             tx.produce(dualwrite_topic, value="1", partition=0)
             tx.connection.execute(insert(orders).values(id=1))
             tx._dual_write._lane.producer._instance._handle._log.init_unanswered = True

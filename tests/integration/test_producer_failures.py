@@ -209,7 +209,7 @@ def test_an_abort_with_messages_on_their_way_costs_the_producer(make_producer, p
     held.wait()
     late = threading.Timer(1.5, held.release)
     late.start()
-    with pytest.raises(Unavailable, match="still on their way"):
+    with pytest.raises(Unavailable, match="still in flight"):
         producer.abort_transaction()
     late.join()
     assert producer.doubtful

@@ -67,7 +67,7 @@ def test_one_whose_coordinator_does_not_show_it_there_counts_while_its_leader_do
 
 def test_what_belongs_to_no_writer_has_another_way_on():
     assert "find-hanging" in str(BlockingTransaction("t", 0, 1, 7, 0))
-    assert "after its timeout" in str(BlockingTransaction("t", 0, 1, 7, 0, "orders.x.1", 1000))
+    assert "transaction timeout will end it" in str(BlockingTransaction("t", 0, 1, 7, 0, "orders.x.1", 1000))
 
 
 @pytest.fixture
