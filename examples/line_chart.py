@@ -1,4 +1,4 @@
-"""Line charts as plain SVG, made by hand: no library needed, and the same picture from the same figures every time."""
+"""Line charts as plain SVG, without a library: the same figures always give the same picture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Axis:
     """One axis.
 
     Attributes:
-        low: Where it begins; greater than 0 if it is logarithmic.
-        high: Where it ends.
-        ticks: Where a line and a number stand.
-        log: Whether it is logarithmic.
-        shown: How a number is written.
+        low: The least value; greater than 0 if the axis is logarithmic.
+        high: The greatest value.
+        ticks: The values with a line and a number.
+        log: Whether the axis is logarithmic.
+        shown: Formats a number.
     """
 
     low: float
@@ -33,7 +33,7 @@ class Axis:
     shown: Callable[[float], str] = "{:g}".format
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high one."""
+        """The position of a value: 0 at the low end, 1 at the high one."""
         value = min(max(value, self.low), self.high)
         if self.log:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -50,7 +50,7 @@ def linear(values: Sequence[float], shown: Callable[[float], str] = "{:,.10g}".f
 
 
 def logarithmic(values: Sequence[float], shown: Callable[[float], str] = "{:,.10g}".format) -> Axis:
-    """An axis over whole powers of ten that holds every value above 0."""
+    """An axis over whole powers of ten that covers every value above 0."""
     found = [value for value in values if value > 0] or [1.0]
     first = math.floor(math.log10(min(found)) + 1e-9)
     last = max(math.ceil(math.log10(max(found)) - 1e-9), first + 1)
@@ -58,13 +58,13 @@ def logarithmic(values: Sequence[float], shown: Callable[[float], str] = "{:,.10
 
 
 def line_chart(series: Mapping[str, Points], x: Axis, y: Axis, *, title: str = "", dots: bool = False) -> str:
-    """The chart: one line a series, with its name below.
+    """Draw the chart: one line for each series, with its name below.
 
     Args:
-        series: By name, the points (x, y) in the order in which they are joined.
-        x: The axis to the right.
-        y: The axis upwards.
-        title: What it shows, above.
+        series: The points (x, y) by name, in the order in which a line joins them.
+        x: The horizontal axis.
+        y: The vertical axis.
+        title: The title above the chart.
         dots: Mark each point.
     """
 

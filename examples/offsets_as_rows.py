@@ -1,4 +1,4 @@
-"""Consume, transform, write to both sides, with the offsets kept as rows: a member that was taken over writes nothing twice.
+"""Consume, transform, write to both sides, with offsets kept as rows: a member that lost its partition writes nothing twice.
 
 Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
 ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name.
@@ -41,11 +41,11 @@ OFFSETS = Table(
 
 
 class TakenOver(Exception):
-    """Another member has written what we have read: abort, and go on from the row."""
+    """Another member has written what this one has read: abort, and continue from the row."""
 
 
 def first_offset(engine: Engine, topic: str, partition: int) -> int:
-    """Where to go on; the row is made where there is none."""
+    """The offset to continue from; inserts the row if there is none."""
     made = postgresql.insert(OFFSETS).values(topic=topic, partition=partition, next_offset=0).on_conflict_do_nothing()
     found = select(OFFSETS.c.next_offset).where(OFFSETS.c.topic == topic, OFFSETS.c.partition == partition)
     with engine.begin() as connection:
@@ -54,7 +54,7 @@ def first_offset(engine: Engine, topic: str, partition: int) -> int:
 
 
 def move_offset(connection: Connection, topic: str, partition: int, *, expected: int, to: int) -> None:
-    """Move the offset on condition that nobody else has: an upsert would let a member that was taken over write twice."""
+    """Move the offset only if no other member has: after an upsert, a member that lost its partition would write twice."""
     moved = connection.execute(
         update(OFFSETS)
         .where(OFFSETS.c.topic == topic, OFFSETS.c.partition == partition, OFFSETS.c.next_offset == expected)
@@ -73,7 +73,7 @@ class Member:
         self._next: dict[tuple[str, int], int] = {}  # as the rows say, by partition
         self.writer = DualWriter(name, kafka=kafka, engine=engine)
         self.writer.open()
-        # Short time-outs, to see a member taken over within seconds.
+        # Short time-outs, so that another member takes over within seconds.
         timeouts = {"session.timeout.ms": 6000, "max.poll.interval.ms": 6000}
         # The rows are the offsets; nothing is committed to Kafka.
         self.consumer = Consumer({**kafka, **timeouts, "group.id": source, "enable.auto.commit": False})
@@ -85,14 +85,14 @@ class Member:
         consumer.assign(partitions)
 
     def read(self, count: int) -> list[Message]:
-        """Read so many messages."""
+        """Read this number of messages."""
         messages: list[Message] = []
         while len(messages) < count:
             messages += [one for one in self.consumer.consume(count - len(messages), 1.0) if one.error() is None]
         return messages
 
     def write(self, messages: list[Message]) -> None:
-        """Rows, messages and offsets: all of it or nothing.
+        """Write rows, messages and offsets: all of them or none.
 
         Raises:
             TakenOver: Nothing is written; the partitions belong to another member.
@@ -114,7 +114,7 @@ class Member:
 
 
 def main() -> None:
-    """A member reads and stands still; another one takes over; the first one wakes up and tries to write."""
+    """Pause a member after it has read, let another one take over, then let the first one try to write."""
     with EmbeddedKafka() as servers, EmbeddedPostgres() as postgres:
         kafka, url = servers.client_config(), postgres.create_database()
         source, target = (
@@ -131,7 +131,7 @@ def main() -> None:
 
         slow = Member(f"{source}-0", kafka, engine, source, target)
         read = slow.read(10)
-        print("member 0 has read 10 messages, and stands still")
+        print("member 0 has read 10 messages, and pauses")
         quick = Member(f"{source}-1", kafka, engine, source, target)
         quick.write(quick.read(20))
         print("member 1 has taken over, and written 20")
@@ -139,7 +139,7 @@ def main() -> None:
             slow.write(read)
             print("member 0 has written 10")
         except TakenOver:
-            print("member 0 was taken over: it writes nothing, and goes on from the row")
+            print("member 0 was taken over: it writes nothing, and continues from the row")
         slow.close()
         quick.close()
 

@@ -30,7 +30,7 @@ class Order(Base):
 
 
 class OutOfStockError(Exception):
-    """There is not enough of it."""
+    """There are not enough items in stock."""
 
 
 def place_order(writer: DualWriter, topic: str, item: str, quantity: int, in_stock: int) -> int:
@@ -38,10 +38,10 @@ def place_order(writer: DualWriter, topic: str, item: str, quantity: int, in_sto
     with writer.transaction() as tx:
         order = Order(item=item, quantity=quantity)
         tx.session.add(order)
-        tx.session.flush()  # the database gives the order its number
+        tx.session.flush()  # the database assigns the order its number
         event = {"order": order.id, "item": item, "quantity": quantity}
         tx.produce(topic, key=str(order.id), value=json.dumps(event))
-        if quantity > in_stock:  # found out late: the row is inserted and the message is sent
+        if quantity > in_stock:  # noticed late: the row is inserted and the message is sent
             raise OutOfStockError(f"{quantity} x {item}")
     return order.id
 

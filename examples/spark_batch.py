@@ -1,4 +1,4 @@
-"""All flights of a year into a topic and a table, by one Spark job that may be run again.
+"""Write all flights of a year to a topic and a table, with a Spark job that may run again.
 
 Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
 ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name.

@@ -1,4 +1,4 @@
-"""A stream of flights whose driver dies in the middle; started again, it writes what is missing, and nothing twice.
+"""A stream of flights whose driver dies in the middle; after a restart it writes what is missing, and nothing twice.
 
 Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
 ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name.
@@ -23,11 +23,11 @@ from dualwrite.sinks.spark import foreach_batch
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 STREAMED = 40_000
-"""So many flights, as five files, each a micro-batch."""
+"""Number of flights, in five files, each a micro-batch."""
 
 
 def run_query(bootstrap_servers: str, url: str, topic: str, directory: str) -> None:
-    """Write every file that is not yet written, a micro-batch for each, and end."""
+    """Write every file that is not written yet, one micro-batch for each, and end."""
     spark = start_spark()
     source = f"{directory}/source"
     query = (
@@ -64,7 +64,7 @@ def main() -> None:
         write_parquet(read_flights().slice(0, STREAMED), Path(directory) / "source", files=5)
         arguments = [sys.executable, __file__, kafka.bootstrap_servers, url, topic, directory]
 
-        # The fail point makes the driver send SIGKILL to itself, after the third micro-batch, before Spark has noted it.
+        # The fail point makes the driver send SIGKILL to itself after the third micro-batch, before Spark has recorded it.
         first = subprocess.run(arguments, env={**os.environ, "DUALWRITE_FAILPOINT": "spark.driver_done:3"}, check=False)
         assert first.returncode == -signal.SIGKILL
         with engine.connect() as connection:

@@ -23,7 +23,7 @@ PAYMENTS = Table("payments", METADATA, Column("id", Integer, primary_key=True))
 
 
 def serve(bootstrap_servers: str, url: str, topic: str) -> None:
-    """The service: one dual write."""
+    """Run the service: one dual write."""
     with (
         DualWriter("payments", kafka={"bootstrap.servers": bootstrap_servers}, engine=url) as writer,
         writer.transaction() as tx,
@@ -33,11 +33,11 @@ def serve(bootstrap_servers: str, url: str, topic: str) -> None:
 
 
 def on_startup(kafka: dict[str, str], url: str) -> list[str]:
-    """The start-up hook: settle what dead processes have left, for all ids that begin so.
+    """The start-up hook: settle what dead processes left behind, for all ids with the prefix.
 
-    A ``DualWriter`` does it for its own id when it is opened. The hook is for ids whose writer does not come back: a worker
-    that was scaled away, a job that has run for the last time. Where other members of the service are at work, leave
-    ``open_for_s`` at its 60 seconds: recovery fences a writer whose transaction it finds open.
+    Opening a ``DualWriter`` does this for its own id. The hook is for ids whose writer does not come back: a worker that was
+    scaled down, a job that has run for the last time. If other members of the service are running, keep the default
+    ``open_for_s`` of 60 seconds: recovery fences a writer whose open transaction it settles.
     """
     return recover(prefix="payments", open_for_s=0, kafka=kafka, engine=url).rolled_forward
 

@@ -1,9 +1,9 @@
-"""Draw how many rows a second Spark sinks have written, from the ledger alone: batches, streams, of any age.
+"""Draw how many rows per second Spark sinks have written, from the ledger alone: batches and streams, of any age.
 
     python examples/throughput.py --url postgresql+psycopg://db/air --sink flights --out throughput.svg
 
-A batch counts from its start until the database had decided on all of it; batches at the same time add up. So the area below
-a line is the number of rows. What was written before the ledger noted when a batch began is left out.
+A batch counts from its start until the database had decided on all of it; concurrent batches add up. So the area under a
+line is the number of rows. Batches for which the ledger has no start time are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORTEST_S = 0.001
 
 
 def timed(batches: Sequence[Batch]) -> list[tuple[Batch, datetime, float]]:
-    """The batches that are decided and have a start, with it and with the seconds that they took."""
+    """The decided batches with a start time, each with that time and its duration in seconds."""
     return [
         (batch, batch.started_at, max(batch.decided_after_s, SHORTEST_S))
         for batch in batches
@@ -33,7 +33,7 @@ def timed(batches: Sequence[Batch]) -> list[tuple[Batch, datetime, float]]:
 
 
 def rates(batches: Sequence[Batch], begun: datetime) -> Points:
-    """Rows a second over the seconds since then: two points where the rate changes."""
+    """Rows per second over the seconds since ``begun``: two points where the rate changes."""
     changes: dict[float, float] = defaultdict(float)
     for batch, started_at, took_s in timed(batches):
         start_s = (started_at - begun).total_seconds()
@@ -48,14 +48,14 @@ def rates(batches: Sequence[Batch], begun: datetime) -> Points:
 
 
 def picture(batches: Sequence[Batch]) -> str:
-    """The picture as SVG, one line a sink.
+    """The picture as SVG, one line for each sink.
 
     Raises:
         SystemExit: There is nothing to draw.
     """
     drawn = timed(batches)
     if not drawn:
-        raise SystemExit("no batch is decided of which the ledger knows when it began")
+        raise SystemExit("no decided batch has a start time in the ledger")
     begun = min(started_at for _, started_at, _ in drawn)
     sinks = sorted({batch.sink for batch, _, _ in drawn})
     series = {sink: rates([batch for batch, _, _ in drawn if batch.sink == sink], begun) for sink in sinks}
@@ -73,9 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = os.environ.get("DUALWRITE_DATABASE_URL")
     parser.add_argument("--url", default=url, required=url is None, help="or DUALWRITE_DATABASE_URL")
-    parser.add_argument("--schema", help="of the library's tables")
-    parser.add_argument("--sink", help="only this one")
-    parser.add_argument("--last", type=int, help="only so many batches, the newest")
+    parser.add_argument("--schema", help="schema of the library's tables")
+    parser.add_argument("--sink", help="only this sink")
+    parser.add_argument("--last", type=int, help="only this number of batches, the newest")
     parser.add_argument("--out", type=Path, default=Path("throughput.svg"))
     arguments = parser.parse_args()
     engine = create_engine(arguments.url)

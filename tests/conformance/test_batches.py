@@ -297,5 +297,5 @@ def test_the_picture_holds_the_rows_of_the_ledger(
 
 def test_a_ledger_without_moments_gives_no_picture(database: Database, engine: Engine, ledger: Ledger) -> None:
     record(engine, ledger, "old", WHOLE_BATCH, rows=3)
-    with pytest.raises(SystemExit, match="no batch is decided"):
+    with pytest.raises(SystemExit, match="no decided batch"):
         throughput.picture(read_batches(engine, schema=database.schema))

@@ -32,9 +32,9 @@ recovered: ['payments'] rolled forward
 rows [1], messages [1]
 """,
     "offsets_as_rows.py": """\
-member 0 has read 10 messages, and stands still
+member 0 has read 10 messages, and pauses
 member 1 has taken over, and written 20
-member 0 was taken over: it writes nothing, and goes on from the row
+member 0 was taken over: it writes nothing, and continues from the row
 rows: 20, messages: 20, written twice: 0
 """,
     "kip939_recipe.py": """\
