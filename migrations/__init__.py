@@ -1,6 +1,7 @@
-"""The library's Alembic migrations, with a version table of their own (``dualwrite_version``).
+"""The library's Alembic migrations, with their own version table (``dualwrite_version``).
 
-By command: ``dualwrite migrate --url ... [--schema S] [--sql]``. From an application's own Alembic, inside a revision::
+On the command line: ``dualwrite migrate --url ... [--schema S] [--sql]``. From an application's Alembic, in a
+revision::
 
     import dualwrite.migrations
 
@@ -10,12 +11,12 @@ By command: ``dualwrite migrate --url ... [--schema S] [--sql]``. From an applic
     def downgrade():
         dualwrite.migrations.downgrade(op.get_bind(), "base", schema=None)
 
-and, so that ``alembic revision --autogenerate`` does not want to drop tables that it does not know, in ``env.py``::
+and, so that ``alembic revision --autogenerate`` does not drop the library's tables, in ``env.py``::
 
     context.configure(..., include_name=dualwrite.migrations.include_name)
 
-Each migration takes its ``Operations`` and the schema as arguments instead of Alembic's global ``op``: so it can run inside
-another Alembic's migration, which that global belongs to.
+Each migration takes its ``Operations`` and the schema as arguments instead of using Alembic's global ``op``: it may run
+inside an application's migration, to which that global belongs.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ _LOCK: Final = 0x6475616C77726974  # "dualwrit": one migration at a time
 
 
 def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None = None) -> None:
-    """Make the tables, or bring them up to that revision. Does nothing where they are there already.
+    """Make the tables, or upgrade them to that revision. Does nothing if they are already there.
 
-    Inside a transaction of the caller's, the caller commits; otherwise it is done in one transaction. Two at a time wait for
-    each other.
+    Inside the caller's transaction, the caller commits; otherwise the migrations run in one transaction of their own.
+    Concurrent migrations run one after the other.
 
     Args:
-        connection: To the database, with the right to create tables.
+        connection: A connection with the right to create tables.
         revision: Number of a migration, or ``head``.
-        schema: The database schema to make them in; it is created where it is missing. None for the default one.
+        schema: The database schema for the tables, created if missing; None for the default one.
 
     Raises:
-        ConfigurationError: A right is missing; the tables are newer than this library; there is no such revision.
+        ConfigurationError: A right is missing, the tables are newer than this library, or there is no such revision.
         Unavailable: The database does not answer.
     """
     _migrate(connection, "upgrade", revision, schema)
 
 
 def downgrade(connection: Connection, revision: str, *, schema: str | None = None) -> None:
-    """Go back to that revision. To ``base`` drops the tables, with everything that recovery needs to know.
+    """Go back to that revision. ``base`` drops the tables, and with them everything that recovery needs.
 
     Arguments, transactions and errors as in :func:`upgrade`.
     """
@@ -74,7 +75,7 @@ def downgrade(connection: Connection, revision: str, *, schema: str | None = Non
 
 
 def current_revision(connection: Connection, *, schema: str | None = None) -> str | None:
-    """The revision that the database is at; None where nothing was made yet."""
+    """The database's current revision; None if there are no tables yet."""
     return _context(connection, schema).get_current_revision()
 
 
@@ -86,17 +87,17 @@ def sql_script(
     schema: str | None = None,
     direction: Direction = "upgrade",
 ) -> str:
-    """What :func:`upgrade` or :func:`downgrade` would execute, as a script for the database's own shell.
+    """The SQL that :func:`upgrade` or :func:`downgrade` would execute, as a script for the database's own shell.
 
     Args:
-        url: Only the kind of database is taken from it; nothing connects.
-        revision: Where to go.
-        start: Where the database is.
+        url: Names the kind of database; nothing connects.
+        revision: The target revision.
+        start: The database's current revision.
         schema: As in :func:`upgrade`.
         direction: ``upgrade`` or ``downgrade``.
 
     Raises:
-        ConfigurationError: There is no such revision, or no way between the two; or the URL cannot be used.
+        ConfigurationError: There is no such revision, or no path between the two, or the URL cannot be used.
     """
     output = io.StringIO()
     dialect = kind_of(url)
@@ -111,13 +112,13 @@ def sql_script(
 
 
 def include_name(name: str | None, type_: str, parent_names: ParentNames) -> bool:
-    """For ``include_name`` of an application's Alembic: leaves the library's tables out of its autogeneration."""
+    """Use as ``include_name`` in an application's Alembic: excludes the library's tables from autogeneration."""
     del parent_names
     return not (type_ == "table" and name in OWN_TABLES)
 
 
 def include_own_name(name: str | None, type_: str, parent_names: ParentNames) -> bool:
-    """The other way round: only the library's tables. For comparing them with what is declared."""
+    """Include only the library's tables, to compare them with the declared ones."""
     del parent_names
     return type_ != "table" or (name in OWN_TABLES and name != VERSION_TABLE)
 
@@ -138,7 +139,7 @@ def _migrate(connection: Connection, direction: Direction, revision: str, schema
 
 @contextmanager
 def _in_transaction(connection: Connection) -> Iterator[None]:
-    """The caller's transaction, or one of our own; on SQLite a real one, which its driver does not begin for DDL."""
+    """The caller's transaction, or a new one. On SQLite, begin it explicitly: the driver begins none for DDL."""
     if connection.in_transaction():
         yield
         return
@@ -156,7 +157,7 @@ def _options(schema: str | None, **options: object) -> dict[str, object]:
     return {
         "version_table": VERSION_TABLE,
         "version_table_schema": schema,
-        "transactional_ddl": True,  # SQLite too: the transaction is begun explicitly
+        "transactional_ddl": True,  # on SQLite too, since the transaction begins explicitly
         **options,
     }
 
@@ -164,7 +165,7 @@ def _options(schema: str | None, **options: object) -> dict[str, object]:
 def _steps(
     direction: Direction, revision: str
 ) -> Callable[[tuple[str, ...], MigrationContext], Iterable[MigrationStep]]:
-    """What Alembic asks for once it knows where the database is: the migrations to run, in order."""
+    """The function that gives Alembic the migrations to run, in order, once it knows the database's revision."""
     scripts = ScriptDirectory(Path(__file__).parent)
     ordered = list(reversed(list(scripts.walk_revisions())))
     places = {

@@ -1,4 +1,4 @@
-"""The view that shows the ledger batch by batch, as the migrations make and change it."""
+"""Makes and changes the view that shows the ledger batch by batch, for the migrations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from alembic.operations import Operations
 
-# The ledger's row -1 stands for all of a batch that is decided as one, -2 for the beginning of a batch.
+# In the ledger, row -1 stands for a whole batch decided at once, row -2 for the beginning of a batch.
 _VIEW: Final = """
 {create} VIEW {view} AS
 SELECT sink, batch_id,
@@ -40,10 +40,10 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
     """Make the view.
 
     Args:
-        op: Of the migration.
-        schema: Where the tables are.
-        failed: Whether it shows batches whose last run has failed, and a batch that is decided as one before its decision.
-        replace: Whether it is there already, with fewer columns. Where the database can, its grants stay.
+        op: The migration's operations.
+        schema: The schema of the tables.
+        failed: Whether the view shows batches whose last run failed, and undecided batches that are decided as a whole.
+        replace: Whether the view exists already, with fewer columns. Its grants stay where the database allows it.
     """
     prefix = prefix_of(op, schema)
     view = f"{prefix}dualwrite_batch"
@@ -55,7 +55,7 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
     else:
         if replace:
             drop_batch_view(op, schema)
-        # Unqualified: SQLite binds it to the view's own database, which may be attached under another name next time.
+        # Unqualified: SQLite resolves it in the view's own database, which may be attached by another name next time.
         ledger, seconds = "dualwrite_ledger", "(julianday({later}) - julianday(started_at)) * 86400.0"
     op.execute(
         _VIEW.format(
@@ -64,7 +64,7 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
             ledger=ledger,
             decided_after_s=seconds.format(later="decided_at"),
             completed_after_s=seconds.format(later="completed_at"),
-            # A batch that is decided as one begins again with each run of it.
+            # A batch decided as a whole begins again with each run.
             started_at=f"COALESCE(MAX(CASE WHEN partition_id = -1 THEN started_at END), {_STARTED})"
             if failed
             else _STARTED,
@@ -82,7 +82,7 @@ def drop_batch_view(op: Operations, schema: str | None) -> None:
 
 
 def prefix_of(op: Operations, schema: str | None) -> str:
-    """Of names in that schema, quoted."""
+    """The quoted prefix of names in that schema."""
     if schema is None:
         return ""
     return f"{op.get_context().dialect.identifier_preparer.quote_schema(schema)}."

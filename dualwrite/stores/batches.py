@@ -1,4 +1,4 @@
-"""The ledger batch by batch, as the view ``dualwrite_batch`` shows it: for people, and for pictures. Nothing rests on it."""
+"""The ledger batch by batch, from the view ``dualwrite_batch``: for people and charts. The protocol never reads it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dualwrite.stores.tables import declare_tables
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one sink. All moments are of the database's clock.
+    """One batch of one sink. All times are by the database's clock.
 
     Attributes:
         sink: Name of the sink.
         batch_id: Name of the batch.
-        phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and the
-            driver has noted so; ``failed``: something is missing, and the last run that ended has failed. A batch that was
-            completed by somebody else (``dualwrite recover``) stays ``decided``, one whose driver was killed ``writing``; see
-            :func:`read_nobody_at_work`.
-        partition_count: How many partitions it has, those without rows not counted where it is decided as one; 1 until that
-            is decided.
-        written_partitions: How many of them are committed.
-        row_count: Rows that are committed.
-        message_count: Messages in the transactions that are decided.
-        started_at: When its first task, or its driver, began; None where no table knows.
-        decided_at: When the last of it was committed; None while something is missing.
-        completed_at: When the driver saw that Kafka has all of it; None where that was not noted.
+        phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and
+            the driver has recorded that; ``failed``: a part is missing, and the last run that ended failed. A batch
+            that another process completed (``dualwrite recover``) stays ``decided``; one whose driver was killed stays
+            ``writing``; see :func:`read_nobody_at_work`.
+        partition_count: Number of partitions. A batch decided as a whole does not count those without rows, and shows 1
+            until it is decided.
+        written_partitions: Number of committed partitions.
+        row_count: Committed rows.
+        message_count: Messages in decided transactions.
+        started_at: When its first task, or its driver, began; None if no table shows it.
+        decided_at: When its last part was committed; None while a part is missing.
+        completed_at: When the driver saw that Kafka has all of it; None if that was not recorded.
         decided_after_s: Seconds from its start until it was decided.
         completed_after_s: Seconds from its start until it was completed.
-        failed_at: When its last run failed; None while one is under way, and where all of it is written.
+        failed_at: When its last run failed; None while a run is active, and once all of it is written.
     """
 
     sink: str
@@ -63,8 +63,8 @@ def read_batches(
 
     Args:
         engine: The database.
-        sink: Only of this sink.
-        limit: At most so many, the newest.
+        sink: Only batches of this sink.
+        limit: Only this many, the newest.
         schema: The database schema of the library's tables.
 
     Raises:
@@ -87,13 +87,13 @@ def read_batches(
 def read_nobody_at_work(
     engine: Engine, batches: Collection[Batch], *, schema: str | None = None
 ) -> Mapping[tuple[str, str], datetime]:
-    """Since when nobody is known to work at those of the batches that are being written, by sink and batch id.
+    """For batches being written that show no active worker: the time since when, by sink and batch id.
 
-    Their drivers were killed; or they compute for long before their tasks write, of which the database learns nothing.
+    Either their drivers were killed, or their tasks compute for long before they write, which the database cannot see.
 
     Args:
         engine: The database.
-        batches: As :func:`read_batches` gives them.
+        batches: The result of :func:`read_batches`.
         schema: The database schema of the library's tables.
 
     Raises:

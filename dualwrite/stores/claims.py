@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Claim:
-    """One claim, to be run inside a transaction at READ COMMITTED.
+    """One claim. Run it inside a transaction at READ COMMITTED.
 
     Args:
         tables: The library's tables.
         dialect: The adapter for the database.
-        owner: Who claims.
-        cluster_id: The Kafka cluster at hand.
-        raise_to: Ids whose incarnation becomes at least this value.
+        owner: The new owner.
+        cluster_id: The current Kafka cluster.
+        raise_to: The least incarnation for some ids.
     """
 
     def __init__(
@@ -43,21 +43,22 @@ class Claim:
         self._raise_to = raise_to
 
     def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
-        """Keep the guard's row as it is until the claim has committed, if nobody but our owner has claimed it.
+        """Lock the guard's row until the claim has committed, provided that our owner still holds it.
 
-        Not the incarnation alone tells: where the answer to a COMMIT was lost, it may be a claim of our own that we do not
-        know of. Every claim writes its owner, so the last one was ours.
+        A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of
+        our own that we do not know of. Every claim writes its owner, so the owner's name shows whose the last claim
+        was.
 
         Args:
             connection: Inside the claim's transaction.
             transactional_id: The guard.
-            incarnation: Of our newest claim of it that we know of.
-            claimed: Whether the guard is claimed too: locked as for that, since two that hold the weaker lock and want the
-                stronger one wait for each other.
+            incarnation: The incarnation of our newest known claim of it.
+            claimed: Whether the claim includes the guard. It then takes the stronger lock at once: two claims that hold
+                the weaker one and want the stronger would deadlock.
 
         Raises:
-            Fenced: Another owner has claimed it, or it is gone.
-            ConfigurationError: It has an older incarnation.
+            Fenced: Another owner has claimed the row, or the row is gone.
+            ConfigurationError: The row has an older incarnation.
         """
         state = self._state
         statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
@@ -76,15 +77,15 @@ class Claim:
             )
 
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
-        """Make missing rows, raise all incarnations, return the rows in order of id.
+        """Insert missing rows, raise all incarnations, and return the rows in order of id.
 
         Raises:
-            ConfigurationError: A row cannot be parsed, or belongs to another cluster. To be rolled back.
+            ConfigurationError: A row cannot be parsed, or belongs to another cluster. Roll back.
         """
         for chunk in in_chunks(ids):
             self._lock_or_insert(connection, chunk)
             self._raise(connection, chunk)
-        # Read only now that the locks are ours: a state that was read before might have been decided over since.
+        # Read only after taking the locks: a newer decision may have replaced a state that was read earlier.
         rows = read_rows(self._tables, ids, connection)
         for row in rows:
             self._check(row)
@@ -92,7 +93,7 @@ class Claim:
 
     def _lock_or_insert(self, connection: Connection, ids: Sequence[str]) -> None:
         state = self._state
-        # Locked in one order, so that two claims of the same ids cannot wait for each other.
+        # Lock in a fixed order, so that two claims of the same ids cannot deadlock.
         present = select(state.c.transactional_id).where(state.c.transactional_id.in_(ids))
         locked = set(connection.scalars(present.order_by(state.c.transactional_id).with_for_update()))
         new = [
@@ -128,7 +129,7 @@ class Claim:
     def _check(self, row: StateRow) -> None:
         if row.prepared.incarnation == row.incarnation:
             raise ConfigurationError(
-                f"bad row in {self._state.fullname}: the state is of an incarnation that the row had not reached",
+                f"bad row in {self._state.fullname}: the state names an incarnation that the row had not reached",
                 transactional_id=row.transactional_id,
                 next_step="the row was edited: restore it before anything is settled",
             )

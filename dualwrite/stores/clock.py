@@ -1,4 +1,4 @@
-"""The database's clock: leases and times of rows never depend on the clocks of the machines that ask."""
+"""The database's clock: leases and timestamps never depend on the clocks of client machines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment with a time zone, always UTC in Python, also on databases that store none (SQLite)."""
+    """A timestamp with a time zone, always UTC in Python, even if the database stores no zone (SQLite)."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Python to database."""
+        """Convert to the database's form."""
         del dialect
         return None if value is None else value.astimezone(timezone.utc)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Database to Python."""
+        """Convert to Python's form, in UTC."""
         del dialect
         if value is None:
             return None
@@ -35,7 +35,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class _Moment(FunctionElement[datetime]):
-    """The database's time at the moment of the statement, not of the transaction's begin, plus some seconds."""
+    """The database's time when the statement runs, not when its transaction began, plus some seconds."""
 
     type = UtcDateTime()
     inherit_cache = True
@@ -55,13 +55,13 @@ def database_now_plus(seconds: ColumnElement[float] | float) -> ColumnElement[da
 @compiles(_Moment, "postgresql")
 def _on_postgresql(element: _Moment, compiler: SQLCompiler, **options: object) -> str:
     offset = compiler.process(element.clauses, **options)
-    # CAST, because the placeholder alone has no type where the driver sends none.
+    # CAST: the driver may send the bare placeholder without a type.
     return f"(clock_timestamp() + make_interval(secs => CAST({offset} AS float8)))" if offset else "clock_timestamp()"
 
 
 @compiles(_Moment, "sqlite")
 def _on_sqlite(element: _Moment, compiler: SQLCompiler, **options: object) -> str:
     offset = compiler.process(element.clauses, **options)
-    # Six digits after the point, as SQLAlchemy writes and reads them: texts in one format compare as times.
+    # Six fractional digits, as SQLAlchemy writes and reads them: texts in one format compare as times.
     modifier = f", {offset} || ' seconds'" if offset else ""
     return f"strftime('%Y-%m-%d %H:%M:%f000', 'now'{modifier})"

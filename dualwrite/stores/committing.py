@@ -1,6 +1,6 @@
-"""COMMIT or PREPARE TRANSACTION with the truth about its outcome, and ROLLBACK of whatever is left of a connection.
+"""Sends COMMIT or PREPARE TRANSACTION and tells its true outcome; rolls back connections in any state.
 
-Nobody else's COMMIT.
+Also refuses every COMMIT from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def refuse_commits(connection: Connection) -> None:
 
 
 def _refuse(connection: Connection) -> None:
-    _roll_back_driver(connection.connection.dbapi_connection)  # now: work may go on, and must not join what is refused
+    # Roll back at once: later work must not join the refused transaction.
+    _roll_back_driver(connection.connection.dbapi_connection)
     raise IllegalStateError(
         "the connection was committed inside the block",
         next_step="the dual write commits when the block ends: remove the commit()",
@@ -42,19 +43,19 @@ def _stop_refusing(connection: Connection) -> None:
 
 
 def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
-    """Make everything that was deferred to COMMIT run now, so that the time it takes comes before the decision.
+    """Run deferred constraints and triggers now, so that their time is spent before the decision.
 
     Raises:
-        TransactionAborted: A constraint is violated, or the database failed; to be rolled back.
+        TransactionAborted: A constraint is violated, or the database failed; roll back.
     """
     driver = _driver_of(connection)
     if driver is None or dialect.standing(driver) is not Standing.OPEN:
-        return  # COMMIT will say so, and why
+        return  # COMMIT will report it, with the cause
     try:
         dialect.run_deferred(connection)
     except exc.SQLAlchemyError as error:
         raise TransactionAborted(
-            f"what was deferred to COMMIT failed: {driver_words(error)}",
+            f"a check deferred to COMMIT failed: {driver_words(error)}",
             transactional_id=transactional_id,
             retryable=meaning_of(error) in _RETRYABLE,
         ) from error
@@ -73,14 +74,14 @@ def commit(
     Args:
         connection: Inside a transaction.
         dialect: The adapter for the database.
-        transactional_id: What the transaction was about, for the errors.
-        prepare_as: Prepare it under this name instead: plain ASCII without quotes.
-        answer_s: How long to wait for the answer, in seconds; None for ever.
+        transactional_id: The transaction's Kafka id, for errors.
+        prepare_as: Prepare the transaction under this name instead: plain ASCII without quotes.
+        answer_s: Seconds to wait for the answer; None waits forever.
 
     Raises:
-        TransactionAborted: It has certainly been rolled back.
-        TransactionInDoubt: It may have been committed, or may yet be: the answer is missing. Also for an interruption of
-            any kind (``KeyboardInterrupt``) while the answer was awaited. The connection was thrown away.
+        TransactionAborted: The transaction has certainly been rolled back.
+        TransactionInDoubt: The answer is missing: the transaction may have been committed, or may yet be. Also raised
+            for any interruption (``KeyboardInterrupt``) while waiting. The connection was thrown away.
     """
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     _stop_refusing(connection)
@@ -92,10 +93,10 @@ def commit(
             f"the database connection was lost before {verb} was sent", transactional_id=transactional_id
         )
     if standing is Standing.FAILED:
-        # The server would answer COMMIT with a silent ROLLBACK, and the driver would call that a success.
+        # The server would answer COMMIT with a silent ROLLBACK, and the driver would report success.
         rollback(connection)
         raise TransactionAborted(
-            f"a statement had failed, so that {verb} would have been a ROLLBACK",
+            f"a statement failed before, so {verb} would have been a ROLLBACK",
             transactional_id=transactional_id,
             next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
@@ -103,7 +104,7 @@ def commit(
     if standing is Standing.ENDED:
         discard(connection)
         raise TransactionInDoubt(
-            f"the database transaction was ended by somebody else before {verb} was sent",
+            f"other code ended the database transaction before {verb} was sent",
             transactional_id=transactional_id,
         )
     try:
@@ -112,7 +113,7 @@ def commit(
                 connection.commit()
             else:
                 connection.exec_driver_sql(f"PREPARE TRANSACTION '{prepare_as}'")
-                connection.rollback()  # of SQLAlchemy's own: there is nothing left to roll back
+                connection.rollback()  # only SQLAlchemy's state: the database has nothing left to roll back
     except BaseException as error:
         if dialect.certainly_rolled_back(driver, error):
             rollback(connection)
@@ -127,7 +128,7 @@ def commit(
 
 
 def rollback(connection: Connection) -> None:
-    """Roll back whatever the connection has open. Never raises: a connection that cannot do it is thrown away.
+    """Roll back any transaction of the connection. Never raises: throws away a connection that cannot roll back.
 
     The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
     """
@@ -135,7 +136,7 @@ def rollback(connection: Connection) -> None:
     driver = _driver_of(connection)
     try:
         connection.rollback()
-    except Exception as error:  # noqa: BLE001 - the caller has an error of its own to report; this one is logged
+    except Exception as error:  # noqa: BLE001 - the caller already has an error to raise; log this one
         logger.warning("the database connection did not roll back and is thrown away: %s", driver_words(error))
         discard(connection, error)
         return
@@ -149,16 +150,16 @@ def _driver_of(connection: Connection) -> DBAPIConnection | None:
 
 
 def _roll_back_driver(driver: DBAPIConnection | None) -> None:
-    """Roll back below SQLAlchemy, which sends nothing once a COMMIT was called, not even where a listener stopped it."""
+    """Roll back below SQLAlchemy, which sends nothing after a COMMIT was called, even if a listener stopped it."""
     try:
         if driver is not None:
             driver.rollback()
-    except Exception as error:  # noqa: BLE001 - drivers differ in what they raise; the pool rolls back or closes it too
+    except Exception as error:  # noqa: BLE001 - drivers raise different errors; the pool also rolls back or closes
         logger.warning("the database connection did not roll back: %s", driver_words(error))
 
 
 def discard(connection: Connection, error: BaseException | None = None) -> None:
-    """Close the driver's connection for good, and leave SQLAlchemy's outside a transaction. Never raises."""
+    """Close the driver's connection for good, and leave SQLAlchemy's connection outside a transaction. Never raises."""
     _stop_refusing(connection)
     if connection.closed:
         return

@@ -1,4 +1,4 @@
-"""Where a URL may stand for an engine."""
+"""Makes engines from database URLs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ LIVENESS: Final[Mapping[str, int]] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-"""libpq's own settings, so that a server whose machine or network is gone is noticed within half a minute, not hours."""
+"""libpq settings that detect the loss of a server's machine or network within half a minute, not hours."""
 
 
 def engine_of(engine: Engine | str) -> Engine:
-    """The engine, or a new one for its URL, which connects at first use and notices lost servers; the caller disposes of it.
+    """The engine itself, or a new one for a URL.
+
+    A new engine connects on first use and detects lost servers; the caller disposes of it.
 
     Raises:
-        ConfigurationError: It is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
+        ConfigurationError: The argument is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
     """
     if isinstance(engine, Engine):
         return engine
@@ -37,12 +39,12 @@ def engine_of(engine: Engine | str) -> Engine:
 
 
 def _unprepared(url: URL) -> Mapping[str, None]:
-    """No URL can say it: no statements prepared by name, since a pooler may give the next transaction another connection."""
+    """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
     return {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
 
 
 def liveness_of(url: URL) -> Mapping[str, int]:
-    """Those of :data:`LIVENESS` that the URL leaves open. None where it names a service, whose file may set them."""
+    """The :data:`LIVENESS` settings that the URL does not set. Empty if it names a service, whose file may set them."""
     if url.get_backend_name() != "postgresql" or "service" in url.query:
         return {}
     return {name: value for name, value in LIVENESS.items() if name not in url.query}
@@ -56,14 +58,14 @@ def _no_engine(given: object) -> ConfigurationError:
             next_step="give create_engine() the same database with postgresql+psycopg:// or sqlite://, and run dual writes in "
             "threads: await asyncio.to_thread(...)",
         )
-    return ConfigurationError(f"{kind} is no engine", next_step="give a SQLAlchemy Engine or a database URL")
+    return ConfigurationError(f"{kind} is not an engine", next_step="give a SQLAlchemy Engine or a database URL")
 
 
 def kind_of(url: URL | str) -> Dialect:
-    """The kind of database that a URL names; its driver is not needed.
+    """The kind of database that a URL names. Works without its driver.
 
     Raises:
-        ConfigurationError: It is no URL, or names a kind that nobody knows.
+        ConfigurationError: The argument is not a URL, or SQLAlchemy does not know that kind of database.
     """
     with _refused():
         return make_url(url).get_dialect()()
@@ -76,7 +78,7 @@ def _refused() -> Generator[None, None, None]:
     except (exc.ArgumentError, ValueError, ImportError) as error:
         absent = (error.name or "its driver") if isinstance(error, ImportError) else None
         why = f"{absent} is not installed" if absent else "it cannot be read"
-        # Without its cause: SQLAlchemy's words may repeat the URL, password included.
+        # "from None": SQLAlchemy's message may repeat the URL, password included.
         raise ConfigurationError(
             f"the database URL cannot be used: {why}",
             next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]') or sqlite:///file; in a "

@@ -1,4 +1,4 @@
-"""What differs between databases, behind one small protocol. The adapters are ``postgresql`` and ``sqlite``."""
+"""The protocol that hides the differences between databases. The adapters are ``postgresql`` and ``sqlite``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Standing(Enum):
-    """How a transaction stands, as the driver knows without asking the server."""
+    """The status of a transaction, as the driver knows it without asking the server."""
 
     OPEN = "open"
     FAILED = "failed: the database would answer COMMIT with a ROLLBACK"
@@ -29,11 +29,11 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells one database from another, by values that only the comparison of two of them gives a meaning.
+    """Identifies a database. The values have no meaning by themselves: compare two identities.
 
     Attributes:
-        database: The server that runs now, and the database in it; or the file.
-        table: The library's table of states there; None where there is none.
+        database: The running server process and the database in it; or the file.
+        table: The library's state table there; None if there is none.
     """
 
     database: tuple[object, ...]
@@ -45,23 +45,23 @@ class Dialect(Protocol):
 
     name: str
     quotes_keep_case: bool
-    """Whether names in quotes that differ in case name different savepoints."""
+    """Whether quoted names that differ only in case name different savepoints."""
 
     def begin(self, connection: Connection, tables: Tables) -> None:
         """Begin a transaction that can hold a decision.
 
         Raises:
             IllegalStateError: The connection is in a transaction.
-            ConfigurationError: It is in autocommit, read-only, or what it commits would not survive a crash.
+            ConfigurationError: The connection is in autocommit or read-only, or its commits would not survive a crash.
             SQLAlchemyError: The database failed.
         """
         ...
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """Begin one of the store's own short transactions: on the primary, at READ COMMITTED, durable, with bounded waits.
+        """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits.
 
         Raises:
-            ConfigurationError: It is a standby, read-only, or not durable.
+            ConfigurationError: The database is a standby, read-only, or not durable.
             SQLAlchemyError: The database failed.
         """
         ...
@@ -70,16 +70,16 @@ class Dialect(Protocol):
         """Begin a short transaction that only reads.
 
         Raises:
-            ConfigurationError: It is a standby: what it shows may be old.
+            ConfigurationError: The database is a standby, which may show old data.
         """
         ...
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """What the first statement of a dual write reads beside the incarnation; may set what holds for the transaction."""
+        """Columns that a dual write's first statement reads beside the incarnation; may configure the transaction."""
         ...
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """Judge the values of :meth:`start_columns`.
+        """Check the values of :meth:`start_columns`.
 
         Raises:
             ConfigurationError: The transaction is read-only.
@@ -87,11 +87,11 @@ class Dialect(Protocol):
         ...
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """What the last statement of a dual write returns; may make the COMMIT durable."""
+        """Columns that a dual write's last statement returns; may make the COMMIT durable."""
         ...
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """Judge the values of :meth:`end_columns`; returns the database's name of the transaction where it has one.
+        """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one.
 
         Raises:
             IllegalStateError: The transaction is not the one that :meth:`begin` began.
@@ -101,16 +101,17 @@ class Dialect(Protocol):
     def limits(
         self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Sequence[ColumnElement[object]]:
-        """What the record of a decision returns beside :meth:`end_columns`, and sets for the rest of the transaction.
+        """Columns that a decision's statement returns beside :meth:`end_columns`, to limit the rest of the transaction.
 
         Args:
-            idle_ms: The server ends the session if nothing is sent for so long; NULL leaves what is in force.
-            within_ms: The server ends the transaction, in its COMMIT as well, after so long; NULL leaves what is in force.
+            idle_ms: The server ends the session after this time without a statement; NULL keeps the current limit.
+            within_ms: The server ends the transaction after this time, even during COMMIT; NULL keeps the current
+                limit.
         """
         ...
 
     def run_deferred(self, connection: Connection) -> None:
-        """Make everything that was deferred to COMMIT run now: constraints and their triggers.
+        """Run now what is deferred to COMMIT: constraints and their triggers.
 
         Raises:
             SQLAlchemyError: A constraint is violated, or the database failed.
@@ -118,15 +119,15 @@ class Dialect(Protocol):
         ...
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
-        """Make what waits for the database in the block fail after so long, if at all; the connection may be lost then."""
+        """Make waits for the database in the block fail after this time, if any. The connection may then be lost."""
         ...
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """Whether a name begins with exactly that prefix: a condition that an index on the names answers."""
+        """The condition that a name begins with exactly that prefix. An index on the names serves it."""
         ...
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """Where a statement about the library's tables goes on this connection, which is outside a transaction or reads only.
+        """The database and table that statements on this connection reach. It is outside a transaction, or only reads.
 
         Raises:
             SQLAlchemyError: The database failed.
@@ -134,25 +135,25 @@ class Dialect(Protocol):
         ...
 
     def witness(self, connection: Connection) -> Witness:
-        """Begin to notice what runs on the driver's connection past SQLAlchemy."""
+        """Start watching for statements that run on the driver's connection past SQLAlchemy."""
         ...
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """An INSERT of one row that does nothing where a row of that key exists."""
+        """An INSERT of one row that does nothing if a row with that key exists."""
         ...
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """How the driver's transaction stands, without a round trip."""
+        """The status of the driver's transaction, without a round trip."""
         ...
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """Whether a COMMIT that ended with this error has certainly not happened, and cannot happen any more."""
+        """Whether a COMMIT that ended with this error certainly did not happen, and can no longer happen."""
         ...
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        """The names of this library's prepared transactions in this database, and since when they wait."""
+        """The names of this library's prepared transactions in this database, and when each was prepared."""
         ...
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """The database's word about a transaction that :meth:`check_end` named."""
+        """The database's verdict on a transaction that :meth:`check_end` named."""
         ...

@@ -1,7 +1,7 @@
-"""What the database's errors mean: the class says what the caller must do, the text names the command or the GRANT.
+"""Maps database errors to ours: the class says what the caller must do, the text names the command or the GRANT.
 
-Only errors of the library's own statements are mapped; what the user's statements raise is the user's. Nothing here holds
-a password: an address is shown without password and query, and of the driver's words only the first line.
+Maps only errors of the library's own statements; errors of the user's statements are left to the user. No message holds
+a password: addresses appear without password and query, and only the first line of the driver's message is shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Meaning(Enum):
-    """What a database error says."""
+    """The meaning of a database error."""
 
     SCHEMA = "a table or a column is missing"
     PRIVILEGE = "a right is missing"
@@ -46,7 +46,7 @@ class Meaning(Enum):
     OTHER = "the database failed"
 
 
-# By SQLSTATE, the longest prefix counts. Source: PostgreSQL manual, appendix A.
+# By SQLSTATE; the longest prefix wins. Source: PostgreSQL manual, appendix A.
 _BY_SQLSTATE: Final = {
     "42P01": Meaning.SCHEMA,
     "42703": Meaning.SCHEMA,
@@ -71,7 +71,7 @@ _BY_SQLSTATE: Final = {
     "42": Meaning.REJECTED,
 }
 
-# By what SQLite's own message holds: Python 3.10 does not tell the code.
+# By SQLite's message: Python 3.10 does not expose the error code.
 _BY_SQLITE_MESSAGE: Final = {
     "no such table": Meaning.SCHEMA,
     "no such column": Meaning.SCHEMA,
@@ -86,21 +86,21 @@ _BY_SQLITE_MESSAGE: Final = {
 }
 
 
-# libpq tells no SQLSTATE of a connection that was refused.
-# PgBouncer refuses BEGIN by a text only: its SQLSTATE (08P01) stands for many things.
+# PgBouncer's refusal of BEGIN shows in its text only: its SQLSTATE (08P01) has many meanings.
 _POOLER_WORDS: Final = "transaction blocks not allowed in statement pooling mode"
 
+# libpq gives no SQLSTATE for a refused connection.
 _LOGIN_WORDS: Final = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
 
 
 def sqlstate_of(error: BaseException | None) -> str | None:
-    """The SQLSTATE of a driver's error, None where it has none (SQLite, or libpq itself)."""
+    """The SQLSTATE of a driver's error; None if it has none (SQLite, or libpq itself)."""
     state = getattr(error, "sqlstate", None)
     return state if isinstance(state, str) else None
 
 
 def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
-    """What the error says, by its code."""
+    """The meaning of an error, by its code."""
     if isinstance(error, exc.TimeoutError):
         return Meaning.POOL
     if not isinstance(error, exc.DBAPIError):
@@ -129,11 +129,11 @@ def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
 
 
 def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
-    """What to raise instead of an error of the user's statement that ended a dual write, both sides of which have aborted.
+    """A retryable error to replace one of the user's statement, which ended a dual write that aborted on both sides.
 
     Returns:
-        A retryable error for a deadlock, a serialization failure, or a lock of SQLite's that was not free, also where the
-        driver's own connection was used; None for everything else, which is the user's.
+        The error for a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the
+        driver's own connection; None for everything else: the user's error stays.
     """
     if isinstance(error, exc.DBAPIError):
         meaning = meaning_of(error)
@@ -151,7 +151,7 @@ def conflict_behind(error: BaseException, transactional_id: str) -> TransactionA
 
 
 def driver_words(error: BaseException) -> str:
-    """What the driver said, in one line, without the details that may hold values of rows."""
+    """The driver's message in one line, without details, which may hold values of rows."""
     orig = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     primary = getattr(getattr(orig, "diag", None), "message_primary", None)
     text = primary if isinstance(primary, str) else str(orig)
@@ -159,18 +159,18 @@ def driver_words(error: BaseException) -> str:
 
 
 def shown_url(url: URL | str) -> str:
-    """The address for people: no password, and no query, which may hold one too."""
+    """The address to show: no password, and no query, which may hold one too."""
     return make_url(url).set(query={}).render_as_string(hide_password=True)
 
 
 def migrate_command(url: URL | str, schema: str | None) -> str:
-    """The command that makes or upgrades the tables, exactly; the password stands as ``***``."""
+    """The exact command that makes or upgrades the tables, with ``***`` for the password."""
     words = ["dualwrite", "migrate", "--url", shown_url(url)]
     return shlex.join([*words, "--schema", schema] if schema is not None else words)
 
 
 def migrate_advice(url: URL | str | None, schema: str | None) -> str:
-    """Who makes or upgrades the tables, and how. Not the application's role, which needs no right to create any."""
+    """How to make or upgrade the tables: as their owner, since the application's role need not create tables."""
     if url is None or not (shown := make_url(url)).username:
         return f"run: {'dualwrite migrate' if url is None else migrate_command(url, schema)}"
     owner = shown.set(username="OWNER", password=None)
@@ -184,19 +184,19 @@ def map_database_error(
     *,
     transactional_id: str | None = None,
 ) -> DualWriteError:
-    """The error to raise instead of a database error of one of our own statements. To be raised ``from error``.
+    """The error to raise, ``from error``, for a database error of one of our own statements.
 
-    No COMMIT may have been under way: that one belongs to :func:`dualwrite.stores.committing.commit`.
+    Not for errors of COMMIT: :func:`dualwrite.stores.committing.commit` handles those.
 
     Args:
-        error: What SQLAlchemy raised.
-        engine: Where it happened, to name the exact command.
+        error: SQLAlchemy's error.
+        engine: The engine that raised it, to name the exact command.
         schema: The schema of the library's tables.
-        transactional_id: What the statement was about.
+        transactional_id: The id that the statement concerned.
 
     Returns:
-        ``ConfigurationError`` for what a person must change; ``TransactionAborted`` for what another run may survive
-        (serialisation failure, deadlock) and for a transaction that had failed already; ``Unavailable`` for the rest.
+        ``ConfigurationError`` if a person must change something; ``TransactionAborted`` if another run may succeed
+        (serialisation failure, deadlock), and if the transaction had already failed; ``Unavailable`` for the rest.
     """
     meaning = meaning_of(error)
     what = f"{meaning.value}: {driver_words(error)}"
@@ -240,7 +240,7 @@ _ADVICE: Final = {
 
 
 def grants_to_delete(error: BaseException | None, engine: Engine, schema: str | None) -> str | None:
-    """What allows to delete rows, if the error says that this right is missing."""
+    """The GRANTs that allow deleting rows, if the error says that a right is missing."""
     if not isinstance(error, exc.SQLAlchemyError) or meaning_of(error) is not Meaning.PRIVILEGE:
         return None
     prefix = f'"{schema}".' if schema is not None else ""

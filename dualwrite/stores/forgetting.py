@@ -1,4 +1,4 @@
-"""The SQL of forgetting: ids that never come back, incidents that somebody has looked at long ago, runs that are long over."""
+"""The SQL of forgetting: ids that never come back, incidents acknowledged long ago, runs long over."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Result = TypeVar("Result")
 
 
 class _InUseError(Exception):
-    """A row has changed since it was looked at."""
+    """A row has changed since it was read."""
 
 
 class Forgetting:
-    """Deletes what nobody needs any more, in short transactions of its own.
+    """Deletes rows that are no longer needed, in short transactions of its own.
 
     Args:
         engine: The database.
         schema: The schema of the library's tables.
 
     Raises:
-        ConfigurationError: From its methods: a right is missing; the message holds the ``GRANT``.
-        Unavailable: From its methods: the database does not answer.
+        ConfigurationError: Raised by the methods: a right is missing; the message holds the ``GRANT``.
+        Unavailable: Raised by the methods: the database does not answer.
     """
 
     def __init__(self, engine: Engine, schema: str | None = None) -> None:
@@ -57,7 +57,7 @@ class Forgetting:
         return self._own.read(ask)
 
     def leased(self) -> set[str]:
-        """The ids of slots that somebody holds, or may go on with."""
+        """The ids of slots that a worker holds, or may still continue with."""
         slot = self._tables.slot
         statement = select(slot.c.transactional_id).where(self._is_leased())
         return self._own.read(lambda connection: set(connection.scalars(statement)))
@@ -69,10 +69,10 @@ class Forgetting:
     def forget(self, rows: Sequence[StateRow]) -> bool:
         """Delete the rows and their slots, all or none. Durable on return.
 
-        A writer that is open nevertheless is fenced by it: its next dual write aborts on both sides.
+        A writer that is still open is thereby fenced: its next dual write aborts on both sides.
 
         Returns:
-            False: somebody has used one of them since it was read, or holds its slot. Nothing was deleted.
+            False if a row was used since it was read, or its slot is held: nothing was deleted.
         """
 
         def work(connection: Connection) -> bool:
@@ -100,16 +100,16 @@ class Forgetting:
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, *, dry_run: bool, name: str | None = None
     ) -> int:
-        """Delete incidents that were acknowledged before that moment. Durable on return.
+        """Delete incidents that were acknowledged before that time. Durable on return.
 
         Args:
-            prefix: Of ids that begin so.
+            prefix: Only ids with this prefix.
             acknowledged_before: By the database's clock.
             dry_run: Only count them.
-            name: One writer's id with its lanes, instead of the prefix.
+            name: A writer's id, which includes its lanes, instead of the prefix.
 
         Returns:
-            How many.
+            The number of incidents.
         """
         incident = self._tables.incident
         column = incident.c.transactional_id
@@ -127,18 +127,18 @@ class Forgetting:
         )
 
     def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
-        """Delete the rows of runs that began before that moment and have no worker. Durable on return.
+        """Delete the rows of runs that began before that time and have no worker. Durable on return.
 
-        A batch that is run again, and a stream that goes on, begin the next run; a task that lives nevertheless is refused.
+        A batch that is run again, or a stream that continues, begins its next run; a task of a deleted run is refused.
 
         Args:
-            prefix: Of sinks whose pool of slots has a name that begins so.
+            prefix: Only sinks whose slot pool has this prefix in its name.
             begun_before: By the database's clock.
             dry_run: Only count them.
             name: One pool's name, instead of the prefix.
 
         Returns:
-            How many.
+            The number of runs.
         """
         run, slot = self._tables.run, self._tables.slot
         of_run = tuple_(run.c.sink, run.c.name)
@@ -161,7 +161,7 @@ class Forgetting:
             deleted = 0
             for some in in_chunks(find(connection)):
                 old = select(run.c.sink, run.c.name).where(of_run.in_(some), run.c.begun_at < begun_before)
-                # What a task has handed over and nobody has decided locks its run.
+                # A transaction that a task handed over, still undecided, locks its run: skip it.
                 free = old.with_for_update(skip_locked=True)
                 deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount
             return deleted
@@ -181,5 +181,5 @@ class Forgetting:
 
 
 def before(moment: datetime, seconds: float) -> datetime:
-    """So many seconds before."""
+    """The time that many seconds before the moment."""
     return moment - timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""The ledger: what a job has already written. Its primary key decides which of several attempts counts."""
+"""The ledger: the partitions that a job has already written. Its primary key decides which attempt counts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import declare_tables
 
 WHOLE_BATCH: Final = -1
-"""The partition id of a batch that is written as one whole."""
+"""The partition id of a batch that is written as a whole."""
 BEGUN: Final = -2
-"""The partition id of the row that says where a batch is written to, and with how many partitions it was begun."""
+"""The partition id of the row that records a batch's destination, and the number of partitions it was begun with."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WrittenPartition:
 
     Attributes:
         rows: Number of rows in it.
-        rows_digest: What the sink has recorded of them, to know them again; None where it has not.
+        rows_digest: The sink's digest of them, to recognise them in a later attempt; None if it recorded none.
     """
 
     rows: int
@@ -54,10 +54,12 @@ class Written:
 
 
 class Ledger:
-    """The ledger in one database schema. Its methods run inside the caller's transaction; a row counts once that commits.
+    """The ledger in one database schema. Given a connection, its methods run in the caller's transaction.
+
+    A row counts once its transaction commits.
 
     Args:
-        schema: The database schema of the library's tables, None for the default one.
+        schema: The database schema of the library's tables; None for the default one.
     """
 
     def __init__(self, schema: str | None = None) -> None:
@@ -66,7 +68,7 @@ class Ledger:
         of_batch = (ledger.c.sink == bindparam("sink_"), ledger.c.batch_id == bindparam("batch_"))
         self._seen = select(exists().where(*of_batch, ledger.c.partition_id == bindparam("partition_")))
         self._of_batch = of_batch
-        # Not of the row of a whole batch: it counts the partitions of one run, and the next one may have others.
+        # Ignore the row of a whole batch: it counts one run's partitions, and the next run may have another number.
         self._started = select(ledger.c.partition_count).where(*of_batch, ledger.c.partition_id != WHOLE_BATCH).limit(1)
         self._written = select(
             func.count(),
@@ -81,12 +83,12 @@ class Ledger:
             connection: Inside a transaction.
             sink: Name of the sink.
             batch_id: Name of the batch.
-            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as one.
+            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as a whole.
 
         Raises:
             ConfigurationError: The table or a right is missing.
             Unavailable: The database does not answer.
-            TransactionAborted: The transaction cannot go on.
+            TransactionAborted: The transaction has failed.
         """
         bound = {"sink_": sink, "batch_": batch_id, "partition_": partition_id}
         with self._on(connection):
@@ -96,7 +98,7 @@ class Ledger:
         return seen
 
     def partition(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> WrittenPartition | None:
-        """What is recorded of a partition; None where it is not written and committed.
+        """The record of a partition; None unless it is written and committed.
 
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
@@ -113,7 +115,7 @@ class Ledger:
         return WrittenPartition(*row)
 
     def partitions(self, database: Connection | Engine, sink: str, batch_id: str) -> Mapping[int, WrittenPartition]:
-        """What is recorded of the partitions that are written and committed, by number and in order.
+        """The records of the partitions that are written and committed, by number and in order.
 
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
@@ -131,14 +133,14 @@ class Ledger:
     def insert_empty(
         self, connection: Connection, sink: str, batch_id: str, partition_ids: Collection[int], *, partition_count: int
     ) -> None:
-        """Record partitions without rows as written, those that are not recorded yet.
+        """Record partitions without rows as written, unless they are recorded already.
 
         Args:
             connection: Inside a transaction.
             sink: Name of the sink.
             batch_id: Name of the batch.
             partition_ids: Numbers of the partitions.
-            partition_count: How many partitions the batch has.
+            partition_count: Number of partitions of the batch.
 
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
@@ -152,13 +154,13 @@ class Ledger:
             connection.execute(statement, rows)
 
     def require(self, connection: Connection, sink: str, batch_id: str, destination: Destination) -> int | None:
-        """Make sure, inside the transaction that writes a partition, that the batch is written to that destination.
+        """Check, inside the transaction that writes a partition, that the batch goes to that destination.
 
         Returns:
-            With how many partitions it was begun; None if it was not.
+            The number of partitions that the batch was begun with; None if it was not begun.
 
         Raises:
-            ConfigurationError: It is not; or as :meth:`seen`.
+            ConfigurationError: The batch goes to another destination; or as :meth:`seen`.
             Unavailable, TransactionAborted: As :meth:`seen`.
         """
         ledger = self._ledger
@@ -177,7 +179,7 @@ class Ledger:
         return int(begun.partition_count)
 
     def started(self, database: Connection | Engine, sink: str, batch_id: str) -> int | None:
-        """The number of partitions with which the batch was begun, None if nothing of it is committed.
+        """The number of partitions that the batch was begun with; None if no part of it is committed.
 
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
@@ -194,23 +196,23 @@ class Ledger:
         *,
         partition_count: int = 1,
     ) -> None:
-        """Record where a batch is written to, before anything of it is written, or compare it with what is recorded.
+        """Record a batch's destination before any part is written, or compare it with the recorded one.
 
         Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed.
 
         Args:
-            database: A connection inside a transaction, at READ COMMITTED on PostgreSQL; or the engine, for a transaction of
-                its own.
+            database: A connection inside a transaction, at READ COMMITTED on PostgreSQL; or the engine, for a
+                transaction of its own.
             sink: Name of the sink.
             batch_id: Name of the batch.
-            destination: Where it is written to.
-            partition_count: How many partitions it has, where each of them is decided on its own.
+            destination: The destination of the batch.
+            partition_count: Number of partitions, if each is decided on its own.
 
         Raises:
-            ConfigurationError: The batch is for another destination, was written in another way, or was begun with another
+            ConfigurationError: The batch has another destination, was written in another way, or was begun with another
                 number of partitions; a name cannot be a key; the table or a right is missing.
             Unavailable: The database does not answer.
-            TransactionAborted: The transaction cannot go on.
+            TransactionAborted: The transaction has failed.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
@@ -267,7 +269,7 @@ class Ledger:
         )
 
     def fail(self, engine: Engine, sink: str, batch_id: str) -> None:
-        """Note, for people who look at batches, that a run of the batch has failed. Nothing rests on it.
+        """Record, for display only, that a run of the batch failed. The protocol never reads it.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`seen`.
@@ -277,7 +279,7 @@ class Ledger:
             self._change_begun(connection, bound, failed_at=database_now())
 
     def written(self, database: Connection | Engine, sink: str, batch_id: str) -> Written:
-        """How much of the batch's partitions is committed.
+        """The partitions, rows and messages of the batch that are committed.
 
         Raises:
             ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
@@ -299,28 +301,28 @@ class Ledger:
         started_at: datetime | None = None,
         rows_digest: int | None = None,
     ) -> bool:
-        """Record that the partition is written. Waits for another attempt's transaction that has recorded it already.
+        """Record that the partition is written. Waits if another attempt's open transaction has recorded it.
 
         Args:
             connection: Inside a transaction.
             sink: Name of the sink.
             batch_id: Name of the batch.
-            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as one.
+            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as a whole.
             row_count: Rows in it.
             message_count: Messages in it.
-            partition_count: How many partitions the batch has.
-            started_at: When its writing began, by the database's clock, for people; None where nobody knows.
-            rows_digest: To know the rows again; 64 bits with a sign.
+            partition_count: Number of partitions of the batch.
+            started_at: When its writing began, by the database's clock, for display; None if unknown.
+            rows_digest: Recognises the rows in a later attempt; a signed 64-bit number.
 
         Returns:
             True if the row is ours: commit. False if another attempt was first: roll back, its work counts. At REPEATABLE
-            READ and SERIALIZABLE that shows as a ``TransactionAborted`` instead; the next attempt then finds it *seen*.
+            READ and SERIALIZABLE that raises ``TransactionAborted`` instead; the next attempt then finds it *seen*.
 
         Raises:
-            ConfigurationError: The batch was begun with another number of partitions; a name cannot be a key; the table or a
-                right is missing.
+            ConfigurationError: The batch was begun with another number of partitions; a name cannot be a key; the table
+                or a right is missing.
             Unavailable: The database does not answer.
-            TransactionAborted: The transaction cannot go on.
+            TransactionAborted: The transaction has failed.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
@@ -339,7 +341,7 @@ class Ledger:
         statement = (
             dialect_of(connection.engine)
             .insert_if_missing(self._ledger)
-            .values(written_at=database_now())  # the default is the moment when the transaction began
+            .values(written_at=database_now())  # the column's default is the time when the transaction began
             .returning(self._ledger.c.partition_id)
         )
         with self._on(connection):
@@ -351,15 +353,15 @@ class Ledger:
     def complete(
         self, engine: Engine, sink: str, batch_id: str, partition_id: int, *, decided_ago_s: float | None = None
     ) -> None:
-        """Note, for people who look at batches, that Kafka has all of the batch. Nothing rests on it.
+        """Record, for display only, that Kafka has all of the batch. The protocol never reads it.
 
         Args:
             engine: The database.
             sink: Name of the sink.
             batch_id: Name of the batch.
-            partition_id: The row that stands for the whole batch. A row that is complete, or missing, is left as it is.
-            decided_ago_s: How long ago the batch was decided, in seconds, where that is known better than from the moment
-                at which the deciding transaction wrote the row.
+            partition_id: The row that stands for the whole batch. Does nothing if it is missing or already complete.
+            decided_ago_s: Seconds since the batch was decided, if known more exactly than from the time at which the
+                deciding transaction wrote the row.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`seen`.
@@ -382,7 +384,7 @@ class Ledger:
 
     @contextmanager
     def _on(self, database: Connection | Engine) -> Generator[Connection, None, None]:
-        """The caller's connection, or one in a transaction of its own; the database's errors as ours."""
+        """The caller's connection, or a new one in its own transaction. Maps database errors to ours."""
         try:
             if isinstance(database, Connection):
                 yield database

@@ -1,6 +1,6 @@
-"""The names of prepared transactions, and how they are ended.
+"""Names prepared transactions, and ends them.
 
-PostgreSQL flushes PREPARE TRANSACTION and COMMIT PREPARED always, whatever the session says of ``synchronous_commit``.
+PostgreSQL always flushes PREPARE TRANSACTION and COMMIT PREPARED, whatever the session's ``synchronous_commit``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PARTS: Final = 3
 
 
 def name_of(namespace: str, state: PreparedTxnState) -> str:
-    """The name of what is prepared together with a Kafka transaction: whoever decides on the one decides on the other.
+    """The name of the database transaction prepared together with a Kafka transaction: one decision covers both.
 
-    The namespace of a row is no other row's, in whatever database it is.
+    A row's namespace is unique across all databases.
     """
     return f"{PREFIX}{namespace}:{state.incarnation}:{digest(state)[:_DIGEST_LENGTH]}"
 
 
 def parse(name: str) -> tuple[str, int] | None:
-    """Namespace and incarnation of a name that :func:`name_of` has made; None of any other name."""
+    """Namespace and incarnation from a name made by :func:`name_of`; None for any other name."""
     parts = name[len(PREFIX) :].rsplit(":", 2)
     if len(parts) < _PARTS or not parts[1].isdecimal():
         return None
@@ -40,7 +40,7 @@ def parse(name: str) -> tuple[str, int] | None:
 
 
 def end(engine: Engine, name: str, *, committed: bool) -> None:
-    """Commit or roll back a prepared transaction; does nothing if there is none of that name.
+    """Commit or roll back a prepared transaction; does nothing if none has that name.
 
     Raises:
         SQLAlchemyError: The database failed.

@@ -1,6 +1,6 @@
-"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer in transaction pooling.
+"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer with transaction pooling.
 
-Nothing here rests on a session: settings are set for one transaction, in statements that are sent anyway.
+Nothing here depends on a session: settings last for one transaction, and travel in statements that are sent anyway.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# libpq's PQtransactionStatus. By number, so that the library does not import a driver that may not be installed.
+# libpq's PQtransactionStatus, by number: the driver that names the values may not be installed.
 _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
 _ACTIVE: Final = 1
 _OLDEST: Final = (13,)  # pg_current_xact_id
 
-# Classes of SQLSTATE that leave open what became of a COMMIT, even from a connection that lives on: a proxy may have sent
-# them, or the storage failed. Everything else that a server answers to COMMIT means that it has rolled back: after the
-# commit record is written PostgreSQL does not report errors any more (it would panic).
+# SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
+# storage failed. Every other error in answer to COMMIT means a rollback: once the commit record is written, PostgreSQL
+# reports no errors (it would panic).
 _UNCERTAIN_CLASSES: Final = frozenset({"08", "57", "58", "XX", "F0"})
 _UNCERTAIN: Final = frozenset(
     {
         "40003",
-        "25P04",  # transaction_timeout: one that is due while the commit record is written is reported after it
+        "25P04",  # transaction_timeout: if it expires while the commit record is written, it is reported afterwards
     }
 )
 _CERTAIN: Final = frozenset(
     {
-        "57014",  # cancelled: a COMMIT that is past its record goes on, with a warning
+        "57014",  # cancelled: a COMMIT past its record continues, with a warning
         "25P03",  # idle_in_transaction_session_timeout: the session had ended before COMMIT arrived
     }
 )
@@ -58,7 +58,7 @@ _STARTED: Final = "dualwrite.transaction_started"
 _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
 )
-# The start of the server process stands beside the number: after a failover the same number may be another transaction.
+# The server's start time goes with the number: after a failover, the same number may be another transaction.
 _SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
 _NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
 
@@ -75,7 +75,7 @@ _IDENTITY: Final = text(
 
 
 class _Psycopg(Protocol):
-    """What is used of a ``psycopg.Connection``."""
+    """The part of ``psycopg.Connection`` used here."""
 
     autocommit: bool
     read_only: bool | None
@@ -96,7 +96,7 @@ def _driver(connection: Connection) -> _Psycopg:
 
 
 def _limit(name: str, timeout_ms: int) -> str:
-    """An expression that sets a time limit for this transaction, unless a lower one is in force (0 is no limit)."""
+    """An expression that sets a time limit for this transaction, unless a lower one applies (0 means no limit)."""
     present = f"current_setting('{name}')::interval"
     limit = f"interval '{timeout_ms} milliseconds'"
     return (
@@ -112,14 +112,15 @@ def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[ob
     """As :func:`_limit`, for a bound value."""
     name = "idle_in_transaction_session_timeout"
     present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
-    lower = (present_ms == 0) | (present_ms > timeout_ms)  # NULL where there is no limit to set
+    lower = (present_ms == 0) | (present_ms > timeout_ms)  # NULL if there is no limit to set
     return case((lower, func.set_config(name, timeout_ms.cast(Text()), True)))
 
 
 def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
-    """An expression that ends the transaction after that time, unless a limit of its session's ends it before.
+    """An expression that ends the transaction after that time, unless the session's own limit ends it earlier.
 
-    The server arms its timer only when the setting leaves 0. Before PostgreSQL 17 there is no such setting: NULL.
+    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 the setting does not exist:
+    NULL.
     """
     name = "transaction_timeout"
     of_session_ms = literal_column(
@@ -142,8 +143,8 @@ class PostgreSQL:
     """The adapter for PostgreSQL.
 
     Args:
-        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that an
-            owner that was stopped does not hold its locks for ever. None leaves the server's own setting.
+        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that a
+            paused owner does not hold its locks forever. None keeps the server's own setting.
     """
 
     name = "postgresql"
@@ -154,7 +155,7 @@ class PostgreSQL:
         self._warned = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. The server's part of the checks is in :meth:`check_start`."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
         driver = _driver(connection)
         if driver.autocommit:
@@ -175,7 +176,7 @@ class PostgreSQL:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
-        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean for ever
+        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
         self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
 
     def begin_reading(self, connection: Connection) -> None:
@@ -193,15 +194,15 @@ class PostgreSQL:
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
             raise ConfigurationError(
-                "the database is a standby: it cannot decide, and what it shows may be old",
+                "the database is a standby: it cannot decide, and may show old data",
                 next_step="connect to the primary (target_session_attrs=read-write)",
             )
         if row[1] == "off" and not self._warned:
             self._warned = True
-            logger.warning("PostgreSQL runs with fsync=off: what it has committed may be lost when its machine crashes")
+            logger.warning("PostgreSQL runs with fsync=off: committed data may be lost when its machine crashes")
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Whether the transaction is read-only, when it began; limits how long it may be idle."""
+        """Whether the transaction is read-only, and when it began; also limits its idle time."""
         return [
             literal_column("current_setting('transaction_read_only')"),
             literal_column("now()"),
@@ -219,7 +220,7 @@ class PostgreSQL:
         connection.info[_STARTED] = started
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """When the transaction began, its name; makes its COMMIT durable."""
+        """When the transaction began, and its name; also makes its COMMIT durable."""
         return [
             literal_column("now()"),
             literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
@@ -229,23 +230,23 @@ class PostgreSQL:
     def limits(
         self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Sequence[ColumnElement[object]]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. COMMIT is limited from PostgreSQL 17 on."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
         return [_lower_idle_limit(idle_ms), _limit_transaction(within_ms)]
 
     def run_deferred(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. In COMMIT no ``statement_timeout`` would bound them."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. No ``statement_timeout`` would limit them during COMMIT."""
         connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. The connection is shut when the time is over."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Shuts the connection when the time is up."""
         if seconds is None:
             yield
             return
         with WATCHDOG.watching(_driver(connection).fileno(), seconds) as watch:
             yield
         if watch.expired:
-            connection.invalidate()  # the answer came in the last moment; the pool must not keep what was shut
+            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.dialect.Dialect`."""
@@ -265,7 +266,7 @@ class PostgreSQL:
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Any role may read this; a copy of a server began at another time."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Any role may read it; copies of a server started later."""
         name = connection.dialect.identifier_preparer.format_table(tables.state)
         started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
         return Identity((started, database), table)
@@ -291,7 +292,7 @@ class PostgreSQL:
         if status == _ACTIVE:
             return False
         if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:
-            return True  # COMMIT was not sent: a listener of the engine's failed before it
+            return True  # COMMIT was not sent: an engine listener failed before it
         if state is None or _STANDINGS[status] is not Standing.ENDED:
             return False
         return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
@@ -301,7 +302,7 @@ class PostgreSQL:
         return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """``pg_xact_status``: exact while the transaction is recent and the server process the same."""
+        """``pg_xact_status``: exact while the transaction is recent and the server has not restarted."""
         match = _NAME.fullmatch(transaction)
         if match is None:
             raise IllegalStateError(f"{transaction!r} is not the name of a PostgreSQL transaction")

@@ -1,4 +1,4 @@
-"""The SQL of what is recorded after a decision: outcomes, incidents, settled incarnations."""
+"""The SQL of the records made after a decision: outcomes, incidents, settled incarnations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Outcomes and incidents, inside a transaction of the caller's.
+    """Outcomes and incidents, written inside the caller's transaction.
 
-    Rows are written in order of id, so that two recoverers cannot wait for each other.
+    Writes rows in order of id, so that two settlers cannot deadlock.
     """
 
     def __init__(self, tables: Tables, dialect: Dialect) -> None:
@@ -47,7 +47,7 @@ class Records:
         )
 
     def record(self, connection: Connection, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """Write each outcome into its row, if the row still holds that state and none was recorded; note the losses."""
+        """Write each outcome into its row, if the row still holds that state without an outcome; record the losses."""
         ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
         connection.execute(
             self._complete,
@@ -61,7 +61,7 @@ class Records:
                 self._note(connection, row, outcome, detail)
 
     def _is_news(self, connection: Connection, row: StateRow, outcome: Outcome) -> bool:
-        """Whether an incident is to be noted. Somebody who saw more of the log may have known better than UNVERIFIABLE."""
+        """Whether to record an incident: not for UNVERIFIABLE if a settler that saw more of the log knew better."""
         if outcome is Outcome.LOST:
             return True
         state = self._state
@@ -87,7 +87,7 @@ class Records:
         )
 
     def mark_settled(self, connection: Connection, incarnations: Mapping[str, int]) -> None:
-        """Raise the mark of each id, never lower it."""
+        """Raise the settled incarnation of each id; never lower it."""
         marks = [
             {"id_": transactional_id, "mark_": incarnations[transactional_id]}
             for transactional_id in sorted(incarnations)
@@ -95,7 +95,7 @@ class Records:
         connection.execute(self._settle, marks)
 
     def incident(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """The outcome noted for that state."""
+        """The outcome recorded in that state's incident; None if there is none."""
         incident = self._incident
         found = connection.scalar(
             select(incident.c.outcome).where(
@@ -133,7 +133,7 @@ class Records:
         )
 
     def note_told(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """Note that a caller is told now, where none was before."""
+        """Record that a caller has now been told of these losses, unless one was before."""
         incident = self._incident
         keys = sorted((transactional_id, digest(state)) for transactional_id, state in losses)
         for transactional_id, key in keys:
@@ -148,7 +148,7 @@ class Records:
             )
 
     def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
-        """Note that a person has looked; whether there was something to look at."""
+        """Record that a person has looked at the incident. Returns whether there was one to acknowledge."""
         incident = self._incident
         result = connection.execute(
             update(incident)

@@ -1,4 +1,4 @@
-"""Rows as they come from the database, judged before anything is done with them."""
+"""Rows as they come from the database, checked before use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNK: Final = 5000
 
 
 def check_name(name: str, kind: str = "a transactional id") -> str:
-    """The name itself, if it can be a key of the tables.
+    """Return the name if it can be a key of the tables.
 
     Raises:
         ConfigurationError: It is empty, longer than 255 characters, or holds control characters.
@@ -47,7 +47,7 @@ def check_name(name: str, kind: str = "a transactional id") -> str:
 
 
 class NamedValues(Protocol):
-    """A row by column name: a ``RowMapping``, or a dictionary."""
+    """A row by column name: a ``RowMapping`` or a dictionary."""
 
     def __getitem__(self, name: str, /) -> object:
         """The value of that column."""
@@ -55,10 +55,10 @@ class NamedValues(Protocol):
 
 
 def parse_state_row(table: str, row: NamedValues) -> StateRow:
-    """One row of the table, parsed strictly.
+    """Parse one row of the table strictly.
 
     Raises:
-        ConfigurationError: The row cannot have been written by this library. It names table, row and cause.
+        ConfigurationError: This library cannot have written the row. The message names table, row and cause.
     """
     transactional_id, incarnation = cast("str", row["transactional_id"]), cast("int", row["incarnation"])
     completed = cast("str | None", row["completed"])
@@ -91,7 +91,7 @@ _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 
 
 def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
-    """Why the state cannot be settled, if so."""
+    """The reason why the state cannot be settled; None if it can."""
     if not state.has_transaction:
         return None
     if state.incarnation is None:
@@ -99,7 +99,7 @@ def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
     if not state.first_offsets:
         return "the state holds no first offsets"
     if state.incarnation > incarnation:
-        return f"the state is of incarnation {state.incarnation}, the row only at {incarnation}"
+        return f"the state names incarnation {state.incarnation}, the row is only at {incarnation}"
     return None
 
 
@@ -108,14 +108,14 @@ def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnS
 
     Raises:
         IllegalStateError: A later claim would refuse the row.
-        ConfigurationError: The text would be too long, or cannot be parsed.
+        ConfigurationError: The text is too long, or cannot be parsed.
     """
     text = str(state)
     cause = _incomplete(state, incarnation)
     if not state.has_transaction:
         cause = "it names no transaction"
     elif state.incarnation != incarnation:
-        cause = cause or f"it is of incarnation {state.incarnation}, not {incarnation}"
+        cause = cause or f"it names incarnation {state.incarnation}, not {incarnation}"
     if cause is not None:
         raise IllegalStateError(f"the prepared state cannot be recorded: {cause}", transactional_id=transactional_id)
     PreparedTxnState.from_string(text)
@@ -123,17 +123,17 @@ def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnS
 
 
 def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:
-    """Hold what the row shows against what its owner knows. Only the owner changes its state while the incarnation is ours.
+    """Compare the row with what its owner knows: while the incarnation is ours, only we change its state.
 
     Raises:
         ConfigurationError: The incarnation, or the newest decision, is older: the database has lost commits.
     """
     if incarnation == known.incarnation and (prepared or "") == str(known.prepared):
-        return  # as nearly always
+        return  # the usual case
     shown = PreparedTxnState.from_string(prepared or "") if incarnation <= known.incarnation else known.prepared
     seen = contradiction(known.incarnation, known.prepared, incarnation, shown)
     if seen is not None:
-        # With the claim lost, too, the next claim finds its Kafka id in use.
+        # If the claim was lost too, the next claim finds its Kafka id in use.
         raise gone_back(
             seen,
             known.transactional_id,
@@ -143,21 +143,21 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
 
 
 def digest(state: PreparedTxnState) -> str:
-    """A key for the transaction: equal states have the same. The start time is no part of a state's identity."""
+    """The transaction's key: equal for equal states. The start time is not part of a state's identity."""
     return hashlib.sha256(str(replace(state, started_ms=None)).encode()).hexdigest()
 
 
 def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
-    """The items in pieces whose bound values fit into one statement of any database."""
+    """Split the items into chunks whose bound values fit into one statement of any database."""
     rest = list(items)
     for start in range(0, len(rest), _CHUNK):
         yield rest[start : start + _CHUNK]
 
 
 def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
-    """The rows of a SELECT of the whole table, in order of id.
+    """Parse the rows of a SELECT of all columns; returns them in order of id.
 
-    All of them are to be fetched before: a cursor that a bad row leaves half read would keep SQLite's lock.
+    Fetch all of them first: a cursor that a bad row leaves half read would keep SQLite's lock.
 
     Raises:
         ConfigurationError: As :func:`parse_state_row`.
@@ -169,7 +169,7 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
 def read_rows(
     tables: Tables, ids: Sequence[str], connection: Connection, *, locked: bool = False
 ) -> Sequence[StateRow]:
-    """The rows of these sorted ids, in order of id, locked one after the other if asked for; missing ones are left out.
+    """The rows of these sorted ids, in order of id, optionally locked one after the other. Missing ones are left out.
 
     Raises:
         ConfigurationError: As :func:`parse_state_row`.

@@ -1,9 +1,10 @@
-"""Runs: which run of a batch may still write. Beginning the next one, or giving a run up, replaces its token.
+"""Runs: which run of a batch may still write. Beginning the next run, or giving one up, replaces the run's token.
 
-A task looks for its run's token in the very transactions that matter: when it leases a slot, and as the last statement before
-its rows stand in the database undecided. It keeps a lock on the run until that transaction ends, also when it ends prepared.
-So whoever replaces the token has waited for all tasks that had found theirs, and sees what these have left; all others are
-refused. Otherwise a task that is slower than the failure of its job would leave locks, tables and open transactions behind.
+A task checks its run's token in the transactions that matter: when it leases a slot, and in the last statement before
+its rows stay in the database undecided. It keeps a lock on the run until that transaction ends, or until it is resolved
+if it ends prepared. So the token is replaced only once every task that passed the check has ended its transaction, and
+the replacing process sees what those left; all later tasks are refused. Otherwise a task slower than its job's failure
+would leave locks, tables and open transactions behind.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Run:
 
     Attributes:
         sink: Name of the sink.
-        name: What is run, within the sink: the batch; or a stream, whose batches follow each other.
-        token: No other run has it, ever.
+        name: The batch within the sink; or a stream, whose batches follow each other.
+        token: Unique to this run.
     """
 
     sink: str
@@ -45,7 +46,7 @@ class Runs:
 
     Args:
         engine: The database.
-        schema: The database schema of the library's tables, None for the default one.
+        schema: The database schema of the library's tables; None for the default one.
 
     Raises:
         ConfigurationError: The database is not supported.
@@ -60,7 +61,7 @@ class Runs:
         self._own = ShortTransactions(engine, self._dialect, tables)
 
     def present(self, sink: str, name: str) -> Run:
-        """The run that may write; one is begun where there was none. Ends nobody else's.
+        """The run that may write; begins one if there is none. Ends no other run.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`replace`.
@@ -76,11 +77,11 @@ class Runs:
         return Run(sink, name, self._own.run(work))
 
     def replace(self, sink: str, name: str) -> Run | None:
-        """Begin the next run, after which no task of a former one is let through :meth:`require`. Does not wait.
+        """Begin the next run, after which :meth:`require` refuses tasks of earlier runs. Does not wait.
 
         Returns:
-            The new run. None where a transaction of a task stands that was let through: nothing has changed. Settle what is
-            prepared, and call again.
+            The new run. None if a task that :meth:`require` let through still has a transaction open or prepared:
+            nothing has changed. Settle what is prepared, and call again.
 
         Raises:
             ConfigurationError: The table or a right is missing, a name cannot be a key, the database is read-only.
@@ -108,13 +109,13 @@ class Runs:
         return None if token is None else Run(sink, name, token)
 
     def require(self, connection: Connection, run: Run) -> None:
-        """Let a task go on that belongs to this run; to be called inside the transaction that the run is to allow.
+        """Let a task continue if it belongs to this run. Call it inside the task's transaction.
 
-        Until the transaction ends, and beyond if it is prepared, the run is not replaced.
+        Until that transaction ends, and beyond if it is prepared, the run cannot be replaced.
 
         Raises:
             Fenced: Another run has begun, or this one was given up.
-            ConfigurationError, Unavailable, TransactionAborted: The transaction cannot go on.
+            ConfigurationError, Unavailable, TransactionAborted: The transaction has failed.
         """
         table = self._run
         statement = (

@@ -1,4 +1,4 @@
-"""Does a connection of the user's lead to the database that the writer's engine leads to?"""
+"""Checks that the user's connection leads to the same database as the writer's engine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _COMPARED: Final = "dualwrite.compared"
 
 
 class SameDatabase:
-    """Compares connections with an engine. What is decided in another database would be settled by nobody.
+    """Compares connections with an engine: no settler would find a decision made in another database.
 
-    A connection of the engine's own pool costs nothing; another one costs two statements when it is seen first.
+    A connection of the engine's own pool costs nothing; any other costs two statements the first time.
     """
 
     def __init__(self, engine: Engine, dialect: Dialect, tables: Tables, own: ShortTransactions) -> None:
@@ -32,16 +32,16 @@ class SameDatabase:
         self._own = own
 
     def check(self, connection: Connection) -> None:
-        """Refuse a connection of another database. It must be outside a transaction, and is left so.
+        """Refuse a connection to another database. It must be outside a transaction, and stays so.
 
         Raises:
-            ConfigurationError: It is of another database, or finds other tables there by its ``search_path``.
+            ConfigurationError: It leads to another database, or its ``search_path`` finds other tables there.
             Unavailable: A database does not answer.
         """
         if connection.engine.pool is self._engine.pool:
             return
         try:
-            # It stands with the driver's connection, which leads to one server for as long as it lives.
+            # The mark lives as long as the driver's connection, which leads to one server all its life.
             if connection.info.get(_COMPARED) is self._engine.pool:
                 return
             given = self._identity_of(connection)

@@ -1,4 +1,4 @@
-"""The savepoints of a connection, seen in the statements that it executes; and what runs past it, found out by a witness."""
+"""Follows a connection's savepoints in its statements; a witness reveals those sent past SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _watched: WeakSet[Connection] = WeakSet()
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
-    """Send a session's SAVEPOINT when its ``begin_nested()`` is called.
+    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called.
 
-    It would be sent with the session's next statement, and a message that is produced before that would not belong to it.
+    The session would send it with its next statement, so a message produced before that would fall outside the
+    savepoint.
     """
     if transaction.nested and session.bind in _watched:
         session.connection()
@@ -51,7 +52,7 @@ class SavepointWatch:
         self._unanswered: str | None = None
         self._lost_track: str | None = None
         if not event.contains(Session, "after_transaction_create", _open_now):
-            event.listen(Session, "after_transaction_create", _open_now)  # of all sessions: users bind their own, too
+            event.listen(Session, "after_transaction_create", _open_now)  # on all sessions: users bind their own
         _watched.add(connection)
         event.listen(connection, "before_cursor_execute", self._before)
         event.listen(connection, "after_cursor_execute", self._after)
@@ -78,7 +79,7 @@ class SavepointWatch:
         number = self._savepoints.new_witness()
         driver = self._connection.connection.dbapi_connection
         if driver is None or self._dialect.standing(driver) is not Standing.OPEN:
-            return  # nothing can be asked: unless it is rolled back in sight, this number will be missed at the end
+            return  # the database cannot be asked: unless a rollback is seen, finish() will miss this number
         try:
             kept = self._witness.keep(self._connection, known, number)
         except IllegalStateError:
@@ -140,7 +141,7 @@ class SavepointWatch:
         return moves_of(statement, quotes_keep_case=self._dialect.quotes_keep_case)
 
     def _judge_unanswered(self) -> None:
-        """A text of several statements that has failed may have executed the first of them."""
+        """Lose track if several statements sent as one text failed: the first of them may have been executed."""
         statement, self._unanswered = self._unanswered, None
         if statement is None or ";" not in statement:
             return
@@ -150,12 +151,12 @@ class SavepointWatch:
             self._lost_track = self._lost_track or str(error)
             return
         if moves:
-            self._lost_track = self._lost_track or "a text of several statements, savepoints among them, has failed"
+            self._lost_track = self._lost_track or "several statements in one text, savepoints among them, failed"
 
     def _require_track(self) -> None:
         if self._lost_track is not None:
             raise TransactionAborted(
-                f"which messages belong to a savepoint that was rolled back is not known: {self._lost_track}",
+                f"lost track of the messages that belong to a rolled-back savepoint: {self._lost_track}",
                 transactional_id=self._id,
                 next_step=_STEP,
                 retryable=False,
@@ -166,7 +167,7 @@ class SavepointWatch:
 
 
 def _is_executemany(arguments: Sequence[object]) -> bool:
-    """The last argument of SQLAlchemy's listeners."""
+    """The ``executemany`` flag, the last argument of SQLAlchemy's listeners."""
     return bool(arguments[-1])
 
 

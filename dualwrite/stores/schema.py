@@ -1,4 +1,4 @@
-"""Is the schema in the database the one that this version of the library needs?"""
+"""Checks that the database's tables have the version that this library needs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import VERSION_TABLE
 
 SCHEMA_REVISION: Final = "0004"
-"""The migration that made the tables as they are declared. Migrations are numbered, so that later ones compare greater."""
+"""The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
 
 
 def check_schema(engine: Engine, schema: str | None = None) -> None:
-    """Refuse to work on tables of another version. To be called before anything is claimed; reads one row.
+    """Refuse to work on tables of another version. Call it before any claim; reads one row.
 
     Args:
         engine: The user's database.
-        schema: The database schema of the library's tables, None for the default one.
+        schema: The database schema of the library's tables; None for the default one.
 
     Raises:
-        ConfigurationError: The tables are missing, older or newer, or may not be read; the message names the command.
+        ConfigurationError: The tables are missing, older, newer, or unreadable to us; the message names the command.
         Unavailable: The database does not answer.
     """
     dialect_of(engine)

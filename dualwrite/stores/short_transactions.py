@@ -1,4 +1,4 @@
-"""The store's own transactions: short, on a connection of their own, on the primary, run again after a conflict."""
+"""The store's own transactions: short, on separate connections to the primary, retried after a conflict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 _ATTEMPTS: Final = 5
 PAUSED_OWNER_TIMEOUT_S: Final = 60.0
 LOCK_TIMEOUT_S: Final = 75.0
-"""Longer than a paused owner's session lives, so that whoever waits for its lock gets it."""
+"""Longer than a paused owner's session can live, so that a process waiting for its lock gets it."""
 
 
 def dialect_of(
@@ -35,7 +35,7 @@ def dialect_of(
     """The adapter for the engine's database and driver.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The database or driver is not supported.
     """
     found = (engine.dialect.name, engine.dialect.driver)
     if found == ("postgresql", "psycopg"):
@@ -48,16 +48,16 @@ def dialect_of(
 
 
 def _worth_another_attempt(error: BaseException) -> bool:
-    """A conflict; or a connection of the pool that had died while nobody used it (the pool then renews all of them)."""
+    """A conflict, or a pooled connection that died while idle (the pool then renews all of its connections)."""
     if not isinstance(error, exc.DBAPIError):
         return False
     return error.connection_invalidated or meaning_of(error) is Meaning.CONFLICT
 
 
 class ShortTransactions:
-    """Runs work in transactions of its own.
+    """Runs work in separate transactions.
 
-    The work may run more than once; so it must not matter whether an earlier run, whose answer was lost, has committed.
+    The work may run more than once, so it must be idempotent: an earlier run may have committed and lost its answer.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class ShortTransactions:
         lock_timeout_s: float | None = None,
         answer_s: float | None = None,
     ) -> Result:
-        """Run the work in a transaction that may write. Durable on return; rolled back by whatever is raised.
+        """Run the work in a transaction that may write. Durable on return; any exception rolls it back.
 
         Args:
-            work: What to do.
-            lock_timeout_s: How long to wait for each lock, in seconds.
-            answer_s: After this time the database is taken for lost, in seconds; for work that does nothing else but ask it.
+            work: Called with the connection.
+            lock_timeout_s: Seconds to wait for each lock.
+            answer_s: Seconds after which the database counts as lost; only for work that does nothing but query it.
 
         Raises:
-            ConfigurationError: A table or a right is missing, the database is read-only or a standby.
+            ConfigurationError: A table or a right is missing, or the database is read-only or a standby.
             Unavailable: The database does not answer, a lock was not free in time, or conflicts did not end.
         """
         timeout_s = self._lock_timeout_s if lock_timeout_s is None else lock_timeout_s
@@ -129,5 +129,5 @@ class ShortTransactions:
         mapped = map_database_error(error, self._engine, self._tables.schema)
         if meaning_of(error) is Meaning.BUSY:
             return Unavailable(mapped.what, next_step="another session holds the lock: try again when it has ended")
-        # Nothing of a caller's was aborted here.
+        # No transaction of the caller's was aborted.
         return Unavailable(mapped.what) if meaning_of(error) is Meaning.CONFLICT else mapped

@@ -1,7 +1,7 @@
-"""Slots: transactional ids of a pool, leased for a time, so that many short-lived workers each have one of their own.
+"""Slots: transactional ids of a pool, leased for a time, so that each of many short-lived workers has its own.
 
-A lease says who *should* use a slot now. It protects nothing by itself: whoever gets a slot claims its transactional id, and
-that fences whoever had it before, also a worker that was paused and does not know that its lease is over.
+A lease says which worker *should* use a slot now. It protects nothing by itself: a worker that gets a slot claims its
+transactional id, which fences the slot's previous holder, even one that was paused past the end of its lease.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dualwrite.stores.tables import MAX_ID_LENGTH, declare_tables
 _ROOM_FOR_NUMBER: Final = 11
 _ATTEMPTS_TO_ADD: Final = 1000
 KEPT_S: Final = 60.0
-"""For so long a slot that its worker keeps is left to that worker. Spark ends workers that are idle for a minute."""
+"""How long a kept slot is reserved for its worker. Spark ends workers that are idle for a minute."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Lease:
     Attributes:
         transactional_id: The slot's name and transactional id, ``pool#number``.
         pool: The pool.
-        owner: Who has leased it.
+        owner: Its holder.
         until: When the lease ends, by the database's clock.
     """
 
@@ -62,12 +62,12 @@ class Lease:
 
 
 class SlotPool:
-    """The slots of one pool. May be shared by threads; every call is one short transaction of its own.
+    """The slots of one pool. Thread-safe; every call is a short transaction of its own.
 
     Args:
         engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
         pool: Name of the pool, at most 244 characters; its slots are ``pool#1``, ``pool#2``, ...
-        schema: The database schema of the library's tables, where it is not the default one.
+        schema: The database schema of the library's tables, if not the default one.
         max_slots: The most slots that the pool may grow to.
 
     Raises:
@@ -105,7 +105,7 @@ class SlotPool:
         )
 
     def close(self) -> None:
-        """Dispose of the engine, if the pool has made it. May be called more than once."""
+        """Dispose of the engine if the pool made it. Idempotent."""
         if self._owns_engine:
             self._engine.dispose()
 
@@ -117,22 +117,23 @@ class SlotPool:
         preferred: Sequence[str] = (),
         require: Callable[[Connection], None] = lambda _: None,
     ) -> Lease:
-        """Lease a slot that is free or expired: the first preferred one, else that of the lowest number, or a new one.
+        """Lease a slot that is free or expired: the first preferred one, else the lowest-numbered one, or a new one.
 
-        Slots that other workers keep since less than a minute are only taken where the pool may not grow.
+        Slots that other workers have kept for less than a minute are taken only if the pool may not grow.
 
-        Nobody else is given it before ``ttl_s`` is over, unless it is released. What its former user left is not settled
-        yet: claim its transactional id next.
+        No other worker gets the slot within ``ttl_s``, unless it is released. Its previous holder's transaction is not
+        settled yet: claim the transactional id next.
 
         Args:
-            owner: Who we are. Unique to the worker and its attempt, or else it could renew what it has lost.
-            ttl_s: How long, in seconds.
-            preferred: Slots that the worker has used before, and could go on with.
-            require: Called first, in the transaction that leases; what it raises is raised, and nothing is leased.
+            owner: Our name, unique to the worker and its attempt: otherwise the worker could renew a lease that it
+                lost.
+            ttl_s: Duration of the lease in seconds.
+            preferred: Slots that the worker has used before, and could continue with.
+            require: Called first, in the leasing transaction. If it raises, nothing is leased.
 
         Raises:
             Unavailable: All ``max_slots`` are leased, or the database does not answer.
-            ConfigurationError: The table or a right is missing, the database is read-only.
+            ConfigurationError: The table or a right is missing, or the database is read-only.
         """
 
         def work(connection: Connection) -> Lease | None:
@@ -144,12 +145,12 @@ class SlotPool:
             if taken is not None:
                 failpoints.hit("slot.leased")
                 return taken
-        raise Unavailable(f"no slot of pool {self.pool!r} could be had: too many workers ask for one at once")
+        raise Unavailable(f"could not get a slot of pool {self.pool!r}: too many workers are asking at once")
 
     def _take_free_or_new(
         self, connection: Connection, owner: str, ttl_s: float, preferred: Sequence[str]
     ) -> Lease | None:
-        """A lease; None where somebody else was faster to make the next slot."""
+        """A lease; None if another worker was faster to make the next slot."""
         slot = self._slot
         place = [_place(slot.c.transactional_id, preferred)] if preferred else []
         free = select(slot.c.transactional_id).where(self._is_free).limit(1).with_for_update(skip_locked=True)
@@ -184,10 +185,10 @@ class SlotPool:
         return None if made is None else transactional_id
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """Extend a lease to ``ttl_s`` seconds from now; also one that is over, if nobody has taken the slot since.
+        """Extend a lease to ``ttl_s`` seconds from now, even an expired one, unless another worker has taken the slot.
 
         Raises:
-            Fenced: Somebody else has leased the slot, or it was released.
+            Fenced: Another worker has leased the slot, or it was released.
             Unavailable, ConfigurationError: As :meth:`lease`.
         """
         slot = self._slot
@@ -196,19 +197,19 @@ class SlotPool:
         return self._changed(lease, statement, bound)
 
     def take_over(self, leases: Collection[Lease], owner: str, ttl_s: float) -> Sequence[Lease]:
-        """Lease slots that others hold, for whoever settles what these have left. They can renew and keep nothing any more.
+        """Take over slots that others hold, to settle what their holders left. These can no longer renew or keep them.
 
-        To be called before the slots are claimed: a holder that claims its slot after us then finds its lease gone.
+        Call it before claiming the slots: a holder that claims its slot after us then finds its lease gone.
 
         Args:
-            leases: As they were seen. A slot that somebody else holds by now is left out.
-            owner: Who we are.
-            ttl_s: How long, in seconds.
+            leases: The leases as read. A slot whose holder has changed since is left out.
+            owner: Our name.
+            ttl_s: Duration of the lease in seconds.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`lease`.
         """
-        # Our own name, too: the answer to an earlier try may have been lost.
+        # Accept our own name too: the answer to an earlier attempt may have been lost.
         statement = self._take.where(self._slot.c.lease_owner.in_([bindparam("former_"), bindparam("owner_")]))
         bound = [
             {"id_": one.transactional_id, "owner_": owner, "ttl_": ttl_s, "former_": one.owner}
@@ -222,7 +223,7 @@ class SlotPool:
         return self._own.run(work) if bound else []
 
     def keep(self, lease: Lease, until: datetime) -> Lease:
-        """Let a lease end at a moment by the database's clock, however late this is called: then it may be over at once.
+        """Let a lease end at a given time by the database's clock. If that time has passed, it ends at once.
 
         Raises:
             Fenced, Unavailable, ConfigurationError: As :meth:`renew`.
@@ -244,12 +245,12 @@ class SlotPool:
         return Lease(row[0], self.pool, row[1], row[2])
 
     def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
-        """Give slots back, each by who holds it. Where the holder is another by now, nothing changes.
+        """Give back slots. Does nothing for a slot whose holder has changed.
 
         Args:
-            owners: The holder by slot.
-            kept: Whether their workers could go on with them, and are to have them first for a while; see :meth:`lease`.
-                Otherwise the next who asks is given them.
+            owners: Each slot's holder.
+            kept: Whether to reserve the slots for a while for their workers, which could continue with them; see
+                :meth:`lease`. Otherwise the next worker that asks gets them.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`lease`.
@@ -270,15 +271,15 @@ class SlotPool:
             failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[Lease]:
-        """The leases that are over and were not released: of workers that died, or were paused."""
+        """Expired leases that were not released: their workers died, or were paused."""
         return self._list(self._slot.c.lease_until <= database_now())
 
     def held_by(self, owner_prefix: str) -> Sequence[Lease]:
-        """The leases, over or not, whose owner's name begins so: of one worker, or of all workers of one job."""
+        """The leases, expired or not, whose owner's name has this prefix: of one worker, or of all workers of a job."""
         return self._list(self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
 
     def held_in(self, connection: Connection, owners: Mapping[str, str]) -> set[str]:
-        """Of the slots by owner, those that this owner still holds now; asked inside the caller's transaction.
+        """Those of the slots that their given owner still holds, read inside the caller's transaction.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`lease`.
@@ -307,11 +308,11 @@ class SlotPool:
 
 
 def living_leases(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:
-    """Of these transactional ids, those that are slots whose lease is not over: their workers may be alive.
+    """Those of the transactional ids that are slots with an unexpired lease: their workers may be alive.
 
     Args:
         engine: The database.
-        names: Transactional ids, of whatever kind.
+        names: Transactional ids of any kind.
         schema: The database schema of the library's tables.
 
     Raises:

@@ -1,8 +1,8 @@
 """SQLite through the standard library's driver: a file on a local disk.
 
-The driver's three ways of transaction control all work: the legacy one, SQLAlchemy's recipe with a ``begin`` event, and
-``autocommit=False`` (Python 3.12). A transaction is always begun with the write lock (``BEGIN IMMEDIATE``): a deferred one
-might read an old row and fail at its first write.
+All three of the driver's ways of transaction control work: the legacy one, SQLAlchemy's recipe with a ``begin`` event,
+and ``autocommit=False`` (Python 3.12). Every transaction begins with the write lock (``BEGIN IMMEDIATE``): a deferred
+one might read an old row and fail at its first write.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def _driver(connection: Connection) -> sqlite3.Connection:
 
 
 def _autocommit(driver: sqlite3.Connection) -> object:
-    """The driver's ``autocommit`` attribute (Python 3.12): True, False, or a number for the legacy way."""
+    """The driver's ``autocommit`` attribute (Python 3.12): True, False, or a number for the legacy mode."""
     return getattr(driver, "autocommit", None)
 
 
 class SQLite:
-    """The adapter for SQLite. It decides one transaction at a time, whatever the number of connections."""
+    """The adapter for SQLite. It commits one transaction at a time, however many connections there are."""
 
     name = "sqlite"
     quotes_keep_case = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for the write lock as the driver's ``timeout`` says."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for the write lock up to the driver's ``timeout``."""
         driver = _driver(connection)
         if _autocommit(driver) is True:
             raise _in_autocommit()
@@ -62,7 +62,7 @@ class SQLite:
         _check_settings(connection, driver, tables)
         connection.begin()
         if driver.in_transaction:
-            # Begun by the driver or by a listener, perhaps without the write lock. A write takes it, also of no row.
+            # The driver or a listener has begun it, perhaps without the write lock. A write takes it, even of no row.
             state = tables.state
             connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
         elif driver.isolation_level is None:
@@ -72,7 +72,7 @@ class SQLite:
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. The driver's own ``timeout`` bounds the wait."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
         del lock_timeout_s
         self.begin(connection, tables)
 
@@ -89,11 +89,11 @@ class SQLite:
         del connection, values
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """Something to return for the row that matched."""
+        """A constant, returned for the row that matched."""
         return [literal_column("1")]
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. There is no name: here the row itself tells the outcome."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. There is no name: the row itself shows the outcome."""
         del values
         try:
             connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
@@ -111,17 +111,17 @@ class SQLite:
     def limits(
         self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Sequence[ColumnElement[object]]:
-        """Nothing: there is no server that could end a transaction of a process that is paused."""
+        """Nothing: no server exists that could end a paused process's transaction."""
         del idle_ms, within_ms
         return []
 
     def run_deferred(self, connection: Connection) -> None:
-        """Nothing: SQLite counts the violations of deferred foreign keys, and COMMIT looks at the count."""
+        """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
         del connection
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for other users of the file are bounded; the disk is not."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Limits waits for the file's other users, not for the disk."""
         if seconds is None:
             yield
             return
@@ -135,11 +135,11 @@ class SQLite:
                 driver.execute(f"PRAGMA busy_timeout = {present_ms}").fetchall()
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case here."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
         return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. By whatever names and links the file was opened."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. Independent of the name or link that opened the file."""
         schema = tables.schema or "main"
         file = _files(_driver(connection)).get(schema)
         try:
@@ -164,7 +164,7 @@ class SQLite:
             return Standing.BROKEN
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. A COMMIT that failed for a lock or a constraint stays open."""
+        """See :class:`~dualwrite.stores.dialect.Dialect`. A lock or constraint failure of COMMIT leaves it open."""
         if self.standing(driver) is Standing.OPEN:
             return True
         orig = getattr(error, "orig", None)
@@ -176,7 +176,7 @@ class SQLite:
         return []
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """Unknown, always: transactions have no names."""
+        """Always unknown: transactions have no names."""
         del connection, transaction
         return DatabaseVerdict.UNKNOWN
 
@@ -192,25 +192,25 @@ def _check_settings(connection: Connection, driver: sqlite3.Connection, tables: 
 
 
 def _make_durable(driver: sqlite3.Connection, name: str) -> None:
-    """Raise ``synchronous`` to FULL: below it, a commit may be lost with the power."""
+    """Raise ``synchronous`` to FULL: below that, a power failure may lose a commit."""
     if _pragma(driver, "synchronous", name) < _FULL and not driver.in_transaction:
         driver.execute(f"PRAGMA {_quoted(name)}.synchronous = FULL")
     if _pragma(driver, "synchronous", name) < _FULL:
         raise ConfigurationError(
-            f"SQLite's synchronous is below FULL for {name!r}: what is committed may be lost when the machine crashes",
+            f"SQLite's synchronous is below FULL for {name!r}: committed data may be lost when the machine crashes",
             next_step="execute PRAGMA synchronous=FULL when the engine connects",
         )
 
 
 def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
-    """The names of the attached databases, once they are known to be able to keep a decision."""
+    """Check that the attached databases keep decisions durably, and return their names."""
     if sqlite3.sqlite_version_info < _OLDEST:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old", next_step="use SQLite 3.35 or newer")
     files = _files(driver)
     if not files.get(tables.schema or "main"):
         raise ConfigurationError(
-            f"SQLite's database {tables.schema or 'main'!r} is not attached, or is in memory: what it decides dies with the "
-            "process",
+            f"SQLite's database {tables.schema or 'main'!r} is not attached, or is in memory: its decisions die with "
+            "the process",
             next_step="use a file, for example sqlite:////var/lib/app/app.db",
         )
     kept = [name for name, file in files.items() if file]
@@ -230,7 +230,7 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
 
 
 def _files(driver: sqlite3.Connection) -> dict[str, str]:
-    """The file of each attached database, '' where it is in memory."""
+    """The file of each attached database; '' if it is in memory."""
     return {str(name): str(file) for _, name, file in driver.execute("PRAGMA database_list") if name != "temp"}
 
 

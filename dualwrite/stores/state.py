@@ -45,20 +45,21 @@ _ANSWER_S: Final = 2.0
 class SqlStateStore:
     """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.StateStore`.
 
-    Methods that take a connection run inside the caller's transaction there; the others run in short transactions of their
-    own, on other connections of the engine, at READ COMMITTED, run again after a conflict. May be shared by threads.
+    Methods that take a connection run inside the caller's transaction. The others run in short transactions of their
+    own, on other connections of the engine, at READ COMMITTED, and are retried after a conflict. Thread-safe.
 
-    PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer keeps
-    prepared statements itself. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer at the latest.
+    PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer
+    itself handles prepared statements. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer
+    at the latest.
 
     Args:
         engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
-        schema: The database schema of the library's tables, where it is not the default one.
-        paused_owner_timeout_s: On PostgreSQL, how long a dual write may go without a statement before the server ends its
-            session, in seconds: an owner that was paused (SIGSTOP, a frozen virtual machine) cannot hold its locks for
-            ever. A lower limit that is in force stays. None sets no limit.
-        lock_timeout_s: How long a claim waits for the lock of a row that a dying session still holds, in seconds; on
-            SQLite the ``timeout`` of the driver says it.
+        schema: The database schema of the library's tables, if not the default one.
+        paused_owner_timeout_s: On PostgreSQL, seconds that a dual write may go without a statement before the server
+            ends its session: a paused owner (SIGSTOP, a frozen virtual machine) must not hold its locks forever. A
+            lower limit of the session stays. None sets no limit.
+        lock_timeout_s: Seconds that a claim waits for the lock of a row that a dying session still holds; on SQLite the
+            driver's ``timeout`` applies instead.
 
     Raises:
         ConfigurationError: The engine's database or driver is not supported.
@@ -114,7 +115,7 @@ class SqlStateStore:
         return self._schema
 
     def close(self) -> None:
-        """Dispose of the engine, if the store has made it. May be called more than once."""
+        """Dispose of the engine if the store made it. Idempotent."""
         if self._owns_engine:
             self._engine.dispose()
 
@@ -132,7 +133,7 @@ class SqlStateStore:
             try:
                 self._dialect.begin(connection, self._tables)
             except BaseException:
-                if connection.in_transaction():  # else it is somebody else's, below SQLAlchemy
+                if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
                     committing.rollback(connection)
                 raise
             connection.info[_DECIDED] = set()
@@ -251,7 +252,7 @@ class SqlStateStore:
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.claim`. ``verify`` is called again where a conflict makes us start anew."""
+        """See :meth:`dualwrite.ports.StateStore.claim`. A retry after a conflict calls ``verify`` again."""
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         claim = Claim(self._tables, self._dialect, owner=owner, cluster_id=cluster_id, raise_to=raise_to or {})
 
@@ -263,8 +264,8 @@ class SqlStateStore:
                 try:
                     verify(rows)
                 except ConfigurationError:
-                    # It counts only while the rows are ours: if our session was ended meanwhile (we were paused for too long),
-                    # another owner has claimed, and what was found is that owner's. Then this raises instead.
+                    # The error counts only while the rows are ours. If the server ended our session (we were paused too
+                    # long), another owner may have claimed, and verify saw that owner's state: then this raises.
                     connection.execute(select(literal(1)))
                     raise
             return rows
@@ -277,7 +278,7 @@ class SqlStateStore:
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.StateStore.read_locked`."""
-        # The server answers when the wait for the lock has ended; one that does not is taken for lost soon after.
+        # The server answers when the wait for the lock ends; if it does not, it counts as lost soon after.
         answer_s = deadline.remaining_s() + _ANSWER_S
         rows = self._locked([transactional_id], lambda rows: rows, deadline, answer_s=answer_s)
         if not rows:
@@ -372,8 +373,8 @@ class SqlStateStore:
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """See :meth:`dualwrite.ports.StateStore.transaction_verdict`.
 
-        ``UNKNOWN`` on SQLite, where the row alone tells; on PostgreSQL for a transaction that is too old or still runs, and
-        after the server was restarted or failed over.
+        ``UNKNOWN`` on SQLite, where only the row shows the outcome; on PostgreSQL for a transaction that is too old or
+        still runs, and after a restart or failover of the server.
         """
         if transaction is None:
             return DatabaseVerdict.UNKNOWN

@@ -1,4 +1,4 @@
-"""The declared tables: what the migrations together must make (``tests/migrations`` compares them)."""
+"""The declared tables, which the migrations together must produce (``tests/migrations`` compares them)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Tables:
     """The library's tables in one database schema.
 
     Attributes:
-        schema: The database schema, None for the connection's default one.
-        metadata: What Alembic compares with.
-        state: One row for each transactional id: the newest decision, and who may make the next one.
-        incident: Losses, for ever: the next decision overwrites the row that they were found in.
-        slot: Leases. A table of their own, so that a heartbeat never collides with a decision.
-        ledger: What a job has already written.
-        run: Which run of a batch may still write.
+        schema: The database schema; None for the connection's default one.
+        metadata: The declaration that Alembic compares with.
+        state: One row for each transactional id: the newest decision, and the owner that may make the next one.
+        incident: Losses, kept permanently: the next decision overwrites the row in which they were found.
+        slot: Leases, in their own table so that a heartbeat never collides with a decision.
+        ledger: The partitions and batches that jobs have already written.
+        run: The run of each batch that may still write.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -63,7 +63,7 @@ class Tables:
 
 @lru_cache(maxsize=64)
 def declare_tables(schema: str | None = None) -> Tables:
-    """The tables in that schema. The same object for the same schema, so that compiled statements are shared."""
+    """The tables in that schema. Cached by schema, so that compiled statements are shared."""
     metadata = MetaData(schema=schema)
     return Tables(
         schema=schema,
@@ -96,7 +96,7 @@ def _state(metadata: MetaData) -> Table:
             "settled_incarnation >= 0 AND settled_incarnation <= incarnation", name="kafka_transaction_state_settled"
         ),
         CheckConstraint("completed IN ('committed', 'lost', 'unverifiable')", name="kafka_transaction_state_completed"),
-        # The key's own index is in the order of the database's collation, which cannot find the names with a prefix.
+        # The primary key's index follows the database's collation, so it cannot serve searches by prefix.
         Index(
             "kafka_transaction_state_names",
             "transactional_id",
@@ -110,7 +110,7 @@ def _incident(metadata: MetaData) -> Table:
         INCIDENT_TABLE,
         metadata,
         Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
-        # The state may be longer than an index entry can be; its digest is the key.
+        # The state may exceed the maximum size of an index entry; its digest is the key.
         Column("state_sha256", String(64), nullable=False),
         Column("prepared_transaction_state", Text, nullable=False),
         Column("outcome", String(16), nullable=False),
@@ -176,7 +176,7 @@ def _run(metadata: MetaData) -> Table:
 
 
 def _batch(schema: str | None) -> Table:
-    """In a metadata of its own: it is read like a table, and is none."""
+    """The view, declared like a table but in its own metadata, since it is not one."""
     return Table(
         BATCH_VIEW,
         MetaData(schema=schema),

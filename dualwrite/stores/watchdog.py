@@ -1,7 +1,7 @@
-"""An end to the wait for a database's answer: the connection is shut when the time is over.
+"""Limits the wait for a database's answer by shutting the connection when the time is up.
 
-libpq waits for an answer as long as the connection lives, and neither keepalives nor ``tcp_user_timeout`` end a connection to
-a server, or to a pooler, that is alive and does not answer.
+libpq waits for an answer as long as the connection lives, and neither keepalives nor ``tcp_user_timeout`` end a
+connection to a server or pooler that is alive but does not answer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Watch:
     """One wait.
 
     Attributes:
-        deadline: When the connection is shut.
-        connection: A duplicate of its socket: the number of the original may be another file's by then.
-        expired: Whether the connection was shut. It can be used no more, even if the answer had come.
+        deadline: When to shut the connection.
+        connection: A duplicate of its socket: by then the original descriptor may belong to another file.
+        expired: Whether the connection was shut. It is unusable then, even if the answer arrived.
     """
 
     deadline: Deadline
@@ -34,13 +34,13 @@ class Watch:
 
 
 class Watchdog:
-    """Shuts connections whose answers are overdue, on one thread for all of them, which starts at the first use."""
+    """Shuts connections whose answers are overdue, on one thread for all of them, started on first use."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing to watch. A fork inherits no thread, perhaps a held lock, and its parent's connections."""
+        """Start with nothing to watch. A fork inherits no thread, perhaps a held lock, and its parent's connections."""
         self._changed = threading.Condition()
         self._watched: set[Watch] = set()
         self._runs = False
@@ -48,11 +48,11 @@ class Watchdog:
 
     @contextmanager
     def watching(self, fileno: int, seconds: float) -> Generator[Watch, None, None]:
-        """Shut the connection of that file number if the block lasts longer. What waits for an answer then fails.
+        """Shut the connection if the block lasts longer, so that a wait for its answer fails.
 
         Args:
-            fileno: Of a connected socket, of any family.
-            seconds: How long the block may last.
+            fileno: File descriptor of a connected socket of any family.
+            seconds: Seconds that the block may last.
         """
         with socket.fromfd(fileno, socket.AF_INET, socket.SOCK_STREAM) as connection:
             watch = Watch(Deadline(seconds), connection)
@@ -78,7 +78,7 @@ class Watchdog:
                 for watch in [watch for watch in self._watched if watch.deadline.expired]:
                     self._watched.discard(watch)
                     watch.expired = True
-                    with contextlib.suppress(OSError):  # the other side was faster
+                    with contextlib.suppress(OSError):  # the peer closed it first
                         watch.connection.shutdown(socket.SHUT_RDWR)
                 deadlines = [watch.deadline for watch in self._watched]
                 self._wakes = min(deadlines, key=Deadline.remaining_s, default=None)

@@ -1,7 +1,7 @@
-"""What the driver does past SQLAlchemy: noticed, and told from what a rollback to a savepoint has taken back.
+"""Detects statements sent past SQLAlchemy, and rollbacks to savepoints among them.
 
-A *witness* is a number that the database keeps in the transaction that is open. A rollback to a savepoint takes it back as it
-does a row, whoever sends it and by whatever way.
+A *witness* is a number that the database keeps in the open transaction. A rollback to a savepoint reverts it like a
+row, whichever code sends the rollback, and by whichever route.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Witness(Protocol):
     """Whether a statement may have run past SQLAlchemy since the last :meth:`keep`."""
 
     def expect(self, *, many: bool) -> None:
-        """SQLAlchemy is about to execute a statement, perhaps many times."""
+        """Note that SQLAlchemy is about to execute a statement, perhaps many times."""
         ...
 
     def seen(self) -> None:
-        """It has executed it."""
+        """Note that SQLAlchemy has executed the statement."""
         ...
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        """Let the database keep the number instead of the known one (0: none). False where it shows another one.
+        """Store the number in place of the known one (0: none). Returns False if the database shows another one.
 
         Raises:
             IllegalStateError: The connection is busy with a COPY, or a pipeline.
@@ -54,12 +54,12 @@ class Witness(Protocol):
         ...
 
     def stop(self) -> None:
-        """Notice nothing any more. May be called more than once."""
+        """Stop watching. Idempotent."""
         ...
 
 
 class _Psycopg(Protocol):
-    """What is used of a ``psycopg.Connection``."""
+    """The part of ``psycopg.Connection`` used here."""
 
     @property
     def pgconn(self) -> _PGconn: ...
@@ -78,9 +78,9 @@ _SHOWS: Final = text(f"SELECT {_SHOWN}")
 
 
 class PsycopgWitness:
-    """The witness is a setting of the transaction. A statement past SQLAlchemy is a call of ``wait`` that it did not expect.
+    """The witness is a transaction-local setting. An unexpected call of ``wait`` reveals a statement past SQLAlchemy.
 
-    psycopg passes everything that it exchanges with the server through ``Connection.wait``: cursors, COPY, and its own
+    psycopg does all its exchanges with the server through ``Connection.wait``: cursors, COPY, and its own
     ``transaction()``.
     """
 
@@ -114,7 +114,7 @@ class PsycopgWitness:
         """See :class:`Witness`."""
         if self._driver.pgconn.transaction_status == _ACTIVE:
             raise IllegalStateError(
-                "whether a savepoint is open cannot be asked while the driver's connection is in a COPY or a pipeline",
+                "savepoints cannot be checked while the driver's connection is in a COPY or a pipeline",
                 next_step="produce before it begins or after it has ended",
             )
         found = connection.scalar(_KEEP, {"known": str(known), "number": str(number)})
@@ -137,7 +137,7 @@ _FIND: Final = "SELECT 1 FROM temp.dualwrite_witness WHERE id = 1 AND number = ?
 
 
 class SqliteWitness:
-    """The witness is a row of a temporary table. The driver tells nobody of its statements, so each message renews it.
+    """The witness is a row of a temporary table. The driver does not reveal its statements, so each message renews it.
 
     That costs microseconds: the database is in this process.
     """
@@ -162,7 +162,7 @@ class SqliteWitness:
             return True
         try:
             self._cursor.execute(_RENEW, (number, known))
-        except sqlite3.OperationalError:  # the table was made after what was rolled back
+        except sqlite3.OperationalError:  # the rollback also removed the table
             return False
         return self._cursor.rowcount == 1
 

@@ -1,4 +1,4 @@
-"""When a partition was begun and a batch completed, and the view that shows the ledger batch by batch."""
+"""Start times of partitions, completion times of batches, and the view that shows the ledger batch by batch."""
 
 from __future__ import annotations
 

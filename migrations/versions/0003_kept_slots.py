@@ -1,4 +1,4 @@
-"""Until when a slot that is free is left to the worker that could go on with it."""
+"""The time until which a free slot is reserved for the worker that could continue with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which run of a batch may still write, what it is written to, which rows were, and whether its last run has failed.
+"""The run that may still write a batch, its destination, a digest of its rows, and when its last run failed.
 
-And which losses a caller was told of.
+Also the index for searches by prefix, and the time when a caller was told of a loss.
 """
 
 from __future__ import annotations

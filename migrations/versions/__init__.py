@@ -1,1 +1,1 @@
-"""The migrations, in the order of their numbers. Each is a module that Alembic loads by its path."""
+"""The migrations, ordered by number. Alembic loads each module by its path."""

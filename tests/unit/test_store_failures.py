@@ -160,7 +160,7 @@ def test_an_engine_of_asyncio_is_refused_with_the_way_that_works() -> None:
     given = create_async_engine("postgresql+psycopg://somebody@nowhere/x")
     with pytest.raises(ConfigurationError, match=r"AsyncEngine cannot be used.*asyncio\.to_thread"):
         engine_of(given)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="Session is no engine"):
+    with pytest.raises(ConfigurationError, match="Session is not an engine"):
         engine_of(Session())  # type: ignore[arg-type]
 
 
