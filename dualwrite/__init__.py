@@ -69,7 +69,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the drivers only when somebody asks for what needs them: errors and values stay light."""
+    """Import the drivers only with the first name that needs them: errors and values stay cheap to import."""
     if name in _LAZY:
         from importlib import import_module  # noqa: PLC0415 - as above
 

@@ -1,4 +1,4 @@
-"""After a restore: what Kafka knows of transactional ids that the database has forgotten."""
+"""Recovery after a restore: finds what Kafka knows of transactional ids and the database has forgotten."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Forgotten:
-    """One Kafka id that the restored database does not know, or not any more.
+    """One Kafka id that the restored database does not know.
 
     Attributes:
         kafka_id: Kafka's ``transactional.id``.
-        transactional_id: The writer's id, or its lane's.
+        transactional_id: The id of the writer or lane.
         incarnation: The incarnation.
-        status: What the coordinator showed of it before anything was done.
-        has_row: Whether the database has a row of that id, of an older incarnation.
-        settled: Whether it was made unusable, and aborted what was open under it. False: left alone.
+        status: The coordinator's status of it before recovery did anything.
+        has_row: Whether the database has a row for that id, with an older incarnation.
+        settled: Whether recovery made the id unusable and aborted what was open under it. False: left alone.
     """
 
     kafka_id: str
@@ -43,14 +43,14 @@ def find_forgotten(
     *,
     is_asked_for: Callable[[str], bool],
 ) -> Sequence[Forgotten]:
-    """The Kafka ids that are newer than the rows, or have no row. Changes nothing.
+    """Find the Kafka ids that are newer than their rows, or have no row. Changes nothing.
 
-    Ids of other namespaces than their row's belong to another database, or to a row that was deleted: they are left out.
+    An id with another namespace than its row's is left out: it belongs to another database, or to a row that was deleted.
 
     Args:
-        rows: The rows, all of those asked for.
+        rows: All rows of the requested ids.
         coordinator: Kafka.
-        deadline: Bounds the asking.
+        deadline: Limits the requests.
         is_asked_for: Whether an id without a row may be settled. Another database's ids look the same.
 
     Raises:
@@ -75,7 +75,7 @@ def find_forgotten(
 
 
 def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
-    """For each id with a row, the first incarnation above all that Kafka knows."""
+    """For each id with a row, the first incarnation above all those that Kafka knows."""
     result: dict[str, int] = {}
     for one in forgotten:
         if one.has_row:
@@ -86,28 +86,28 @@ def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
 def retire_without_rows(
     forgotten: Iterable[Forgotten], coordinator: TransactionCoordinator, deadline: Deadline
 ) -> None:
-    """Make the ids without a row unusable: no row names what is open under them, so it is aborted.
+    """Make the ids without a row unusable. No row names what is open under them, so it is aborted.
 
     Raises:
-        Unavailable: Not all could be retired in time; run it again.
+        Unavailable: Not all ids could be retired in time; run it again.
     """
     ids = [one.kafka_id for one in forgotten if not one.has_row]
     if ids:
         coordinator.retire(ids, deadline)
         for kafka_id in ids:
-            logger.warning("%s: no row of the restored database names it: retired", kafka_id)
+            logger.warning("%s: retired: no row of the restored database names it", kafka_id)
 
 
 def went_back(
     rows: Collection[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
 ) -> Mapping[str, tuple[str, bool]]:
-    """What shows that the database has lost commits, by id: for people, and whether a claim is among them. Changes nothing.
+    """Find evidence of lost commits, by id: in words, and whether a claim was lost. Changes nothing.
 
     Args:
         rows: The rows as they were read.
-        store: The database; the rows are read again where something shows, as their owners may go on meanwhile.
+        store: The database; rows with evidence are read again, as their owners may have gone on meanwhile.
         coordinator: Kafka.
-        deadline: Bounds the asking.
+        deadline: Limits the requests.
 
     Raises:
         Unavailable: The coordinators did not answer in time.

@@ -24,7 +24,7 @@ _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_
 
 
 class Ending(Enum):
-    """What the end of a block does with a dual write."""
+    """How the end of a block ends its dual write."""
 
     COMMIT = "commit both sides"
     HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"
@@ -32,7 +32,7 @@ class Ending(Enum):
 
 
 def session_of_block(bind: Connection) -> Session:
-    """The ORM session of a block. Its objects stay readable when the block has ended."""
+    """The ORM session of a block. Its objects stay readable after the block has ended."""
     return Session(bind=bind, expire_on_commit=False)
 
 
@@ -49,19 +49,19 @@ def dual_write(
     permit: Callable[[Connection], None] = lambda _: None,
     savepoints: bool = True,
 ) -> Generator[Transaction, None, None]:
-    """One dual write on a lane that is ready: the block's end commits both sides, or hands them over; an exception aborts both.
+    """Run one dual write on a ready lane: the block's end commits both sides or hands them over; an exception aborts both.
 
     Args:
-        lane: Used by this dual write alone until the block has ended.
+        lane: Only this dual write uses it until the block has ended.
         ground: The servers.
         connection: Not inside a transaction.
         session_factory: Makes the ORM session, called with ``bind=connection``.
-        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
-        timeout_s: Bounds the ending, in seconds.
-        ending: What the end of the block does.
-        permit: For an end that hands over; see :meth:`DualWrite.hand_over`.
-        savepoints: Whether messages wait for savepoints. False where the block's code opens none: then it may produce in the
-            middle of a COPY, too.
+        margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
+        timeout_s: Limits the ending, in seconds.
+        ending: How the block's end ends the dual write.
+        permit: For an ending that hands over; see :meth:`DualWrite.hand_over`.
+        savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
+            middle of a COPY.
 
     Raises:
         DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
@@ -91,7 +91,7 @@ def dual_write(
     finally:
         write.release()
         if write.state not in _ENDED:
-            # Neither the connection nor the producer may be used again before the id is claimed anew, which waits for
+            # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
             # the old backend and settles.
             lane.discard()
             ground.store.discard(connection)

@@ -1,4 +1,4 @@
-"""What holds back a consumer: open transactions in its topics, and in the offsets of its group."""
+"""Finds what holds back a consumer: open transactions in its topics, and in the offsets of its group."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def blocking_transactions(
     open_for_s: float = HELD_BACK_S,
     timeout_s: float = 30.0,
 ) -> Sequence[BlockingTransaction]:
-    """The open transactions that hold back ``read_committed`` consumers, for a consumer that waits and is not told why.
+    """Find the open transactions that hold back ``read_committed`` consumers: Kafka does not tell consumers why they wait.
 
     May be called at any time; it changes nothing.
 
     Args:
         kafka: librdkafka configuration.
         topics: The topics that the consumer reads.
-        group: Its group: its committed offsets are held back by transactions with offsets in them. Another group whose
-            offsets lie in the same partition of ``__consumer_offsets`` may be meant as well.
+        group: The consumer's group. Its committed offsets are held back by transactions that contain offsets. A transaction
+            found this way may hold offsets of another group in the same partition of ``__consumer_offsets``.
         open_for_s: Leave out transactions that began less than this many seconds ago: their owners are at work.
-        timeout_s: Bounds the whole, in seconds.
+        timeout_s: Time limit, in seconds.
 
     Returns:
         One entry for each transaction and partition. As text, each says whose it is, since when it is open, and what to do.
@@ -53,7 +53,7 @@ def blocking_transactions(
         if missing := sorted(set(topics) - counts.keys()):
             raise ConfigurationError(f"there is no topic {', '.join(map(repr, missing))}")
         places = [(topic, partition) for topic in topics for partition in range(counts[topic])]
-        if group is not None and _OFFSETS in counts:  # made with the first group's first offset
+        if group is not None and _OFFSETS in counts:  # Kafka creates the topic with the first offset of any group
             places.append((_OFFSETS, offsets_partition(group, counts[_OFFSETS])))
         return coordinator.blocking(places, deadline, open_for_s=open_for_s)
 

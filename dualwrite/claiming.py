@@ -1,4 +1,4 @@
-"""Claiming: become the one owner of a transactional id. What its former owners left is then to be settled."""
+"""Claiming: become the one owner of a transactional id, who must then settle what former owners left behind."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ground:
-    """The two servers that a dual write stands on, and who we are there.
+    """The two servers of a dual write, and our name there.
 
     Attributes:
         coordinator: Kafka.
         store: The database.
-        owner: Who we are: a name that nobody else has, ever, so that we know our own claims; see :func:`unique_owner`.
+        owner: Our name, which no other owner ever has, so that we recognise our own claims; see :func:`unique_owner`.
     """
 
     coordinator: TransactionCoordinator
@@ -38,12 +38,12 @@ class Ground:
 
 
 def default_owner() -> str:
-    """Who we are, for people who read the row: ``user@host:pid``."""
+    """Our name for people who read the row: ``user@host:pid``."""
     return f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}"
 
 
 def unique_owner(name: str | None = None) -> str:
-    """The name, :func:`default_owner`'s if not given, with something behind it that no other owner has."""
+    """The name, or that of :func:`default_owner` if not given, with a suffix that makes it unique."""
     return f"{name or default_owner()} {secrets.token_hex(6)}"
 
 
@@ -57,13 +57,13 @@ def claim_rows(
 ) -> Sequence[StateRow]:
     """Raise the incarnations. From its return on, no former owner of these ids can decide anything.
 
-    The Kafka ids of the new incarnations must be unknown to the coordinator. One that it knows means that the database has
-    gone back in time (restored, cloned, failed over to an older state): the claim is rolled back, and fails the same way
-    until a person has looked, however often it is tried.
+    The Kafka ids of the new incarnations must be unknown to the coordinator. If it knows one, the database has gone back in
+    time (restored, cloned, failed over to an older state): the claim is rolled back, and every retry fails the same way until
+    a person has looked.
 
     Raises:
         ConfigurationError: Another cluster, a bad row, or a database that has gone back in time; nothing was claimed.
-        Fenced: ``guard`` was claimed by somebody else; nothing was claimed.
+        Fenced: Another owner has claimed ``guard``; nothing was claimed.
         Unavailable: A server did not answer in time.
     """
     failpoints.hit("claim.before")
@@ -92,13 +92,15 @@ def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow]
 
 
 def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
-    """Claim and settle the first lane, then every other that has a row: from then on the former owner can add none.
+    """Claim the first lane, then every other that has a row, and settle them.
+
+    The first lane comes first: from its claim on, the former owner can add no lane.
 
     Args:
         ground: The servers.
         name: The writer's transactional id.
-        count: How many lanes there are to be at least.
-        deadline: Bounds the whole.
+        count: The minimum number of lanes.
+        deadline: Limits the whole call.
 
     Returns:
         The rows by id, claimed and settled.

@@ -1,7 +1,7 @@
-"""Completing what was handed over, without a claim: its owners can go on with the producers that they have.
+"""Completes handed-over transactions without a claim, so that their owners can go on with their producers.
 
-The steps are decided by :mod:`dualwrite.protocol.handed_over`. Whatever they leave is brought to an end by a claim and by
-:func:`dualwrite.settling.settle`.
+:mod:`dualwrite.protocol.handed_over` decides the steps. A claim and :func:`dualwrite.settling.settle` end everything that
+they leave.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 def complete_handed_over(
     rows: Sequence[StateRow], *, coordinator: TransactionCoordinator, store: StateStore, deadline: Deadline
 ) -> Sequence[StateRow]:
-    """Commit in Kafka what this caller has decided on for owners that wait, and tell them by the row.
+    """Commit in Kafka what this caller has decided for waiting owners, and tell them through the row.
 
-    To be called once for a decision, by whoever has made it, with nothing of it sent before. The rows that come back are
-    completed on both sides, durably. Of the others nothing is known: claim and settle them.
+    The decider calls this once for each decision, before it has sent anything of it. The returned rows are durably completed
+    on both sides. Nothing is known of the others: claim and settle them.
 
     Args:
         rows: The rows as they are now; ``prepared`` is what was decided.
         coordinator: Kafka.
         store: The database.
-        deadline: Bounds the whole.
+        deadline: Limits the whole call.
 
     Raises:
-        ConfigurationError, Unavailable: A server did not answer, or refuses. Claim and settle all of them.
+        ConfigurationError, Unavailable: A server did not answer, or refuses. Claim and settle all rows.
     """
     end_participants(store, [found for found in store.participants(rows) if found.decided])
     failpoints.hit("complete.before")

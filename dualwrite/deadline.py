@@ -1,6 +1,6 @@
-"""The clock, and a point in time that bounds a call, shared by everything the call does.
+"""The clock, and deadlines: the end of a call's time, shared by everything that the call does.
 
-Recipes measure and wait by this clock alone, so that a simulator can run them in a time of its own.
+Recipes measure and wait by this clock alone, so that a simulator can run them in simulated time.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """What is needed of a clock."""
+    """A clock that recipes can run on."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment, those included in which the machine was suspended; never goes back."""
+        """Seconds since some moment, including those while the machine was suspended; never goes back."""
         ...
 
     def sleep(self, seconds: float, /) -> None:
-        """Return after so many seconds."""
+        """Return after that many seconds."""
         ...
 
 
 class _SystemClock:
-    """The system's clock that goes on while the machine is suspended: the brokers' clocks do.
+    """The system clock that goes on while the machine is suspended, as the brokers' clocks do.
 
-    On Linux ``time.monotonic`` stands still then, so that a laptop or a virtual machine that wakes up would take a transaction
-    for young that the broker has aborted. On macOS CLOCK_MONOTONIC goes on, and ``time.monotonic`` reads another clock; on
+    On Linux ``time.monotonic`` stops meanwhile: after a laptop or a virtual machine wakes up, a transaction that the broker
+    has already aborted would seem young. On macOS CLOCK_MONOTONIC goes on, but ``time.monotonic`` reads another clock; on
     Windows ``time.monotonic`` goes on.
     """
 
@@ -45,18 +45,18 @@ _clock: Clock = _SystemClock()
 
 
 def now_s() -> float:
-    """Seconds on a clock that never goes back and counts the time in which the machine is suspended."""
+    """Seconds on a clock that never goes back and counts the time while the machine is suspended."""
     return _clock.monotonic()
 
 
 def pause(seconds: float) -> None:
-    """Wait that long."""
+    """Wait for that many seconds."""
     _clock.sleep(seconds)
 
 
 @contextmanager
 def running_on(clock: Clock) -> Generator[None, None, None]:
-    """Replace the clock of this whole process while the block runs. For simulators: no real server may be in use."""
+    """Replace the clock of the whole process while the block runs. For simulators: no real server may be in use."""
     global _clock  # noqa: PLW0603 - the clock belongs to the process, as the system's does
     former, _clock = _clock, clock
     try:
@@ -69,7 +69,7 @@ class Deadline:
     """A moment on the clock of :func:`now_s`. Make one at the outermost call and pass it inwards.
 
     Args:
-        seconds: How far away the moment is, from now.
+        seconds: Seconds from now until the moment.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -86,11 +86,11 @@ class Deadline:
 
 
 class GrowingPause:
-    """The waits between looks at what is done in a moment, or in a long while: each is twice as long as the one before.
+    """Waits between polls of something that may take a moment or a long while: each is twice as long as the one before.
 
     Args:
-        first_s: The first, in seconds.
-        longest_s: The longest, in seconds.
+        first_s: The first wait, in seconds.
+        longest_s: The longest wait, in seconds.
     """
 
     def __init__(self, first_s: float = 0.002, longest_s: float = 0.2) -> None:

@@ -1,4 +1,4 @@
-"""The verbs of one dual write, and the order in which it ends. Its block drives it; users hold a ``Transaction``."""
+"""The steps of one dual write, and the order in which it ends. The block drives it; users hold a ``Transaction``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class DualWrite:
     """One dual write, driven by its block: begun, then committed, aborted or handed over, then released. Used by one thread.
 
-    What stands in the block's ``as`` is :class:`dualwrite.transaction.Transaction`, which shows none of these verbs.
+    The block gives the user a :class:`dualwrite.transaction.Transaction`, which exposes none of these methods.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DualWrite:
 
     @property
     def state(self) -> WriteState:
-        """Where this dual write is."""
+        """The present state of this dual write."""
         return self._machine.state
 
     @property
@@ -97,11 +97,11 @@ class DualWrite:
         return self._session
 
     def _refuse_other_connection(self, session: Session, transaction: object, connection: Connection) -> None:
-        """A session whose factory binds some classes to another engine would write there, and be rolled back in the end."""
+        """Refuse another connection: what a class bound to another engine wrote there would be rolled back in the end."""
         del session, transaction
         if connection is not self._connection:
             self._sending.refusal = ConfigurationError(
-                "the session has begun on another connection than the dual write's",
+                "the session began on a connection other than the dual write's",
                 transactional_id=self.transactional_id,
                 next_step="leave binds out of session_factory: a dual write is decided in one database",
             )
@@ -109,15 +109,15 @@ class DualWrite:
 
     @property
     def holds(self) -> bool:
-        """Whether what is sent now waits for a savepoint."""
+        """Whether a message sent now waits for a savepoint."""
         return self._sending.savepoints is not None and self._sending.savepoints.holds
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None = None) -> None:
-        """Hand a message, many, or offsets to the producer: at once, or when the savepoint is released that is open now.
+        """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
 
         Args:
-            message: What to hand over.
-            check: Raises what the producer would certainly raise, for a message that waits.
+            message: Hands them over.
+            check: For a message that waits: raises what the producer would certainly raise later.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -132,7 +132,7 @@ class DualWrite:
         """Begin the database transaction and read the row, before anything can be produced.
 
         Raises:
-            Fenced: The row names another incarnation than ours.
+            Fenced: The row names an incarnation other than ours.
             IllegalStateError, ConfigurationError: The connection cannot be used for this.
             Unavailable: The database does not answer.
         """
@@ -162,10 +162,10 @@ class DualWrite:
 
         Raises:
             TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
-            TransactionInDoubt: The database's answer is missing and could not be found out.
+            TransactionInDoubt: The database's answer is missing, and the doubt could not be resolved.
             CompletionPending: Decided; Kafka will follow.
-            DecidedTransactionLost, OutcomeUnverifiable: Decided; Kafka does not have it, or nobody can tell.
-            IllegalStateError: It has ended before.
+            DecidedTransactionLost, OutcomeUnverifiable: Decided, but Kafka does not have it, or that can no longer be known.
+            IllegalStateError: It has already ended.
         """
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
@@ -188,20 +188,20 @@ class DualWrite:
             raise interruption
 
     def hand_over(self, *, prepared: bool = False, permit: Callable[[Connection], None] = lambda _: None) -> None:
-        """End the dual write undecided: prepare Kafka, and commit what the database has, without naming it in the row.
+        """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
 
-        For writes that somebody else decides together with others. On return the rows are durable, :attr:`prepared` is the
-        open Kafka transaction, and this process must do nothing more with either: neither commit nor abort.
+        For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
+        open Kafka transaction, and this process must neither commit nor abort either of them.
 
         Args:
-            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``), for whoever settles the row to end.
-                Otherwise it is committed, and the rows must stand where nobody reads them.
-            permit: Called as the last statement of the database's transaction. Where it raises, both sides are aborted.
+            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``); the settler of the row ends it. Otherwise
+                it is committed, and the rows must stand where nobody reads them.
+            permit: Called as the last statement of the database's transaction. If it raises, both sides abort.
 
         Raises:
-            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may stand where they are, and
+            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may remain where they are, and
                 count for nothing.
-            IllegalStateError: It has ended before.
+            IllegalStateError: It has already ended.
         """
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
@@ -226,7 +226,7 @@ class DualWrite:
         if self._session is not None:
             self._session.flush()
         self._sending.finish()
-        # While the last messages are on their way. What ran in COMMIT would take its time after the last look at the clock.
+        # While the last messages are on their way. Left to COMMIT, it would take its time after the last check of the clock.
         self._ground.store.run_deferred(self._connection, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self._sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
@@ -235,7 +235,7 @@ class DualWrite:
         return state
 
     def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
-        """Write the last statement of the database's transaction. Returns until when its COMMIT is to be answered."""
+        """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT."""
         store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
         allowance = None
         if state.has_transaction:
@@ -270,7 +270,7 @@ class DualWrite:
         return answer
 
     def _left_s(self) -> float:
-        """What is left of the broker's transaction timeout, in seconds."""
+        """The time left of the broker's transaction timeout, in seconds."""
         return self._lane.producer.transaction_timeout_ms / 1000 - self._lane.producer.begun_for_s
 
     def _require_time(self, allowance: Allowance | None) -> Allowance:
@@ -286,9 +286,9 @@ class DualWrite:
         )
 
     def _decide(self, state: PreparedTxnState, answer: Deadline, deadline: Deadline) -> BaseException | None:
-        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to be raised later."""
+        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to raise later."""
         if answer.expired:
-            # Paused since the last look at the clock. SQLite has no server that would have ended the transaction.
+            # Paused since the last check of the clock. SQLite has no server that would have ended the transaction.
             self.abort()
             raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
@@ -309,7 +309,7 @@ class DualWrite:
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
         if not state.has_transaction:
             self._lane.discard()
-            raise doubt  # nothing but rows: the database alone knows
+            raise doubt  # only rows: the database alone knows
         try:
             verdict = resolve_commit(self._ground, self.transactional_id, state, self._database_transaction, deadline)
         except DualWriteError as error:
@@ -333,10 +333,10 @@ class DualWrite:
             raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
 
     def abort(self) -> None:
-        """Abort both sides. Does nothing where they have aborted already.
+        """Abort both sides. Does nothing if they have already aborted.
 
-        If Kafka does not take the abort, the producer is thrown away and whoever settles next aborts its transaction: the
-        row does not name it, so it cannot be committed any more.
+        If Kafka does not accept the abort, the producer is discarded and the next settler aborts its transaction: the row
+        does not name it, so it can no longer be committed.
         """
         if self._machine.state is WriteState.ABORTED:
             return
@@ -348,12 +348,12 @@ class DualWrite:
             try:
                 self._lane.producer.abort_transaction()
             except DualWriteError as error:
-                logger.warning("%s: Kafka did not take the abort: %s", self.transactional_id, error)
+                logger.warning("%s: Kafka did not accept the abort: %s", self.transactional_id, error)
                 self._lane.discard()
         self._machine.apply(WriteEvent.ABORT)
 
     def release(self) -> None:
-        """Let go of the session, once the block has ended. Its objects stay readable."""
+        """Close the session once the block has ended. Its objects stay readable."""
         self._sending.stop()
         if self._session is not None:
             self._session.close()
@@ -369,5 +369,5 @@ class DualWrite:
 
 
 def _interruption(error: DualWriteError) -> BaseException | None:
-    """What interrupted the call that ended with this error: a ``KeyboardInterrupt`` and its like, to be passed on."""
+    """The interruption behind this error, which must be passed on: a ``KeyboardInterrupt`` or the like, if any."""
     return None if isinstance(error.__cause__, Exception) else error.__cause__

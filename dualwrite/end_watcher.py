@@ -1,4 +1,4 @@
-"""Finds out how transactions have ended while their lanes rest, so that the next dual write need not wait for it."""
+"""Finds out how transactions have ended while their lanes are idle, so that the next dual write need not wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOIN_S: Final = 5.0
 
 
 class _Watched:
-    """One transaction whose end is asked for in the background."""
+    """One transaction whose end the watcher asks for."""
 
     def __init__(self, pending: PendingEnd, note: Callable[[EndStep], None]) -> None:
         self.pending = pending
@@ -33,12 +33,12 @@ class _Watched:
 
 
 class EndWatcher:
-    """Asks for the ends of many lanes' transactions on one thread, all of them side by side.
+    """Asks for the ends of many lanes' transactions side by side, on one thread.
 
-    It sees by the way where somebody else's open transaction holds back readers for seconds, and logs a warning.
+    It also notices other writers' open transactions that hold back readers for seconds, and logs a warning.
 
     Args:
-        name: The writer's.
+        name: The writer's name.
         coordinator: Kafka; closed with the watcher.
         on_noted: Called after each end that was noted: there may be something to settle.
     """
@@ -54,27 +54,27 @@ class EndWatcher:
         self._thread.start()
 
     def watch(self, pending: PendingEnd, note: Callable[[EndStep], None]) -> None:
-        """Ask until there is nothing to wait for, and pass on what was found out.
+        """Ask until there is nothing left to wait for, then pass on the step.
 
         Args:
-            pending: Whose end to ask for. Nobody else asks for it meanwhile; whoever needs it waits.
+            pending: The end to ask for. No other thread asks for it meanwhile; one that needs it calls :meth:`wait`.
             note: Called with the step, on the watcher's thread.
         """
         if not self._closed and pending not in self._watched:
             try:
                 self._watched[pending] = watched = _Watched(pending, note)
                 self._new.put(watched)
-            except BaseException:  # interrupted: what nobody asks for is not to be waited for
+            except BaseException:  # interrupted: no thread may wait for an end that is not asked for
                 self._watched.pop(pending, None)
                 raise
 
     def wait(self, pending: PendingEnd, deadline: Deadline) -> None:
-        """Wait until nothing is asked for it here any more. Returns at once if nothing is."""
+        """Wait until the watcher has stopped asking for this end. Returns at once if it is not asking."""
         if (watched := self._watched.get(pending)) is not None and self._thread.is_alive():
             watched.done.wait(deadline.remaining_s())
 
     def close(self) -> None:
-        """Ask no more. May be called more than once."""
+        """Stop asking. May be called more than once."""
         self._closed = True
         self._new.put(None)
         self._thread.join(_JOIN_S)
@@ -103,11 +103,11 @@ class EndWatcher:
         return taken
 
     def _asked_once(self, asked: list[_Watched]) -> list[_Watched]:
-        """Ask for all of them. Returns those that are to be asked for again."""
+        """Ask for all of them once. Returns those to ask for again."""
         try:
             steps = ask_for_ends(self._coordinator, [one.pending for one in asked], Deadline(_LONGEST_ASK_S))
         except Exception as error:  # noqa: BLE001 - a right is missing, or the writer was closed: a block asks, and raises it
-            logger.warning("the ends of transactions could not be asked for in the background: %s", error)
+            logger.warning("could not ask in the background how transactions have ended: %s", error)
             self._let_go(asked)
             return []
         again = []
@@ -118,18 +118,18 @@ class EndWatcher:
             try:
                 one.note(step)
             except Exception:
-                logger.exception("what was found out about the end of a transaction could not be noted")
+                logger.exception("could not note how a transaction has ended")
             self._let_go([one])
         return again
 
     def _warn(self) -> None:
-        """Say who holds back the readers of the partitions that this writer writes to: nobody tells them."""
+        """Warn of what holds back readers of the partitions that this writer writes to: Kafka does not tell them."""
         try:
             for one in self._coordinator.newly_held_back(Deadline(_LONGEST_ASK_S)):
                 if one.writer != self._name:
                     logger.warning("%s: read_committed consumers are held back in %s", self._name, one)
         except Exception as error:  # noqa: BLE001 - it is only a warning
-            logger.debug("not found out who holds back readers: %s", error)
+            logger.debug("could not find out what holds back readers: %s", error)
 
     def _let_go(self, watched: list[_Watched]) -> None:
         for one in watched:

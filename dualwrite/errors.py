@@ -24,16 +24,16 @@ from typing import ClassVar
 
 
 class DualWriteError(Exception):
-    """What every error of this library is.
+    """Base class of this library's errors.
 
     Args:
         what: What happened, in one sentence without a secret in it.
-        transactional_id: The transactional id it happened to, where there is one.
+        transactional_id: The transactional id it happened to, if there is one.
         next_step: What to do now; the class's own advice if not given.
     """
 
     outcome: str = "unknown"
-    """What is known of the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
+    """The known outcome on the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
     advice: ClassVar[str] = ""
 
     def __init__(self, what: str, *, transactional_id: str | None = None, next_step: str | None = None) -> None:
@@ -55,10 +55,10 @@ class ConfigurationError(DualWriteError):
 
 
 class DatabaseWentBack(ConfigurationError):
-    """The database has forgotten what it had committed: it was restored, cloned, or failed over to a copy that was behind.
+    """The database has lost commits: it was restored, cloned, or failed over to a copy that was behind.
 
     Attributes:
-        state: The text form of the newest decision that it has forgotten; None where that is not known.
+        state: The text form of the newest decision that it has lost; None if that is not known.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class TransactionAborted(DualWriteError):
 class Fenced(DualWriteError):
     """Another owner has claimed the transactional id. The transaction at hand is on neither side.
 
-    Raised by a *commit* it says nothing of the transaction: the other owner may have completed it. Then ``outcome`` is
-    ``unknown``, and the log's proof tells.
+    Raised by a *commit*, it says nothing about the transaction: the other owner may have completed it. Then ``outcome`` is
+    ``unknown``, and only the log proves what happened.
     """
 
     outcome = "aborted"
@@ -120,7 +120,7 @@ class Unavailable(DualWriteError):
 
 
 class TransactionInDoubt(DualWriteError):
-    """The answer to the database's COMMIT is missing and could not be found out. Never retry the work before recovery."""
+    """The answer to the database's COMMIT is missing, and the doubt could not be resolved. Never retry before recovery."""
 
     outcome = "unknown"
     advice = "do not run the work again; run recovery and look at the database"
@@ -129,7 +129,7 @@ class TransactionInDoubt(DualWriteError):
 class CompletionPending(DualWriteError):
     """The database has committed; Kafka has not answered yet. This process or the next recovery completes it, or finds it lost.
 
-    ``outcome`` is ``decided`` where Kafka shows that it is going to be committed, and ``unknown`` where it could not be asked.
+    ``outcome`` is ``decided`` if Kafka shows that the commit will follow, and ``unknown`` if Kafka could not be asked.
     """
 
     outcome = "decided"
@@ -138,6 +138,8 @@ class CompletionPending(DualWriteError):
 
 class DecidedTransactionLost(DualWriteError):
     """The database has committed, but the broker aborted the Kafka transaction (time-out, an operator, another tool).
+
+    Two-phase commit calls this a *heuristic outcome*.
 
     Attributes:
         state: The text form of the prepared state: it names the partitions and the first offsets.
@@ -159,7 +161,7 @@ class DecidedTransactionLost(DualWriteError):
 
 
 class OutcomeUnverifiable(DualWriteError):
-    """The database has committed, and nothing in Kafka shows any more whether the messages were committed.
+    """The database has committed, and Kafka no longer shows whether the messages were committed.
 
     Attributes:
         state: The text form of the prepared state.

@@ -1,8 +1,8 @@
 """Named points in the code where a test can stop, kill or fail the process. They cost a dictionary look-up.
 
 ``DUALWRITE_FAILPOINT=name[:nth[:action]]`` in the environment arms one point for this process and the workers it starts:
-at the nth pass (1 by default) the action is done: ``kill`` (SIGKILL to this process, the default), ``stop`` (SIGSTOP) or
-``raise`` (:class:`FailpointError`). Several are separated by commas.
+the nth pass (by default the first) triggers the action: ``kill`` (SIGKILL to this process, the default), ``stop`` (SIGSTOP)
+or ``raise`` (:class:`FailpointError`). Commas separate several points.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FailpointError(Exception):
 
 
 class _Armed:
-    """One armed point: counts the passes down."""
+    """One armed point, which counts down its passes."""
 
     def __init__(self, nth: int, action: str) -> None:
         self._left = nth
@@ -114,7 +114,7 @@ def arm(text: str) -> None:
 
 @contextmanager
 def watched(observer: Callable[[str], None]) -> Generator[None, None, None]:
-    """While the block runs, tell the observer of every point that is passed in this process, and do nothing else."""
+    """While the block runs, report every point that this process passes to the observer, and do nothing else."""
     global _armed  # noqa: PLW0603 - as in arm()
     former, _armed = _armed, dict.fromkeys(FAILPOINTS, observer)
     try:
