@@ -101,7 +101,7 @@ class DualWrite:
         del session, transaction
         if connection is not self._connection:
             self._sending.refusal = ConfigurationError(
-                "the session began on a connection other than the dual write's",
+                "the session began on another connection, not the dual write's",
                 transactional_id=self.transactional_id,
                 next_step="leave binds out of session_factory: a dual write is decided in one database",
             )

@@ -1,7 +1,7 @@
-"""Forgetting: ids whose writers will not come back, incidents that somebody has looked at long ago, runs that are long over.
+"""Deletes ids whose writers will not come back, incidents acknowledged long ago, and runs that are long over.
 
-Every name that was ever used keeps its row, every loss its incident, and every batch of a Spark sink its run. Where names come
-and go (one for each tenant, batch or host), the tables grow for ever without this.
+Every name ever used keeps its row, every loss its incident, and every batch of a Spark sink its run. Where names come and go
+(one for each tenant, batch or host), the tables would grow for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
 _RUN_AT_LEAST_S: Final = 86400.0
-"""A run shows no sign of life before its tasks write; forgetting it then would only fail its job."""
+"""A run gives no sign of life before its tasks write; forgetting it then would only fail its job."""
 _ENDED: Final = frozenset(
     {
         TransactionStatus.EMPTY,
@@ -41,14 +41,14 @@ _ENDED: Final = frozenset(
 
 @dataclass
 class ForgetReport:
-    """What :func:`forget` did, or, in a dry run, would do.
+    """The result of :func:`forget`; of a dry run, its plan.
 
     Attributes:
-        forgotten: The ids whose rows are gone.
+        forgotten: The ids whose rows are deleted.
         kept: The ids that stay, and why.
-        unsettled: Those of them with something that recovery is to settle first.
-        incidents: How many acknowledged incidents are gone.
-        runs: How many runs of Spark batches are gone.
+        unsettled: The ids among those that recovery must settle first.
+        incidents: How many acknowledged incidents are deleted.
+        runs: How many runs of Spark batches are deleted.
     """
 
     forgotten: list[str] = field(default_factory=list)
@@ -69,29 +69,29 @@ def forget(
     dry_run: bool = False,
     timeout_s: float = 60.0,
 ) -> ForgetReport:
-    """Delete the rows of ids that never come back, incidents that were acknowledged long ago, and runs that are long over.
+    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
 
-    An id stays if anything of it is unsettled, a loss of it is not acknowledged, a worker holds it, or its row was written not
-    long ago; and so do all ids of its writer. May be called at any time. A writer that is open all the same, and was idle for
-    so long, is fenced: its next dual write aborts on both sides. A name that was forgotten may be used again. The ledger of
-    Spark sinks stays: it keeps batches from being written twice.
+    An id stays, and all ids of its writer with it, if anything of it is unsettled, a loss of it is not acknowledged, a worker
+    holds it, or its row was written recently. May be called at any time. A writer that is still open, but has been idle that
+    long, is fenced: its next dual write aborts on both sides. A forgotten name may be used again. The ledger of Spark sinks
+    stays: it keeps batches from being written twice.
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
         kafka: librdkafka configuration.
         engine: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
         schema: The database schema of the library's tables.
-        prefix: All ids that begin so; all ids if neither is given.
-        untouched_for_s: How long nobody must have written the row, looked at the incident, or begun the run, in seconds. Runs
-            of the last day stay.
+        prefix: All ids with this prefix; all ids if neither is given.
+        untouched_for_s: Delete only rows last written, incidents acknowledged and runs begun more than this many seconds ago.
+            Runs of the last day stay.
         dry_run: Only find out what would be done.
-        timeout_s: Bounds the questions to Kafka, in seconds.
+        timeout_s: Limits the questions to Kafka, in seconds.
 
     Returns:
         The report. Durable on return.
 
     Raises:
-        ConfigurationError: The tables, a row, the cluster or a right is not as it should be.
+        ConfigurationError: The tables, a row, the cluster or a right is not as required.
         Unavailable: A server does not answer in time.
     """
     if transactional_id is not None and prefix is not None:
@@ -102,7 +102,7 @@ def forget(
         store, forgetting = SqlStateStore(used, schema=schema), Forgetting(used, schema)
         now = forgetting.now()
         rows = {row.transactional_id: row for row in _select(store, transactional_id, prefix)}
-        # Read before Kafka is asked: a row that anybody has written since is not deleted.
+        # Read before Kafka is asked: a row written since then is not deleted.
         found = recovery.status(
             transactional_id, kafka=kafka, engine=used, schema=schema, prefix=prefix, timeout_s=timeout_s
         )

@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
-"""Kafka is asked for so long what became of a decided transaction, also where the time for its ending is over."""
+"""Kafka is asked for at least this long what became of a decided transaction, even if the time for its ending is over."""
 _KNOW_END_S: Final = 5.0
-"""Bounds the wait for the end of a transaction before it is recorded as complete."""
+"""Limits the wait for the end of a transaction before it is recorded as complete."""
 
 
 class Lane:
-    """One transactional id that we own, renewed whenever its producer must not be used again.
+    """One transactional id that we own, claimed again whenever its producer must not be reused.
 
     Args:
         transactional_id: The key of the row.
         ground: The servers.
         make_producer: Makes the producer for a claimed row; not yet initialised.
-        claiming: One at a time claims of the lanes that guard each other; its one turn.
-        guard: What the first claim of this lane is conditional on, asked when it happens.
+        claiming: Its one turn makes the lanes that guard each other claim one at a time.
+        guard: Returns the guard of this lane's first claim; called when it claims.
         watcher: Finds out in the background how transactions have ended.
-        losses: Told of losses that settling finds and that are not of the dual write at hand.
+        losses: Reports losses that settling finds and that do not belong to the dual write at hand.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Lane:
 
     @property
     def row(self) -> StateRow:
-        """The row as we know it: as we claimed it, with the newest decision since."""
+        """The row as we know it: as claimed, with our newest decision since."""
         assert self._row is not None
         return self._row
 
@@ -99,12 +99,12 @@ class Lane:
 
     @property
     def unrecorded(self) -> StateRow | None:
-        """A row whose ``prepared`` is complete in Kafka while the database does not say so yet."""
+        """A row whose ``prepared`` is complete in Kafka, but not yet recorded as complete."""
         return self._unrecorded
 
     @property
     def needs_settling(self) -> bool:
-        """Whether a transaction of ours may be open in Kafka that no producer of ours is going to end."""
+        """Whether a transaction of ours may be open in Kafka that no producer of ours will end."""
         if self._row is None or self._is_fresh:
             return False
         return not self._is_usable()
@@ -112,12 +112,12 @@ class Lane:
     def _is_usable(self) -> bool:
         if self._producer is None:
             return False
-        # What is open under a later epoch than an owner's first was begun by a settler: settling relies on it.
+        # Settling relies on this: only a settler begins a transaction under an epoch later than an owner's first.
         return self._producer.state is ProducerState.READY and not self._producer.epoch_may_rise
 
     @property
     def pending_end(self) -> PendingEnd | None:
-        """The last transaction while its end is not known and could be."""
+        """The last transaction, while its end is not known but still can be."""
         return self._producer.pending_end if self._producer is not None and self._is_usable() else None
 
     def watch_end(self) -> None:
@@ -126,7 +126,7 @@ class Lane:
             self._watcher.watch(pending, self.note_end)
 
     def know_end(self, deadline: Deadline) -> None:
-        """Find out how the last transaction has ended. If it cannot be known, the producer is not used any more.
+        """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
@@ -137,10 +137,10 @@ class Lane:
             self.note_end(know_end(self._ground.coordinator, pending, deadline))
 
     def note_end(self, step: EndStep) -> None:
-        """Go on after what was found out about :attr:`pending_end`.
+        """Take the step that was found for :attr:`pending_end`.
 
         Raises:
-            ConfigurationError, Unavailable: An aborted transaction came back, which could not be recorded. Ask again.
+            ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
         """
         if step is EndStep.RECORD:
             self._record_came_back()
@@ -157,16 +157,16 @@ class Lane:
         self._tell(error)
 
     def adopt(self, row: StateRow) -> None:
-        """Take over a row that was claimed and settled just now, and whose Kafka id nobody has used."""
+        """Take over a row that was just claimed and settled, and whose Kafka id has not been used."""
         self._row = row
         self._unrecorded = None
         self._is_fresh = True
 
     def may_go_on(self) -> bool:
-        """Whether the lane may be used again after a rest without a new claim, asked before :meth:`ready`.
+        """Whether the lane may be used again after a rest without a new claim. Call it before :meth:`ready`.
 
-        Of a transaction that was handed over, the row must say that its decider has completed it: then nothing is on its way
-        that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
+        If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
+        way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
 
         Raises:
             ConfigurationError, Unavailable: The row could not be read.
@@ -182,14 +182,14 @@ class Lane:
             try:
                 producer.commit_transaction()
             except DualWriteError as error:
-                logger.info("%s: its producer does not go on: %s", self.transactional_id, error)
+                logger.info("%s: its producer cannot go on: %s", self.transactional_id, error)
                 return False
             if producer.pending_end is not None:
-                producer.note_end(EndStep.KNOWN)  # the decider has proved it before it said "completed" in the row
+                producer.note_end(EndStep.KNOWN)  # the decider proved it before it recorded "completed"
         return self._is_usable()
 
     def ready(self, deadline: Deadline) -> None:
-        """Make the lane usable: claims, settles and makes a producer where there is none that may be used.
+        """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
 
         Raises:
             Fenced: Another owner has taken over.
@@ -204,13 +204,13 @@ class Lane:
         self._start(deadline)
 
     def _settle_former(self, deadline: Deadline) -> None:
-        """Claim and settle. What is found lost is of a transaction that has ended for its caller."""
+        """Claim and settle. Losses found here belong to transactions that have ended for their callers."""
         try:
             report = self._renew(deadline)
         except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
             self._tell(loss)
             raise Unavailable(
-                "a former transaction of this lane is lost, and what it has left is not settled yet; nothing was begun",
+                "an earlier transaction of this lane is lost, and not all it left behind is settled yet; nothing was begun",
                 transactional_id=self.transactional_id,
                 next_step="run the work again",
             ) from loss
@@ -222,7 +222,7 @@ class Lane:
             note_told(self._ground.store, [(self.transactional_id, PreparedTxnState.from_string(loss.state))])
 
     def settle(self, deadline: Deadline) -> None:
-        """Claim and settle, for a lane that nobody uses now. What it finds lost is told.
+        """Claim and settle a lane that is not in use. Reports the losses that it finds.
 
         On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so.
 
@@ -239,8 +239,8 @@ class Lane:
         """Commit in Kafka what the database has decided.
 
         Raises:
-            CompletionPending: No answer in time. Whoever settles next completes it, or finds it lost.
-            DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more.
+            CompletionPending: No answer in time. The next settler completes it, or finds it lost.
+            DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known.
         """
         if state.has_transaction:
             self._row = replace(self.row, prepared=state, completed=None)
@@ -271,7 +271,7 @@ class Lane:
                 raise loss.as_error() from cause
 
     def _renew(self, deadline: Deadline) -> SettleReport:
-        """Throw the producer away and claim anew, unless another owner has taken over."""
+        """Discard the producer and claim again, unless another owner has taken over."""
         self.discard()
         was_ours = self._row is not None
         row = self._claim(deadline)
@@ -298,7 +298,7 @@ class Lane:
                 else:
                     guard = self._guard() if self._guard else None
                 (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
-                # Ours from here on, also if settling fails.
+                # Ours from here on, even if settling fails.
                 known, self._row = self._row, row
             finally:
                 turn.end()
@@ -323,7 +323,7 @@ class Lane:
     def _start(self, deadline: Deadline) -> None:
         """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""
         while True:
-            # Once and never again: initialising an id a second time would abort what may be decided by now.
+            # Only once: initialising an id a second time would abort what may be decided by now.
             self._is_fresh = False
             producer = self._make_producer(self.row)
             self._producer = producer
@@ -340,9 +340,10 @@ class Lane:
             self._settle_former(deadline)
 
     def record_completed(self) -> None:
-        """Write into the row that its transaction is complete, once its end is known. For owners that close or idle.
+        """Record in the row that its transaction is complete, once its end is known. For owners that close or idle.
 
-        Not where it is not known, or the producer is doubtful: settling proves it, and ends what a broker has forgotten.
+        Does nothing if the end is not known, or the producer is doubtful: settling will prove it, and end what a broker has
+        forgotten.
         """
         if self._unrecorded is None:
             return
@@ -352,7 +353,7 @@ class Lane:
             self._unrecorded = None
 
     def compare_with_row(self) -> None:
-        """Find out whether the database has lost our newest decision. For owners that close or idle; it is told.
+        """Check whether the database has lost our newest decision, and report it if so. For owners that close or idle.
 
         Raises:
             ConfigurationError, Unavailable: The row could not be read.
@@ -362,16 +363,16 @@ class Lane:
             return
         found = next(iter(self._ground.store.read([self.transactional_id])), None)
         if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
-            return  # deleted by hand, or only a claim was lost: the next owner finds that
+            return  # deleted by hand, or only a claim was lost: the next owner finds that out
         seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
         if seen is not None:
-            recorded = found.incarnation == row.incarnation  # with the claim lost, too, no opening goes on
+            recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can go on
             error = gone_back(seen, self.transactional_id, str(row.prepared), recorded=recorded)
             self.record_forgotten(error)
             self._tell(error)
 
     def record_forgotten(self, error: DatabaseWentBack) -> None:
-        """Note the decision that the database has lost. Kafka has its messages."""
+        """Record the decision that the database has lost. Kafka has its messages."""
         logger.error("%s", error)
         if error.state is None:
             return
@@ -384,7 +385,7 @@ class Lane:
             logger.exception("%s: the forgotten decision could not be recorded", self.transactional_id)
 
     def discard(self) -> None:
-        """Throw the producer away. An open transaction stays open until somebody settles."""
+        """Discard the producer. An open transaction stays open until it is settled."""
         if self._producer is not None:
             if undecided_in := self._producer.undecided_in:
                 self._undecided_in[self.row.incarnation] = undecided_in

@@ -1,6 +1,6 @@
-"""The lanes of one writer: which block gets which, and what is done for those that nobody uses.
+"""The lanes of one writer: gives them to blocks, and takes care of those that are not in use.
 
-A lane whose producer was thrown away may have left a transaction open in Kafka, which holds back every ``read_committed``
+A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
 reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away.
 """
 
@@ -22,19 +22,19 @@ from dualwrite.turns import NoTurn, Place, Ticket, Turns
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S: Final = 10.0
-"""Bounds one attempt at settling in the background: a dual write that waits for the lane then tries by itself."""
+"""Limits one attempt at settling in the background: a dual write that waits for the lane then tries by itself."""
 _CLOSE_S: Final = 5.0
-"""Bounds what closing settles: what is left then is for whoever opens next."""
+"""Limits the settling while closing: the next opening settles the rest."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 
 
 @dataclass(eq=False)
 class Kept:
-    """A lane, and how its housekeeping went since a block used it.
+    """A lane, and how its housekeeping has gone since a block last used it.
 
     Attributes:
         lane: The lane.
-        worked: Whether it was usable when it was given out: then it comes back soon.
+        worked: Whether it was usable when it was given out: then it is free again soon.
         failures: How often settling it has failed.
         given_up: Whether another owner settles it.
     """
@@ -45,7 +45,7 @@ class Kept:
     given_up: bool = False
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
-        """When there is something to be done for it, by the clock of the process; None if there is nothing."""
+        """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
         if self.lane.needs_settling:
             if self.given_up:
                 return None
@@ -55,12 +55,12 @@ class Kept:
 
 
 class Lanes:
-    """Gives lanes to blocks, and keeps house for the others on a thread of its own.
+    """Gives lanes to blocks, and keeps house for the others on its own thread.
 
     Args:
         name: The writer's transactional id.
-        make_lane: Makes the lane of that number; not claimed yet.
-        max_lanes: The most lanes.
+        make_lane: Makes the lane with that number; not claimed yet.
+        max_lanes: The maximum number of lanes.
         timeout_s: How long closing waits for lanes in use, in seconds.
         lane_timeout_s: How long :meth:`take` waits, in seconds.
         idle_after_s: After this time without use the row records that its last transaction is complete, in seconds.
@@ -89,7 +89,7 @@ class Lanes:
 
     @property
     def closed(self) -> bool:
-        """Whether no lane is given out any more."""
+        """Whether the lanes are closed: none is given out any more."""
         return self._turns.closed
 
     @property
@@ -101,17 +101,17 @@ class Lanes:
         return len(self._turns.places)
 
     def open(self, lanes: Iterable[Lane]) -> None:
-        """Begin with these lanes, in order of their numbers; they are ready."""
+        """Start with these lanes, which are ready, in order of their numbers."""
         self._turns.places = [Place(Kept(lane)) for lane in lanes]
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
         self._housekeeper.start()
 
     def ticket(self) -> Ticket[Kept]:
-        """What a block takes its lane with. Whatever becomes of the block, it is to be ended; see :class:`Ticket`."""
+        """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
         return self._turns.ticket(self._choose)
 
     def take(self, ticket: Ticket[Kept]) -> Lane:
-        """Wait for a lane. Whoever came first gets the first one.
+        """Wait for a lane; first come, first served.
 
         Raises:
             IllegalStateError: Closed.
@@ -131,15 +131,15 @@ class Lanes:
         return kept.lane
 
     def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
-        """The lane that was free for longest and works, or else a new one.
+        """The working lane that was free for longest, or else a new one.
 
-        One that needs settling only where none that works is going to be free soon: the background settles it, and it may be
+        A lane that needs settling is chosen only if no working lane will be free soon: the background settles it, and it may be
         one that cannot be settled now.
         """
         free = sorted((place for place in places if place.user is None), key=lambda place: place.free_since)
         works = [place for place in free if not place.thing.lane.needs_settling]
         if works:
-            # One whose last transaction is still ending does not stand in the way of another one, either.
+            # A lane whose last transaction is still ending would make the block wait, so others come first.
             chosen = next((place for place in works if place.thing.lane.pending_end is None), works[0])
             chosen.thing.worked = True
             return chosen
@@ -157,7 +157,7 @@ class Lanes:
         self.look_again()
 
     def look_again(self) -> None:
-        """Let housekeeping look what there is to be done."""
+        """Make housekeeping check what is due."""
         if self._look.empty():
             self._look.put(None)
 
@@ -182,7 +182,7 @@ class Lanes:
                 ticket.end()
 
     def _next_due(self) -> Ticket[Kept] | None:
-        """Wait for a lane for which there is something to do, and take it; None when closing."""
+        """Wait for a lane whose housekeeping is due, and take it; None when closing."""
         while not self.closed:
             ticket = self._turns.ticket(self._choose_due)
             try:
@@ -209,10 +209,10 @@ class Lanes:
         return place
 
     def close(self) -> None:
-        """Wait for lanes in use, settle and record what there is, throw the producers away. May be called more than once.
+        """Wait for lanes in use, settle and record what is left, and discard the producers. May be called more than once.
 
         Raises:
-            Unavailable: That all is complete could not be recorded. All is closed.
+            Unavailable: The database did not take the record that all is complete. All is closed.
         """
         self._turns.close()
         self._look.put(None)
@@ -237,7 +237,7 @@ def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], None]) -> None:
         try:
             do(lane)
         except DualWriteError as error:
-            logger.warning("%s: left to whoever settles next: %s", lane.transactional_id, error)
+            logger.warning("%s: left to the next settler: %s", lane.transactional_id, error)
 
 
 def _see_to(lane: Lane, deadline: Deadline) -> None:

@@ -1,4 +1,4 @@
-"""What is unsettled, and the questions about it: they change nothing but what is known."""
+"""Inspects what is unsettled, by questions that change nothing but knowledge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Unsettled:
-    """One incarnation on its way: the row it belongs to, and what is known."""
+    """One unsettled incarnation: the row it belongs to, and what is known of it."""
 
     row: StateRow
     incarnation: int
@@ -44,7 +44,7 @@ class Unsettled:
 
     @property
     def ids(self) -> tuple[int, int]:
-        """The producer id and epoch that the coordinator shows, once it was asked."""
+        """The producer id and epoch that the coordinator shows. Only after it was asked."""
         assert self.known.view is not None
         return self.known.view.producer_id, self.known.view.epoch
 
@@ -57,7 +57,7 @@ def unsettled(
     Args:
         row: The row.
         upto: The last incarnation.
-        undecided_in: By incarnation, partitions that its owner knows of, beside those that the coordinator shows.
+        undecided_in: By incarnation, partitions that its owner knows of, besides those that the coordinator shows.
     """
     return [
         Unsettled(row, incarnation, _initial_knowledge(row, incarnation, undecided_in.get(incarnation, frozenset())))
@@ -71,7 +71,7 @@ def _initial_knowledge(row: StateRow, incarnation: int, undecided_in: frozenset[
 
 
 class Asking:
-    """The questions of the recipe: they change nothing but what is known."""
+    """The recipe's questions, which change nothing but knowledge."""
 
     def __init__(self, coordinator: TransactionCoordinator, deadline: Deadline) -> None:
         self._coordinator = coordinator
@@ -121,8 +121,8 @@ class Asking:
         except ConfigurationError as error:
             if item.known.is_pending:
                 raise
-            # It is undecided: whoever may not read its partitions can still retire it, and could so before.
-            logger.warning("%s: not looked at after its abort: %s", item.kafka_id, error)
+            # It is undecided: a settler that has no right to read its partitions can still retire it.
+            logger.warning("%s: could not check its partitions after the abort: %s", item.kafka_id, error)
             item.known = replace(item.known, suspects=frozenset(), still_open=())
 
     def _prove(self, items: list[Unsettled]) -> None:
@@ -132,7 +132,7 @@ class Asking:
 
 
 def _suspected(item: Unsettled) -> int:
-    """The producer whose transaction may have been left open: of a decided one it is known, whatever the coordinator shows."""
+    """The producer id that may have a transaction left open: for a decided one, the row's, whatever the coordinator shows."""
     return item.row.prepared.producer_id if item.known.is_pending else item.ids[0]
 
 
@@ -143,13 +143,13 @@ def inspect(
     deadline: Deadline,
     participants: Iterable[Participant] = (),
 ) -> list[tuple[Unsettled, SettleStep]]:
-    """What settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
+    """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
 
     Args:
         rows: The rows.
         coordinator: Kafka.
-        deadline: Bounds the whole.
-        participants: What is prepared in the database; those under incarnations that are settled come at the end.
+        deadline: Limits the whole call.
+        participants: The transactions prepared in the database; those of settled incarnations come at the end.
 
     Returns:
         Each incarnation with its first step that is not a question.
@@ -179,6 +179,6 @@ def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]
 
 
 def _suspect_nothing(items: Iterable[Unsettled]) -> None:
-    """Who only looks can do without asking the partitions of what is undecided: it is going to be aborted anyhow."""
+    """A dry run need not query partitions of undecided transactions: they will be aborted regardless."""
     for item in items:
         item.known = replace(item.known, suspects=frozenset())

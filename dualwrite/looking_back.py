@@ -1,4 +1,4 @@
-"""Looking back before settling: transactions that Kafka has committed and the database has forgotten."""
+"""Looks back, before settling, for transactions that Kafka has committed and the database has forgotten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dualwrite.protocol.lost_decisions import Known, Later, Lookup, known_of, lo
 logger = logging.getLogger(__name__)
 
 _LONGEST_S: Final = 10.0
-"""Bounds the reading of logs: settling, for which consumers wait, comes after it."""
+"""Limits the reading of logs: settling, for which consumers wait, comes after it."""
 
 
 def lost_decisions(
@@ -27,16 +27,16 @@ def lost_decisions(
     deadline: Deadline,
     upto_own: bool = False,
 ) -> Sequence[StateRow]:
-    """Find what the database has decided and lost since: Kafka has committed it, and no row and no incident names it.
+    """Find decisions that the database has lost: Kafka has committed them, and no row or incident names them.
 
-    To be called before anything is settled: a retired id shows its last transaction no more. Changes nothing.
+    Call it before anything is settled: a retired id no longer shows its last transaction. Changes nothing.
 
     Args:
         rows: Rows as a claim returned them, or as they were read.
         coordinator: Kafka.
         store: The database.
-        deadline: Bounds the asking.
-        upto_own: Whether to look at the rows' own incarnations too, and not only at those before. The rows must be read again
+        deadline: Limits the requests.
+        upto_own: Whether to look at the rows' own incarnations, too, not only at earlier ones. The rows must be read again
             afterwards: their owners may have decided meanwhile.
 
     Returns:
@@ -87,13 +87,13 @@ def _read_logs(
     try:
         later = coordinator.later_commits(list(to_read.values()), Deadline(min(deadline.remaining_s(), _LONGEST_S)))
     except (ConfigurationError, Unavailable) as error:
-        logger.warning("not looked for all decisions that the database may have lost: %s", error)
+        logger.warning("could not look for all decisions that the database may have lost: %s", error)
         return {}
     return dict(zip(to_read, later, strict=True))
 
 
 def lost_detail(lost: StateRow) -> str:
-    """What was seen, for people.
+    """Describe a lost decision for people.
 
     Args:
         lost: As :func:`lost_decisions` returned it.

@@ -1,4 +1,4 @@
-"""Losses of transactions whose callers have had their answer: told to people, never raised into somebody else's block."""
+"""Reports losses of transactions that have ended for their callers; never raises them into another caller's block."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUn
 logger = logging.getLogger(__name__)
 
 FoundLoss = DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack
-"""What a loss is told with. Its ``transactional_id`` and ``state`` name the transaction, its ``outcome`` what is known."""
+"""The errors that report a loss. ``transactional_id`` and ``state`` name the transaction, ``outcome`` what is known of it."""
 
 OnLoss = Callable[[FoundLoss], object]
 
 
 class Losses:
-    """Tells what settling finds lost. The table of incidents has it already.
+    """Reports losses that settling finds. They are already in the table of incidents.
 
     Every loss becomes one log record at level ``ERROR``, with the fields ``dualwrite_event`` (``loss``),
-    ``dualwrite_transactional_id``, ``dualwrite_state`` and ``dualwrite_outcome`` for those who collect logs.
+    ``dualwrite_transactional_id``, ``dualwrite_state`` and ``dualwrite_outcome`` for log collectors.
 
     Args:
-        on_loss: Called with each loss, in whichever thread has found it. What it raises is logged, and nobody counts as told.
+        on_loss: Called with each loss, in the thread that found it. An exception that it raises is logged, and the loss counts
+            as reported in the log alone.
     """
 
     def __init__(self, on_loss: OnLoss | None = None) -> None:
@@ -31,9 +32,9 @@ class Losses:
         self._untold: queue.SimpleQueue[FoundLoss] = queue.SimpleQueue()
 
     def tell(self, loss: FoundLoss) -> bool:
-        """Tell of one loss. Returns whether somebody beside the log was told."""
+        """Report one loss. Returns whether ``on_loss`` took it, besides the log."""
         logger.error(
-            "a transaction that had ended for its caller is found lost: %s",
+            "a transaction that had ended for its caller was found lost: %s",
             loss,
             extra={
                 "dualwrite_event": "loss",
@@ -53,7 +54,7 @@ class Losses:
         return False
 
     def raise_untold(self) -> None:
-        """Raise the first loss that nothing but the log was told, if there is any. Each is raised at most once."""
+        """Raise the first loss that only the log has reported, if any. Each is raised at most once."""
         untold = [self._untold.get_nowait() for _ in range(self._untold.qsize())]
         if untold:
             raise untold[0]

@@ -6,11 +6,11 @@ from dualwrite.errors import ConfigurationError, DatabaseWentBack
 
 
 def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:
-    """The row belongs to another cluster than the bootstrap servers: what is not found there must not be taken for gone."""
+    """The row does not belong to the bootstrap servers' cluster: what is not found there must not be taken for gone."""
     return ConfigurationError(
         f"the row belongs to the Kafka cluster {row_cluster_id!r}, but bootstrap.servers leads to {cluster_id!r}",
         transactional_id=transactional_id,
-        next_step="use the address of the right cluster; where the cluster was built anew, its messages are gone, and a "
+        next_step="use the address of the right cluster; if the cluster was rebuilt, its messages are gone, and a "
         "person must decide what becomes of this row",
     )
 
@@ -18,13 +18,13 @@ def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -
 def gone_back(
     seen: str, transactional_id: str, forgotten: str | None = None, *, recorded: bool = False
 ) -> DatabaseWentBack:
-    """The database has forgotten what it had committed, or Kafka has followed a copy of it.
+    """The database has lost commits, or Kafka has followed a copy of it.
 
     Args:
-        seen: What shows it.
-        transactional_id: Whose row it is.
-        forgotten: The text form of a decision that it has forgotten.
-        recorded: Whether that is an incident in the database by now, so that the next opening of the writer goes on.
+        seen: The evidence, in words.
+        transactional_id: The row's id.
+        forgotten: The text form of a decision that the database has lost.
+        recorded: Whether that is already recorded as an incident, so that the next opening of the writer goes on.
     """
     next_step = (
         "messages newer than the database's state are visible in Kafka: stop what uses a copy, compare both; it is recorded "

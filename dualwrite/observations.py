@@ -1,4 +1,4 @@
-"""What can be observed of a Kafka transaction, as plain values: the words in which ports and protocol talk."""
+"""Observations of a Kafka transaction as plain values: the vocabulary of ports and protocol."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class TransactionStatus(Enum):
-    """The coordinator's word for a transactional id (``DescribeTransactions``), ``NO_SUCH_ID`` where it knows none."""
+    """The coordinator's status of a transactional id (``DescribeTransactions``); ``NO_SUCH_ID`` if it does not know the id."""
 
     NO_SUCH_ID = "no such id"
     EMPTY = "Empty"
@@ -22,17 +22,17 @@ class TransactionStatus(Enum):
 
 @dataclass(frozen=True)
 class TransactionView:
-    """What the coordinator shows of one transactional id at one moment.
+    """The coordinator's view of one transactional id at one moment.
 
     Attributes:
-        status: The coordinator's state of the id.
+        status: The coordinator's status of the id.
         producer_id: Current producer id, -1 if there is none.
         epoch: Current producer epoch, -1 if there is none.
-        started_ms: Start of the present transaction in ms since 1970, None where none is open.
-        timeout_ms: The transaction timeout that the producer asked for, None where the id is unknown.
-        partitions: The (topic, partition) pairs that were added to the present transaction; empty where none is open.
-        newest_started_ms: Start of the newest transaction, also of one that has ended; None where the id has had none since it
-            was initialised.
+        started_ms: Start of the current transaction in ms since 1970; None if none is open.
+        timeout_ms: The transaction timeout that the producer asked for; None if the id is unknown.
+        partitions: The (topic, partition) pairs added to the current transaction; empty if none is open.
+        newest_started_ms: Start of the newest transaction, even if it has ended, in ms since 1970; None if the id has had none
+            since it was initialised.
     """
 
     status: TransactionStatus
@@ -45,7 +45,7 @@ class TransactionView:
 
 
 class EndAnswer(Enum):
-    """What the coordinator answered to ``EndTxn``."""
+    """The coordinator's answer to ``EndTxn``."""
 
     ENDED = "ended"
     IN_PROGRESS = "in progress"
@@ -55,12 +55,12 @@ class EndAnswer(Enum):
 
 
 class LogProof(Enum):
-    """What the log of the partitions that a transaction wrote proves of it.
+    """The proof that the logs of a transaction's partitions give of its outcome.
 
     ``COMMITTED`` and ``ABORTED``: its own records are there, and the first control record of its producer after them is
-    that marker. ``PARTLY``: that is a commit marker in some partitions, and none is to be seen in others. ``OPEN``: its records
-    are there and no marker yet. ``UNKNOWABLE``: its records are gone (retention,
-    compaction, truncation, another topic of that name), so no marker can be told to be its own.
+    that marker. ``PARTLY``: that is a commit marker in some partitions, and others show none. ``OPEN``: its records are there
+    and no marker yet. ``UNKNOWABLE``: its records are gone (retention, compaction, truncation, another topic of that name), so
+    no marker can be identified as its own.
     """
 
     COMMITTED = "committed"
@@ -71,7 +71,7 @@ class LogProof(Enum):
 
 
 class Outcome(Enum):
-    """What became of a decided transaction in Kafka, as recorded in its row."""
+    """The outcome of a decided transaction in Kafka, as recorded in its row."""
 
     COMMITTED = "committed"
     LOST = "lost"

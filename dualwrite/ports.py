@@ -1,7 +1,7 @@
-"""The ports: what the recipes need of Kafka and of the database, as small protocols.
+"""The ports: Kafka and the database as the recipes need them, as small protocols.
 
-Real adapters stand in ``dualwrite.kafka`` and ``dualwrite.stores``. Every call is bounded by the deadline it is given; a
-server that does not answer until then is :class:`~dualwrite.errors.Unavailable`: no answer is never an answer.
+The real adapters are in ``dualwrite.kafka`` and ``dualwrite.stores``. Every call is bounded by the deadline it is given; if a
+server does not answer until then, the call raises :class:`~dualwrite.errors.Unavailable`: silence is never an answer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class StateRow:
         transactional_id: The user's name of the sequence of dual writes.
         prepared: The newest decided transaction; the empty state if there was none.
         namespace: Random text made with the row; part of every Kafka id.
-        incarnation: Raised by every claim. The owner is whoever raised it last.
-        settled_incarnation: That incarnation and all below are complete.
-        completed: What became of ``prepared`` in Kafka, once recorded.
+        incarnation: Raised by every claim. The last claimant is the owner.
+        settled_incarnation: This incarnation and all below it are complete.
+        completed: The outcome of ``prepared`` in Kafka, once recorded.
         cluster_id: The Kafka cluster that the row belongs to.
-        owner: Who claimed it last.
-        updated_at: When the row changed last, by the database's clock.
+        owner: The name of the last claimant.
+        updated_at: When the row last changed, by the database's clock.
     """
 
     transactional_id: str
@@ -57,14 +57,14 @@ class StateRow:
 
 @dataclass(frozen=True)
 class Participant:
-    """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for what is decided on its row.
+    """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for the decision on its row.
 
     Attributes:
         row: The row.
-        incarnation: Who has prepared it: the incarnation of the row at that time.
-        name: The database's name of it.
+        incarnation: The incarnation of the row that prepared it.
+        name: The database's name for it.
         decided: Whether the row names the Kafka transaction that it was prepared with.
-        prepared_at: Since when it waits, by the database's clock.
+        prepared_at: When it was prepared, by the database's clock.
     """
 
     row: StateRow
@@ -76,16 +76,16 @@ class Participant:
 
 @dataclass(frozen=True)
 class Incident:
-    """One decided transaction that Kafka does not have, or that nobody can tell of. It stays until a person has looked.
+    """One decided transaction that Kafka does not have, or whose outcome is unknown. It stays until a person has looked.
 
     Attributes:
-        transactional_id: Whose transaction it was.
+        transactional_id: The id that the transaction ran under.
         prepared_transaction_state: The transaction's text form: it names the partitions and the first offsets.
         outcome: ``LOST`` or ``UNVERIFIABLE``.
-        detail: What was seen, for people to read.
+        detail: The evidence, for people to read.
         detected_at: When it was recorded, by the database's clock.
-        acknowledged_at: When a person has acknowledged it; None until then.
-        told_at: When a caller was told of it by an error or a report; None until then.
+        acknowledged_at: When a person acknowledged it; None until then.
+        told_at: When it was reported to a caller, by an error or a report; None until then.
     """
 
     transactional_id: str
@@ -103,14 +103,14 @@ class Incident:
 
 
 class TransactionCoordinator(Protocol):
-    """Kafka's coordinator and log, as seen by somebody who is not the producer. Every call may be repeated."""
+    """Kafka's coordinator and log, as seen by a client other than the producer. Every call may be repeated."""
 
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to."""
         ...
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
-        """The broker's ``transaction.max.timeout.ms``; None where we may not read it."""
+        """The broker's ``transaction.max.timeout.ms``; None if we may not read it."""
         ...
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
@@ -126,8 +126,8 @@ class TransactionCoordinator(Protocol):
     ) -> Sequence[Mapping[tuple[str, int], int | None]]:
         """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
 
-        Asked of the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that
-        certainly does not exist any more is left out: its topic was deleted, perhaps made anew with another id.
+        Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that certainly
+        no longer exists is left out: its topic was deleted, perhaps recreated with another id.
         """
         ...
 
@@ -136,7 +136,7 @@ class TransactionCoordinator(Protocol):
     ) -> Mapping[tuple[str, int], int | None]:
         """Where the open transaction of a producer began in each (topic, partition); None where it has nothing open.
 
-        Asked of the current leaders (``DescribeProducers``).
+        Asks the current leaders (``DescribeProducers``).
         """
         ...
 
@@ -145,14 +145,14 @@ class TransactionCoordinator(Protocol):
     ) -> Sequence[Mapping[tuple[str, int], int]]:
         """For each producer id with (topic, partition) pairs: those in which it has a transaction open, and where that began.
 
-        Under whatever epoch it began. Asked of the current leaders (``DescribeProducers``), once they can be.
+        Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
         """
         ...
 
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
-        """``EndTxn`` for each Kafka id with its state's producer id and epoch. It may have been sent more than once.
+        """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch. A request may be sent more than once.
 
         With ``once`` it is not: an id whose one request was not answered is missing from the answer.
         """
@@ -161,49 +161,49 @@ class TransactionCoordinator(Protocol):
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
     ) -> Mapping[str, tuple[int, int]]:
-        """``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+        """Send ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
 
         Args:
             kafka_ids: The ids.
-            deadline: Bounds the whole.
-            timeouts_ms: The transaction timeout for those under which something is still to be ended; others get a short one.
+            deadline: Limits the whole call.
+            timeouts_ms: The transaction timeout for ids under which something must still be ended; others get a short one.
 
         Returns:
-            By id, the producer id and epoch that it has now.
+            By id, its new producer id and epoch.
         """
         ...
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
     ) -> Mapping[str, bool]:
-        """``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
+        """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
 
         Returns:
-            By id, whether they were added; False where the id has another producer id or epoch, or a partition is gone.
+            By id, whether they were added; False if the id has another producer id or epoch, or a partition is gone.
         """
         ...
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """What the log proves of each state's transaction."""
+        """The log's proof of the outcome of each state's transaction."""
         ...
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
-        """For each state, what the log of each (topic, partition) proves of it now. Waits for nobody.
+        """For each state, the present proof of the log of each (topic, partition). Does not wait for markers or leaders.
 
-        None for a partition that certainly does not exist any more. Those whose leader does not answer are missing.
+        None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
 
         Args:
             states: The transactions.
-            deadline: Bounds the whole.
-            read_on: Whether to read on where something is open before a transaction, also where that takes long. Otherwise
-                that is ``OPEN``.
+            deadline: Limits the whole call.
+            read_on: Whether to read on, which may take long, where something is open before a transaction. Otherwise the proof
+                is ``OPEN`` there.
         """
         ...
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """For each state, what the logs of its partitions show of its producer after it."""
+        """For each state, the later activity of its producer in the logs of its partitions."""
         ...
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
@@ -233,11 +233,11 @@ class SavepointWatch(Protocol):
         ...
 
     def add(self, message: Message) -> None:
-        """A message is produced: it is given back by :meth:`take` now, or when its savepoint is released, or never.
+        """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
 
         Raises:
-            TransactionAborted: Which savepoint it belongs to cannot be known: both sides must abort.
-            IllegalStateError: That cannot be asked now: the driver's connection is in the middle of a COPY.
+            TransactionAborted: Its savepoint cannot be known: both sides must abort.
+            IllegalStateError: Its savepoint cannot be asked for now: the driver's connection is in the middle of a COPY.
             Unavailable: The database does not answer.
         """
         ...
@@ -247,7 +247,7 @@ class SavepointWatch(Protocol):
         ...
 
     def finish(self) -> None:
-        """The database is about to commit: what is still open counts as released. Stops watching.
+        """Release all open savepoints, as the database is about to commit, and stop watching.
 
         Raises:
             TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
@@ -279,16 +279,16 @@ class StateStore(Protocol):
 
         Args:
             transactional_ids: The ids to claim.
-            owner: Who claims: a name that nobody else has, ever.
+            owner: The claimant's name, which no other owner ever has.
             cluster_id: The Kafka cluster at hand.
             guard: A transactional id whose last claim must be this owner's, and the newest incarnation of it that the owner
-                knows of. It may be one of those claimed: its owner renews it without taking it from whoever took over.
-            verify: Called with the claimed rows before the COMMIT; what it raises rolls the claim back.
+                knows of. It may be one of the claimed ids: then the owner renews it, but not if another owner has taken over.
+            verify: Called with the claimed rows before the COMMIT; an exception from it rolls the claim back.
             raise_to: Ids whose incarnation becomes at least this value (after a restored database).
 
         Returns:
-            The rows as they are after the claim, in order of id: the new incarnation is ours, and ``prepared`` is what the
-            newest decision left. A state that was read before would be stale.
+            The rows as they are after the claim, in order of id: the new incarnation is ours, and ``prepared`` is the newest
+            decision. A state read before the claim would be stale.
 
         Raises:
             ConfigurationError: A row belongs to another cluster, or cannot be parsed; nothing was claimed.
@@ -301,7 +301,7 @@ class StateStore(Protocol):
         ...
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """The row, read under its lock on a connection of its own: whoever was deciding on it has come to an end.
+        """The row, read under its lock on a separate connection: any decision that was under way on it has ended.
 
         Raises:
             Unavailable: The lock was not free in time, or the database does not answer.
@@ -309,9 +309,9 @@ class StateStore(Protocol):
         ...
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """Do the work under the rows' locks: nobody else who asks for them does his at the same time.
+        """Run ``work`` while holding the row locks.
 
-        The work must not touch the rows, and must bear being begun again: that happens when the lock was lost on the way.
+        ``work`` must not touch the rows, and must tolerate a restart, which happens if the locks are lost on the way.
 
         Raises:
             Unavailable: A lock was not free in time, or the database does not answer.
@@ -323,7 +323,7 @@ class StateStore(Protocol):
         ...
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """Record what became of each row's ``prepared``, with a detail for people, in one transaction.
+        """Record the outcome of each row's ``prepared``, with a detail for people, in one transaction.
 
         A loss also becomes an incident, which later decisions do not erase. Durable on return; may be repeated.
         """
@@ -334,14 +334,14 @@ class StateStore(Protocol):
         ...
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """The database transactions that were prepared for these rows, under whatever incarnation, and are not ended."""
+        """The database transactions that were prepared for these rows, under any incarnation, and have not ended."""
         ...
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """Commit or roll back what was prepared. Durable on return. Does nothing if that is done already.
+        """Commit or roll back what was prepared. Durable on return. Does nothing if it has already ended.
 
         Raises:
-            ConfigurationError: Somebody else has prepared it, and we may not end it.
+            ConfigurationError: Another role has prepared it, and we may not end it.
             Unavailable: The database does not answer.
         """
         ...
@@ -351,27 +351,27 @@ class StateStore(Protocol):
         ...
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """The incidents of ids that begin with the prefix, oldest first; also the acknowledged ones if asked for."""
+        """The incidents of ids with the prefix, oldest first; with ``acknowledged`` also those already acknowledged."""
         ...
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """All incidents of these ids, oldest first, also the acknowledged ones."""
+        """All incidents of these ids, oldest first, including acknowledged ones."""
         ...
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """Note of incidents, by id and transaction, that a caller is told of them now. Does nothing where there is none."""
+        """Note that these incidents, by id and transaction, are reported to a caller now. Skips those that do not exist."""
         ...
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """Note that a person has looked at the incident. False if there is none that was not acknowledged yet."""
+        """Note that a person has looked at the incident. False if there is none, or it was already acknowledged."""
         ...
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """The database's own word about a transaction that :meth:`decide` named."""
+        """The database's own verdict on a transaction that :meth:`decide` named."""
         ...
 
     def check_same_database(self, connection: Connection) -> None:
-        """Refuse a connection that leads to another database than the rows are in. It is left as it is.
+        """Refuse a connection to a database other than that of the rows. The connection is left as it is.
 
         Raises:
             ConfigurationError: It does.
@@ -383,7 +383,7 @@ class StateStore(Protocol):
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch | None:
         """Watch the savepoints of the transaction that :meth:`begin` began, until the watch is finished or stopped.
 
-        None where the connection has none.
+        None if the connection has no savepoints.
         """
         ...
 
@@ -391,12 +391,12 @@ class StateStore(Protocol):
         """Begin the database transaction of a dual write on the caller's connection.
 
         On SQLite it takes the write lock. On PostgreSQL nothing is sent yet: the snapshot begins with the next statement.
-        Until :meth:`commit`, :meth:`rollback` or :meth:`discard` a COMMIT of anybody else's on this connection is refused,
-        and rolls back.
+        Until :meth:`commit`, :meth:`rollback` or :meth:`discard`, any other COMMIT on this connection is refused and rolls
+        back.
 
         Raises:
             IllegalStateError: The connection is already in a transaction, or closed. It is left as it is.
-            ConfigurationError: The connection is in autocommit or read-only, or what it commits would not survive a crash.
+            ConfigurationError: The connection is in autocommit or read-only, or its commits would not survive a crash.
             Unavailable: The lock was not free in time, or the database does not answer.
         """
         ...
@@ -409,16 +409,16 @@ class StateStore(Protocol):
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """The first statement of a dual write: the row's incarnation now, None if there is no row.
+        """The first statement of a dual write: returns the row's present incarnation, None if there is no row.
 
-        With a namespace, here as in :meth:`decide` and :meth:`hold`, a row of another namespace is none: a row that was
-        deleted and made anew counts its incarnations from the start again.
+        With a namespace, here as in :meth:`decide` and :meth:`hold`, a row of another namespace does not count: a row that was
+        deleted and recreated counts its incarnations from the start again.
 
-        With ``known``, the row as its owner knows it with its newest decision, it is found out if the database has lost
+        With ``known``, the row with the newest decision as its owner knows it, the call detects whether the database has lost
         commits since, as after an asynchronous failover.
 
-        Its answer is needed before the first produce. From here on the server ends the session of an owner that is paused
-        for too long, where it can.
+        The first produce needs its answer. From here on the server, if it can, ends the session of an owner that is paused
+        for too long.
 
         Raises:
             ConfigurationError: The table or a right is missing, the transaction is read-only, or the row is older than
@@ -439,23 +439,23 @@ class StateStore(Protocol):
         within_s: float | None = None,
         answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
-        """The last statement of a dual write: store the state on condition of the incarnation.
+        """The last statement of a dual write: store the state if the row still names the incarnation.
 
-        Makes the coming COMMIT durable where the session had asked for less. May be called for several ids in one
+        Makes the coming COMMIT durable even if the session had asked for less. May be called for several ids in one
         transaction, in order of id. Waits for a claim that is under way.
 
         Args:
             connection: Inside the transaction.
             transactional_id: The row's key.
-            incarnation: What the row must name.
-            state: What to store.
-            namespace: What the row must hold, if given.
-            idle_s: Where a server can, it ends the session if COMMIT does not come for so long.
-            within_s: Where a server can, it ends the transaction after so long, its COMMIT included.
-            answer_s: How long to wait for the answer; the connection is lost then.
+            incarnation: The incarnation that the row must name.
+            state: The state to store.
+            namespace: The namespace that the row must have, if given.
+            idle_s: The server, if it can, ends the session when COMMIT does not come within this many seconds.
+            within_s: The server, if it can, ends the transaction, COMMIT included, after this many seconds.
+            answer_s: How long to wait for the answer, in seconds; after that the connection is lost.
 
         Returns:
-            Whether the one row was updated, and the database's name of this transaction where it has one. False means
+            Whether the one row was updated, and the database's name for this transaction if it has one. False means
             fenced: roll back.
 
         Raises:
@@ -476,17 +476,16 @@ class StateStore(Protocol):
         namespace: str | None = None,
         answer_s: float | None = None,
     ) -> bool:
-        """The last statement where nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
+        """The last statement if nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
         Raises as :meth:`decide`.
         """
         ...
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """Make everything that the user's statements have deferred to COMMIT run now, so that COMMIT has nothing to run.
+        """Run now everything that the user's statements have deferred to COMMIT, so that COMMIT has nothing left to run.
 
-        Triggers may take any time, and in COMMIT nothing bounds them on older servers. To be called before anything is
-        prepared.
+        Triggers may take any time, and in COMMIT nothing bounds them on older servers. Call it before anything is prepared.
 
         Raises:
             TransactionAborted: A constraint is violated, or the database failed.
@@ -496,12 +495,12 @@ class StateStore(Protocol):
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """Instead of :meth:`commit`: keep the transaction for whoever decides on the Kafka transaction, and ends both then.
+        """Instead of :meth:`commit`: prepare the transaction for the decider of the Kafka transaction, which then ends both.
 
         On return it is durable, and no longer the connection's: a :class:`Participant` of the state's incarnation.
 
         Raises:
-            TransactionAborted: It was rolled back. The database may not take prepared transactions, or no more of them.
+            TransactionAborted: It was rolled back. The database may not allow prepared transactions, or not so many.
             TransactionInDoubt: The answer is missing.
         """
         ...
@@ -511,20 +510,20 @@ class StateStore(Protocol):
 
         Args:
             connection: Inside the transaction.
-            answer_s: How long to wait for the answer, in seconds; None for ever.
+            answer_s: How long to wait for the answer, in seconds; None waits for ever.
 
         Raises:
-            TransactionAborted: It was certainly rolled back, also where the server would have answered COMMIT with a silent
+            TransactionAborted: It was certainly rolled back, even if the server would have answered COMMIT with a silent
                 ROLLBACK.
-            TransactionInDoubt: The answer is missing, for whatever reason; an interruption (``KeyboardInterrupt``) is then
-                the cause. The driver's connection was thrown away.
+            TransactionInDoubt: The answer is missing, for any reason; if that is an interruption (``KeyboardInterrupt``), it is
+                the cause. The driver's connection was discarded.
         """
         ...
 
     def rollback(self, connection: Connection) -> None:
-        """Roll back what the connection has open, if anything. Never raises: a dead connection is thrown away."""
+        """Roll back what the connection has open, if anything. Never raises: a dead connection is discarded."""
         ...
 
     def discard(self, connection: Connection) -> None:
-        """Throw the connection away, whatever it has open: nobody may go on with it. Never raises."""
+        """Discard the connection, whatever it has open: it must not be used again. Never raises."""
         ...

@@ -1,6 +1,6 @@
 """``PreparedTxnState``: the identity of one prepared Kafka transaction, and its text form.
 
-KIP-939 identifies a prepared transaction by ``producer_id:epoch``. That is unique only where every transaction
+KIP-939 identifies a prepared transaction by ``producer_id:epoch``. That is unique only if every transaction
 gets an epoch of its own (KIP-890, "TV2" clients). With librdkafka all transactions of one producer instance share
 one producer id and epoch, so the identity here also holds what the broker can show of a single transaction: the
 *first offset* that it wrote in each partition.
@@ -37,7 +37,7 @@ class FirstOffset:
         topic: Topic name.
         partition: Partition number.
         offset: Offset of the transaction's first record there.
-        topic_id: The topic's id as Kafka prints it (URL-safe base64), or None where it is not known.
+        topic_id: The topic's id as Kafka prints it (URL-safe base64), or None if it is not known.
     """
 
     topic: str
@@ -56,10 +56,10 @@ class PreparedTxnState:
     Attributes:
         producer_id: The broker's producer id; -1 in the empty state.
         epoch: The producer epoch; -1 in the empty state.
-        incarnation: Which incarnation of the transactional id prepared it; None outside a ``DualWriter``.
+        incarnation: The incarnation of the transactional id that prepared it; None outside a ``DualWriter``.
         first_offsets: The evidence: the first offset in every partition written, sorted.
-        started_ms: When the coordinator says the transaction began (ms since 1970); None where it was not asked.
-            Not a part of the identity.
+        started_ms: When the transaction began, according to the coordinator (ms since 1970); None if it was not asked.
+            Not part of the identity.
     """
 
     producer_id: int = -1
@@ -77,7 +77,7 @@ class PreparedTxnState:
             raise ConfigurationError("the empty state has no incarnation, start time or offsets")
         keys = [(first.topic, first.partition) for first in self.first_offsets]
         if len(set(keys)) != len(keys):
-            raise ConfigurationError("a partition stands twice in the state")
+            raise ConfigurationError("a partition appears twice in the state")
 
     @property
     def has_transaction(self) -> bool:
@@ -105,8 +105,8 @@ class PreparedTxnState:
         """Parse the text form, the exact inverse of ``str(state)``.
 
         Raises:
-            ConfigurationError: The text is not a state; the message says where. It holds no more than the first
-                characters of the text.
+            ConfigurationError: The text is not a state; the message says where. It quotes only the first characters of
+                the text.
         """
         if len(text) > MAX_TEXT_LENGTH:
             raise _malformed(text, f"it is longer than {MAX_TEXT_LENGTH} characters")
@@ -125,7 +125,7 @@ class PreparedTxnState:
             started_ms = _number(text, parts.pop(0)[2:], "start time", _MAX_INT64)
         firsts = [first for part in parts for first in _parse_topic(text, part)]
         if len({(first.topic, first.partition) for first in firsts}) != len(firsts):
-            raise _malformed(text, "a partition stands twice")
+            raise _malformed(text, "a partition appears twice")
         state = cls(producer_id, epoch, incarnation, tuple(firsts), started_ms)
         if str(state) != text:
             raise _malformed(text, "it is not in the canonical order")

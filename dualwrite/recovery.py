@@ -1,8 +1,8 @@
 """Recovery from outside the writer: settle ids whose owner is gone, and show what is open.
 
-For start-up hooks, commands and operators; works from another process and machine than the writer's. Everyone who settles
-claims: an owner that is still alive is fenced by it. So only ids are touched that have something to settle, and, where asked
-for, only those whose transaction has been open for some time.
+For start-up hooks, commands and operators; works from any process and machine. Every settler claims, which fences an owner
+that is still alive. So recovery touches only ids that have something to settle and, if asked to, only those whose transaction
+has been open for some time.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _WORKERS = 4
 
 @dataclass
 class RecoveryReport:
-    """What :func:`recover` did, or, in a dry run, would do.
+    """The result of :func:`recover`; of a dry run, its plan.
 
     Attributes:
         planned: The ids that needed recovery, with what was found.
         settled: The ids that are settled now.
-        rolled_forward: Those whose decided transaction was committed in Kafka now.
-        losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Also those that
-            another process has recorded, and ended before it told anybody.
-        skipped: Ids that would need recovery, and were left alone: a transaction of their writer was not open for long enough.
-        went_back: Ids that cannot be claimed, as the database has lost a claim of theirs: see ``after_restore``.
+        rolled_forward: The ids whose decided transaction this recovery committed in Kafka.
+        losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Includes those
+            recorded by another process that ended before it reported them.
+        skipped: Ids that need recovery but were left alone: a transaction of their writer was not open for long enough.
+        went_back: Ids that cannot be claimed because the database has lost a claim of theirs: see ``after_restore``.
         forgotten: With ``after_restore``, the Kafka ids that the database had forgotten, and what was done with each.
-        unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing either that could be settled.
+        unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing to settle either.
     """
 
     planned: list[IdStatus] = field(default_factory=list)
@@ -85,11 +85,11 @@ def status(
         kafka: librdkafka configuration.
         engine: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
-        prefix: All ids that begin so; all ids if neither is given.
-        timeout_s: Bounds the whole, in seconds.
+        prefix: All ids with this prefix; all ids if neither is given.
+        timeout_s: Limits the whole call, in seconds.
 
     Raises:
-        ConfigurationError: The tables, a row or a right is not as it should be.
+        ConfigurationError: The tables, a row or a right is not as required.
         Unavailable: A server does not answer in time.
     """
     with _connected(engine, schema) as store, _coordinator(kafka) as coordinator:
@@ -111,35 +111,35 @@ def recover(
     on_settled: Callable[[str], None] = lambda _: None,
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
 ) -> RecoveryReport:
-    """Settle what dead owners left: commit in Kafka what the database decided, abort the rest.
+    """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest.
 
-    May be called at any time, by any number of processes at once. A writer is taken with all its lanes, or not at all. An owner
-    that is alive is fenced by that: its open transactions abort on both sides, and it must open its writer again.
+    May be called at any time, by any number of processes at once. Settles a writer with all its lanes, or not at all. That
+    fences an owner that is still alive: its open transactions abort on both sides, and it must open its writer again.
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
         kafka: librdkafka configuration.
         engine: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
-        prefix: All ids that begin so; all ids if neither is given.
-        open_for_s: Leave writers alone that have begun a Kafka transaction, or prepared one in the database, less than this
-            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also
-            slots with something undecided whose lease is not over: their tasks renew it while they run, and leave it to a
-            driver that decides on what they have prepared.
+        prefix: All ids with this prefix; all ids if neither is given.
+        open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
+            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
+            alone slots with something undecided whose lease has not expired: their tasks renew it while they run, and leave it
+            to the driver, which decides what they have prepared.
         dry_run: Only find out what would be done.
-        after_restore: The database was restored, and that Kafka may show newer messages is accepted: go on above every
-            incarnation that Kafka knows, aborting what is open there. Also lanes and writers that are younger than the backup
-            and have no row: those of the id or the prefix; without either, the lanes of the writers that have one.
-        timeout_s: Bounds the whole, in seconds.
-        owner: Who recovers, for people who read the row.
-        on_settled: Told each id that is done, from several threads.
-        on_planned: Told what will be settled before anything is.
+        after_restore: The database was restored, and Kafka may show newer messages: go on above every incarnation that Kafka
+            knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
+            those of the id or the prefix; without either, the lanes of the writers that have one.
+        timeout_s: Limits the whole call, in seconds.
+        owner: The name of this recovery, for people who read the row.
+        on_settled: Called with each settled id, from several threads.
+        on_planned: Called with what will be settled, before any of it is.
 
     Returns:
-        The report. Durable on return: everything decided is complete in Kafka, or stands among the losses.
+        The report. Durable on return: everything decided is complete in Kafka, or is among the losses.
 
     Raises:
-        ConfigurationError: The tables, a row, the cluster or a right is not as it should be.
+        ConfigurationError: The tables, a row, the cluster or a right is not as required.
         Unavailable: A server does not answer in time; run it again.
 
     Source: KIP-939, "recovery recipe".
@@ -172,7 +172,7 @@ def _open_for_s(asked: float | None, transactional_id: str | None) -> float:
 
 
 def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | None) -> Callable[[str], bool]:
-    """Which ids without a row may be settled after a restore."""
+    """The test whether an id without a row may be settled after a restore."""
     if transactional_id is not None:
         return lambda name: writer_of(name) == transactional_id
     if prefix:
@@ -182,7 +182,7 @@ def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | No
 
 
 def _tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore) -> None:
-    """Report also what somebody else has found lost who ended before telling anybody."""
+    """Report also losses found by other processes that ended before they reported them."""
     by_id = {row.transactional_id: row for row in rows}
     reported = {(loss.row.transactional_id, loss.row.prepared) for loss in report.losses}
     for found in untold(store.incidents_of(by_id.keys())):
@@ -208,8 +208,8 @@ def recover_rows(
 ) -> RecoveryReport:
     """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
-    ``after_restore`` says of which ids without a row what Kafka knows is to be settled too; ``leased``, which of some ids are
-    slots whose lease is not over.
+    ``after_restore`` says whether an id without a row must be settled too; ``leased`` returns those of the given ids that are
+    slots whose lease has not expired.
     """
     report = RecoveryReport()
     rows = select()
@@ -241,7 +241,7 @@ def recover_rows(
 
 @dataclass
 class _Done:
-    """What became of one batch of ids."""
+    """The result of one batch of ids."""
 
     ids: list[str] = field(default_factory=list)
     report: SettleReport = field(default_factory=SettleReport)
@@ -250,7 +250,7 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Recovery:
-    """What all batches of a recovery share."""
+    """The parts that all batches of a recovery share."""
 
     select: Callable[[], Sequence[StateRow]]
     store: StateStore
@@ -261,7 +261,7 @@ class _Recovery:
     on_settled: Callable[[str], None]
 
     def settle_batch(self, writers: Sequence[Sequence[str]]) -> _Done:
-        """Claim and settle whole writers. One whose claim the database has lost is left out."""
+        """Claim and settle whole writers. A writer whose claim the database has lost is left out."""
         done = _Done()
         left = list(writers)
         with self.connect() as coordinator:
@@ -288,11 +288,11 @@ class _Recovery:
         return done
 
     def _claim(self, ground: Ground, writers: Sequence[Sequence[str]]) -> Sequence[StateRow]:
-        """All lanes of a writer in one transaction: an owner that loses one of them loses all."""
+        """Claim all lanes of a writer in one transaction: an owner that loses one of them loses all."""
         ids = [name for writer in writers for name in writer]
         raise_to = {name: self.raise_to[name] for name in ids if name in self.raise_to}
         claimed = {row.transactional_id: row for row in claim_rows(ground, ids, self.deadline, raise_to=raise_to)}
-        # From here on their owners can add no lane. One may have been added before.
+        # From here on their owners can add no lane, but one may have been added before.
         for row in self.select():
             name, first = row.transactional_id, claimed.get(writer_of(row.transactional_id))
             if name not in claimed and first is not None:
@@ -322,7 +322,7 @@ def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | No
 
 
 def _whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[StateRow]:
-    """The rows, with the other lanes of writers of which only some lanes were selected."""
+    """The rows, and the other lanes of writers of which only some lanes were selected."""
     names = {row.transactional_id for row in rows}
     outside = {writer_of(name) for name in names} - names
     firsts = store.read(list(outside)) if outside else []
@@ -350,7 +350,7 @@ def _inspect(
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
-    """Refuse rows of another cluster: what is not found there would be taken for gone.
+    """Refuse rows of another cluster: what is not found in this one would be taken for gone.
 
     Raises:
         ConfigurationError: A row belongs to another cluster.

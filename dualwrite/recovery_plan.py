@@ -1,4 +1,4 @@
-"""What a recovery takes, and what it leaves alone: decided from what the rows and Kafka show. Pure but for the clock."""
+"""Decides what a recovery settles and what it leaves alone, from what the rows and Kafka show. Pure, except for the clock."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class IdStatus:
 
     Attributes:
         row: The row.
-        incarnation: The unsettled incarnation that this is about: the owner's own, or one that it has not settled.
-        kafka_status: What the coordinator shows of that incarnation.
-        open_for_s: Seconds since its Kafka transaction began; None where none is open.
-        step: What settling would do in Kafka.
-        needs_recovery: Whether settling changes anything in Kafka or in the database's tables, or would report a loss.
-        prepared_for_s: Seconds since that incarnation has prepared a database transaction that is not ended; None where there
-            is none.
-        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None where none is open.
-        went_back: What shows that the database has lost what it had committed; None where nothing does.
-        claim_lost: Whether a claim is among that: then nobody can claim the id before a recovery after the restore.
+        incarnation: The unsettled incarnation: the owner's own, or one that the owner has not settled.
+        kafka_status: The coordinator's status of that incarnation.
+        open_for_s: Seconds since its Kafka transaction began; None if none is open.
+        step: The step that settling would take in Kafka.
+        needs_recovery: Whether settling would change anything in Kafka or in the database's tables, or would report a loss.
+        prepared_for_s: Seconds since that incarnation prepared a database transaction that has not ended; None if there is
+            none.
+        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None if none is open.
+        went_back: The evidence that the database has lost commits; None if there is none.
+        claim_lost: Whether it has lost a claim: then the id can only be claimed by a recovery with ``after_restore``.
     """
 
     row: StateRow
@@ -56,27 +56,27 @@ class IdStatus:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether settling would undo what the owner has left: the row does not name it."""
+        """Whether settling would undo what the owner has left behind: the row does not name it."""
         prepared = self.row.prepared
         is_named = prepared.has_transaction and prepared.incarnation == self.incarnation
         return not is_named or self.row.completed is not None
 
     @property
     def waits_for_s(self) -> float | None:
-        """Seconds since its owner has left something open on either side; None where nothing is."""
+        """Seconds for which something of its owner's has been open on either side; None if nothing is."""
         return self.prepared_for_s if self.open_for_s is None else self.open_for_s
 
 
 def describe(
     item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None
 ) -> IdStatus:
-    """One unsettled incarnation, for people and for the plan.
+    """Describe one unsettled incarnation, for people and for the plan.
 
     Args:
-        item: What is known of it.
-        step: What settling would do.
-        prepared_at: Since when it has something prepared in the database.
-        back: What shows that the database has lost commits of the id, and whether a claim is among them.
+        item: The incarnation, and what is known of it.
+        step: The step that settling would take.
+        prepared_at: When it prepared a transaction in the database; None if none waits there.
+        back: The evidence that the database has lost commits of the id, and whether it has lost a claim.
     """
     view = item.known.view
     assert view is not None
@@ -103,19 +103,19 @@ def _seconds_since(instant: float) -> float:
 
 
 def is_young(item: IdStatus, open_for_s: float) -> bool:
-    """Whether its owner has begun something less than so many seconds ago: it may be alive."""
+    """Whether its owner began something less than that many seconds ago, and so may be alive."""
     return item.waits_for_s is not None and item.waits_for_s < open_for_s
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recovery takes and leaves.
+    """The ids that a recovery settles, and those that it leaves alone.
 
     Attributes:
-        items: What needs recovery and is taken.
-        skipped: The ids that need it and are left alone.
-        went_back: The ids that nobody can claim, with what shows it.
-        wanted: The ids of which something needs to be settled or raised.
+        items: The incarnations to settle.
+        skipped: The ids that need recovery and are left alone.
+        went_back: The ids that cannot be claimed, with the evidence.
+        wanted: The ids that need settling or raising.
         writers: The ids to claim, each writer with all its lanes.
     """
 
@@ -134,14 +134,14 @@ class Plan:
         raised: Collection[str] = (),
         leased: Collection[str] = (),
     ) -> Plan:
-        """Decide writer by writer: one whose owner may be alive is left alone altogether, the others are taken altogether.
+        """Decide writer by writer: one whose owner may be alive is left alone as a whole, the others are taken as a whole.
 
         Args:
-            found: All that is unsettled.
+            found: Everything that is unsettled.
             rows: All rows that may be taken.
-            open_for_s: An owner that has begun something less than this many seconds ago may be alive.
-            raised: Ids whose incarnation is to be raised after a restore, which nothing hinders.
-            leased: Slots whose lease is not over: their workers may be alive. What is decided is taken all the same.
+            open_for_s: An owner that began something less than this many seconds ago may be alive.
+            raised: Ids whose incarnation a recovery after a restore raises, even if the database has lost their claim.
+            leased: Slots whose lease has not expired: their workers may be alive. Decided transactions are settled anyway.
         """
         names = {row.transactional_id for row in rows}
 
@@ -178,7 +178,7 @@ class Plan:
         return cls(items, list(dict.fromkeys(skipped)), sorted(lost.items()), frozenset(wanted), list(writers.values()))
 
     def batches(self, size: int) -> list[list[list[str]]]:
-        """The writers in batches of about that many ids."""
+        """The writers, in batches of about that many ids."""
         batches: list[list[list[str]]] = []
         count = size
         for writer in self.writers:

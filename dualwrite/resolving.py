@@ -1,7 +1,7 @@
-"""A COMMIT whose answer is missing, resolved: ask the row, the database, the records and the log, in this order.
+"""Resolves a COMMIT in doubt: asks the row, the database, the records and the log, in this order.
 
-What broke the connection is often not over: a server that restarts, a failover, a pooler that was replaced. So the questions
-are asked again until the deadline; only then nobody knows.
+The cause of a broken connection often lasts: a restarting server, a failover, a replaced pooler. So the questions are asked
+again until the deadline; only then does the COMMIT stay in doubt.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def resolve_commit(
 ) -> DoubtStep:
     """Find out whether the COMMIT that would have recorded ``ours`` has happened.
 
-    The row is read under its lock on a fresh connection, so the old backend has come to an end before the answer.
+    The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
 
     Returns:
         A verdict, never a question.
 
     Raises:
-        Unavailable: The database, or Kafka where the log had to be read, did not answer until the deadline.
-        ConfigurationError: Until the deadline the database refused us: as a standby does that is not promoted yet.
+        Unavailable: The database, or Kafka if the log had to be read, did not answer before the deadline.
+        ConfigurationError: The database refused us until the deadline, as a standby does that is not yet promoted.
     """
 
     def note(attempt: RetryCallState) -> None:
         error = attempt.outcome and attempt.outcome.exception()
-        logger.info("%s: COMMIT in doubt of %s, asked again: %s", transactional_id, ours, error)
+        logger.info("%s: COMMIT of %s in doubt, asked again: %s", transactional_id, ours, error)
 
     retrying = Retrying(
         retry=retry_if_exception_type((Unavailable, ConfigurationError)),
@@ -52,7 +52,7 @@ def resolve_commit(
         reraise=True,
     )
     step: DoubtStep = retrying(_verdict, ground, transactional_id, ours, database_transaction, deadline)
-    logger.warning("%s: COMMIT in doubt of %s: %s", transactional_id, ours, step.value)
+    logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, ours, step.value)
     return step
 
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Sending:
-    """Hands messages to the producer, and remembers the first error: whoever swallows it must not get half of the block.
+    """Hands messages to the producer, and remembers the first error: a block that swallows it must not commit half its work.
 
     Attributes:
         begun: Whether a Kafka transaction has begun.
-        refusal: The first error of the block that must abort it, also where the block goes on.
-        savepoints: The savepoints that messages wait for; None where none are used.
+        refusal: The first error in the block that must abort it, even if the block goes on.
+        savepoints: The savepoints that messages wait for; None if none are used.
     """
 
     def __init__(self, producer: TransactionalProducer, transactional_id: str) -> None:
@@ -39,17 +39,17 @@ class Sending:
                 self.savepoints.add(message)
                 self._hand_over_released()
         except IllegalStateError:
-            raise  # it has changed nothing
+            raise  # nothing was changed
         except DualWriteError as error:
             self.refusal = self.refusal or error
             raise
 
     def finish(self) -> None:
-        """Hand over what still waits. Nothing may be sent any more.
+        """Hand over the messages that still wait. Nothing may be sent after that.
 
         Raises:
-            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, whoever swallowed it; or the
-                producer refuses now; or a savepoint was rolled back unseen.
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
+                or the producer refuses now; or a savepoint was rolled back unseen.
         """
         self._require_no_refusal()
         if self.savepoints is not None:
@@ -57,7 +57,7 @@ class Sending:
             self._hand_over_released()
 
     def stop(self) -> None:
-        """Watch no savepoints any more."""
+        """Stop watching savepoints."""
         if self.savepoints is not None:
             self.savepoints.stop()
 

@@ -1,7 +1,8 @@
 """The settling recipe: bring Kafka in line with the rows, for one or for thousands of incarnations at once.
 
-All incarnations move together in rounds, so that a round asks each broker once, however many there are. What happens to
-each is :func:`dualwrite.protocol.settle.next_step`'s word alone. Every step may be repeated and run by two processes at once.
+All incarnations move together in rounds, so that a round asks each broker once, however many there are.
+:func:`dualwrite.protocol.settle.next_step` alone decides what happens to each. Every step may be repeated, and run by two
+processes at once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Loss:
     Attributes:
         row: The row as claimed; ``row.prepared`` is the transaction.
         outcome: ``LOST`` or ``UNVERIFIABLE``.
-        detail: What was seen, for people.
-        went_back: Whether it is the database that has lost the decision, whose messages Kafka has.
+        detail: The evidence, for people.
+        went_back: Whether the database has lost the decision, while Kafka has its messages.
     """
 
     row: StateRow
@@ -55,7 +56,7 @@ class Loss:
     went_back: bool = False
 
     def as_error(self) -> DatabaseWentBack | DecidedTransactionLost | OutcomeUnverifiable:
-        """The error that tells it."""
+        """The error that reports it."""
         if self.went_back:
             return gone_back(self.detail, self.row.transactional_id, str(self.row.prepared), recorded=True)
         kind = DecidedTransactionLost if self.outcome is Outcome.LOST else OutcomeUnverifiable
@@ -64,13 +65,13 @@ class Loss:
 
 @dataclass
 class SettleReport:
-    """What a settling did.
+    """The result of a settling.
 
     Attributes:
         incarnations: How many incarnations were settled.
         rolled_forward: The transactional ids whose decided transaction was committed now.
-        retired: How many incarnations had a Kafka id that had to be made unusable.
-        mended: The transactional ids of which the broker had forgotten to end something in some partitions, ended there now.
+        retired: How many times an incarnation's Kafka id was made unusable.
+        mended: The transactional ids for which settling ended what the broker had forgotten to end in some partitions.
         losses: Decided transactions that Kafka does not have.
     """
 
@@ -81,7 +82,7 @@ class SettleReport:
     losses: list[Loss] = field(default_factory=list)
 
     def raise_losses(self) -> None:
-        """Raise the first loss as an error, if there is any. Every loss is in the table of incidents already."""
+        """Raise the first loss as an error, if there is any. Every loss is already in the table of incidents."""
         if self.losses:
             raise self.losses[0].as_error()
 
@@ -102,26 +103,26 @@ def settle(
         rows: Rows as :meth:`StateStore.claim` returned them.
         coordinator: Kafka.
         store: The database.
-        deadline: Bounds the whole.
-        on_settled: Told each transactional id that is done.
-        look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim has compared
-            the row with what it knows instead.
-        undecided_in: By transactional id and incarnation, partitions in which its owner may have left something open that is
-            not decided. Where the broker has forgotten to end it, nothing else shows where that is.
+        deadline: Limits the whole call.
+        on_settled: Called with each settled transactional id.
+        look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim instead
+            compares the row with what it knows.
+        undecided_in: By transactional id and incarnation, partitions in which its owner may have left an undecided transaction
+            open. If the broker has forgotten to end it, nothing else shows these partitions.
 
     Returns:
-        What was done. Losses are recorded, logged and returned, not raised: the caller finishes first.
+        The report. Losses are recorded, logged and returned, not raised: the caller finishes first.
 
     Raises:
-        Unavailable: The deadline came first. What was done stays done; settle again.
-        DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not be finished, and had recorded a loss
-            by then.
+        Unavailable: The deadline came first. Completed steps stay done; settle again.
+        DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not finish, and had already recorded a
+            loss.
     """
     return _Settling(coordinator, store, deadline, on_settled).run(list(rows), undecided_in, look_back=look_back)
 
 
 class _Settling(Asking):
-    """One run of the recipe: groups by step, does each group, until nothing is left."""
+    """One run of the recipe: groups incarnations by step, performs each group's step, and repeats until none is left."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class _Settling(Asking):
                 self._look_back(rows)
             self._settle(pending)
         except DualWriteError:
-            self._report.raise_losses()  # recorded by now, so that no later settling would tell of them
+            self._report.raise_losses()  # already recorded, so no later settling would report them
             raise
         return self._report
 
@@ -187,7 +188,7 @@ class _Settling(Asking):
                     groups.setdefault(next_step(item.known), []).append(item)
             groups.pop(SettleStep.FINISH, None)
             if groups.keys() - {SettleStep.WAIT}:
-                groups.pop(SettleStep.WAIT, None)  # others can move on; those who wait are looked at when none can
+                groups.pop(SettleStep.WAIT, None)  # waiting ones get their turn when no other can move on
             for step, group in groups.items():
                 if self._deadline.expired:
                     raise self._too_late(group[0], step)
@@ -230,7 +231,7 @@ class _Settling(Asking):
             logger.info("%s: rolling forward %s: %s", item.kafka_id, item.row.prepared, answer.value)
             if answer is EndAnswer.ENDED:
                 self._report.rolled_forward.append(item.row.transactional_id)
-        # Whatever was answered, what counts is what the coordinator shows next.
+        # Whatever the answer, only what the coordinator shows next counts.
         self._wait(items)
 
     def _end(self, items: list[Unsettled], *, committed: bool) -> Mapping[str, EndAnswer]:
@@ -257,7 +258,7 @@ class _Settling(Asking):
             self._make_unusable([item for item in items if not item.known.is_pending])
 
     def _retire_unless_changed(self, items: list[Unsettled]) -> None:
-        """Two settlers may have found the same to be forgotten. The second must not abort what the first one is ending."""
+        """Two settlers may have found the same forgotten transaction. The second must not abort what the first is ending."""
         unchanged = []
         for item, view in zip(items, self._views(items), strict=True):
             if view == item.known.view:
@@ -283,7 +284,7 @@ class _Settling(Asking):
         for item in items:
             partitions, committed = ends[item.kafka_id]
             logger.warning(
-                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; it is ended there now with %s",
+                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; ending it there now with %s",
                 item.kafka_id,
                 ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions)),
                 "commit" if committed else "abort",
@@ -292,7 +293,7 @@ class _Settling(Asking):
             {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
         )
         failpoints.hit("mend.added")
-        # Not added: another settler has retired the id once more, and does the same.
+        # If not added, another settler has retired the id once more, and does the same.
         mine = [item for item in items if added[item.kafka_id]]
         for committed in (True, False):
             self._end([item for item in mine if ends[item.kafka_id][1] is committed], committed=committed)
@@ -311,14 +312,14 @@ class _Settling(Asking):
 
 
 def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
-    """What owners have prepared in the database follows what is decided, as Kafka does.
+    """Commit or roll back prepared database transactions, as decided by the row.
 
-    Also what somebody has prepared under an incarnation that was settled before: he was too late, and it is undecided.
+    Also rolls back transactions prepared by a fenced owner after its incarnation was settled.
 
     Args:
         store: The database.
-        participants: Of incarnations below their row's, as a claim or somebody after it has read that; or of owners that wait
-            for what the caller has decided.
+        participants: Those of incarnations below their row's, as read by a claim or after one; or those of owners that wait for
+            the caller's decision.
 
     Raises:
         ConfigurationError, Unavailable: As :meth:`StateStore.end_participant`.
@@ -332,7 +333,7 @@ def end_participants(store: StateStore, participants: Iterable[Participant]) -> 
 
 
 def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
-    """Where a decided transaction is still to be ended under the retired id, that gets as much time as its owner had."""
+    """A retired id under which a decided transaction must still be ended gets as much time as its owner had."""
     return {
         item.kafka_id: view.timeout_ms
         for item in items
@@ -347,6 +348,6 @@ def _detail(item: Unsettled, outcome: Outcome) -> str:
     said = {
         Outcome.COMMITTED: "committed in Kafka",
         Outcome.LOST: "decided by the database, aborted by the broker",
-        Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so its marker cannot be told",
+        Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so no marker proves its outcome",
     }[outcome]
     return f"transaction of incarnation {item.incarnation} that begins at {where}: {said}; {shown}"

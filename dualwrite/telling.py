@@ -1,4 +1,4 @@
-"""Which losses somebody was told of. One whose finder died before it could tell is told by the next opening or recovery."""
+"""Tracks which losses were reported. If a process dies before it reports one, the next opening or recovery does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOSSES: Final = (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable)
-"""What a loss is told with."""
+"""The errors that report a loss."""
 
 
 def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-    """Note that a caller is told of these losses now. If that cannot be noted, they are told once more later.
+    """Note that these losses are reported to a caller now. If that cannot be noted, they are reported again later.
 
     Args:
         store: The database.
@@ -32,12 +32,12 @@ def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]
     try:
         store.note_told(losses)
     except DualWriteError as error:
-        logger.warning("could not note which losses were told, so they are told once more: %s", error)
+        logger.warning("could not note which losses were reported, so they will be reported again: %s", error)
 
 
 @contextmanager
 def noting_told(store: StateStore) -> Generator[None, None, None]:
-    """Note of a loss that leaves the block that its caller is told of it."""
+    """Note that a loss that leaves the block is reported to its caller."""
     try:
         yield
     except LOSSES as loss:
@@ -48,14 +48,14 @@ def noting_told(store: StateStore) -> Generator[None, None, None]:
 
 @contextmanager
 def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
-    """Tell of every loss of a writer that nobody was told of: one error for all of them, so that the next opening goes on.
+    """Report all unreported losses of a writer with a single error, so that the next opening goes on.
 
     Args:
         store: The database.
         name: The writer's transactional id; its lanes' losses are its own.
 
     Raises:
-        DecidedTransactionLost, OutcomeUnverifiable: The first loss that nobody was told of.
+        DecidedTransactionLost, OutcomeUnverifiable: The first unreported loss.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]
 
 
 def untold(incidents: Iterable[Incident]) -> Sequence[Incident]:
-    """Those of them that no caller was told of, and that no person has looked at."""
+    """The incidents that were not reported to any caller, and that no person has looked at."""
     return [found for found in incidents if found.told_at is None and found.acknowledged_at is None]
 
 

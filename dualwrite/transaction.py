@@ -1,4 +1,4 @@
-"""What ``with writer.transaction() as tx`` gives to the user's code."""
+"""The object that ``with writer.transaction() as tx`` gives to the user's code."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Transaction:
 
     @property
     def state(self) -> WriteState:
-        """Where this dual write is."""
+        """The present state of this dual write."""
         return self._dual_write.state
 
     @property
     def prepared(self) -> PreparedTxnState | None:
-        """The identity of its Kafka transaction, once the block has ended; None where it was not prepared."""
+        """The identity of its Kafka transaction, once the block has ended; None if it was not prepared."""
         return self._dual_write.prepared
 
     @property
@@ -57,7 +57,7 @@ class Transaction:
     def session(self) -> Session:
         """An ORM session on :attr:`connection`, made at first use and flushed before the transaction is prepared.
 
-        Its ``commit()`` flushes and no more: the dual write commits when the block ends.
+        Its ``commit()`` only flushes: the dual write commits when the block ends.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -86,7 +86,7 @@ class Transaction:
         Args:
             topic: Topic name.
             value: Payload; a string is encoded as UTF-8.
-            key: Key; decides the partition where none is given.
+            key: Key; decides the partition if none is given.
             partition: Partition number.
             headers: Record headers.
             timestamp_ms: Record timestamp in ms since 1970; the broker's or librdkafka's clock if not given.
@@ -118,16 +118,16 @@ class Transaction:
         """Hand many messages to the producer: as `produce` for each, several times as fast.
 
         Args:
-            topic: Topic name of all of them.
+            topic: Topic name, the same for all.
             values: Payloads; strings are encoded as UTF-8.
-            keys: As many keys; none of the messages has one if not given.
+            keys: One key for each value; if not given, the messages have no keys.
 
         Raises:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.
-            ValueError: There are not as many keys as values.
+            ValueError: The numbers of keys and values differ.
         """
         if self._dual_write.holds:
-            values, keys = list(values), None if keys is None else list(keys)  # the caller may change theirs
+            values, keys = list(values), None if keys is None else list(keys)  # the caller may change its own lists
         self._dual_write.send(
             lambda producer: producer.produce_many(topic, values, keys),
             lambda producer: refuse_early(producer, topic, values, keys),
@@ -144,7 +144,7 @@ class Transaction:
 
         Raises:
             IllegalStateError: The block has ended.
-            TransactionAborted, Fenced, Unavailable: The broker did not take them; leave the block, both sides abort.
+            TransactionAborted, Fenced, Unavailable: The broker did not accept them; leave the block, both sides abort.
         """
         self._dual_write.send(lambda producer: producer.send_offsets_to_transaction(offsets, group_metadata))
 

@@ -1,8 +1,8 @@
-"""Things that one caller uses at a time: given out first come, first served, and kept by no caller that was interrupted.
+"""Things that one caller uses at a time: first come, first served, and never lost to an interrupted caller.
 
 ``KeyboardInterrupt`` comes between any two lines. So one assignment gives a thing away (`Place.holder`) and one gives it back
-(the ticket has ended); everything else follows from these two, and whatever an interruption left undone, the next call does.
-A ticket that nobody refers to any more has ended, too.
+(the ticket has ended); everything else follows from these two, and the next call does what an interruption left undone. A
+ticket without references has ended, too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def _owned(lock: threading.RLock) -> bool:
 
 
 class NoTurn(Exception):
-    """The deadline came first, or nothing is given out any more."""
+    """The deadline came first, or things are no longer given out."""
 
 
 class Place(Generic[T]):
-    """One thing and who uses it.
+    """One thing and its user.
 
     Attributes:
         thing: The thing.
-        holder: Refers to the ticket of its user; None, or the ticket has ended, while nobody uses it.
-        free_since: When its last user's end was noticed, in seconds on the clock of the process.
+        holder: Refers to the user's ticket. The thing is free if this is None, or the ticket has ended.
+        free_since: When the end of its last use was noticed, in seconds on the clock of the process.
     """
 
     def __init__(self, thing: T) -> None:
@@ -43,14 +43,14 @@ class Place(Generic[T]):
 
     @property
     def user(self) -> Ticket[T] | None:
-        """The ticket of its user, None if nobody uses it."""
+        """The user's ticket; None if the thing is free."""
         holder = self.holder
         ticket = None if holder is None else holder()
         return None if ticket is None or ticket.ended else ticket
 
 
 Choose = Callable[[Sequence[Place[T]]], "Place[T] | None"]
-"""Which of the places to give to a ticket: one without a user, or None if it is to wait. Called by one thread at a time."""
+"""Chooses the place for a ticket: one without a user, or None to let it wait. Called by one thread at a time."""
 
 
 class Turns(Generic[T]):
@@ -73,17 +73,17 @@ class Turns(Generic[T]):
         """A ticket, which holds nothing yet.
 
         Args:
-            choose: Which place it takes; the one that was free for longest if not given.
+            choose: Chooses its place; by default the one that was free for longest.
         """
         return Ticket(self, choose or longest_free)
 
     def close(self) -> None:
-        """Refuse those who wait and those who come. Whoever uses a thing goes on."""
+        """Refuse waiting and new callers. Those that use a thing go on."""
         self.closed = True
         self.serve()
 
     def drain(self, deadline: Deadline) -> Sequence[T]:
-        """The things that nobody uses, when nobody uses any or the deadline comes. After :meth:`close`."""
+        """Wait until all things are free, or for the deadline, and return the free ones. Only after :meth:`close`."""
         tickets = [Ticket(self, longest_free, last=True) for _ in self.places]
         for ticket in tickets:
             try:
@@ -95,15 +95,15 @@ class Turns(Generic[T]):
         return free
 
     def queue_up(self, ticket: Ticket[T]) -> None:
-        """Let the ticket wait behind all that wait already."""
+        """Let the ticket wait behind all those that already wait."""
         self._waiting.append(ticket)
         self.serve()
 
     def serve(self) -> None:
         """Give out what can be given out.
 
-        May be called at any time: also by a finalizer, which the garbage collector may run in the middle of this very
-        function. It then only says that there is more to do.
+        May be called at any time, even by a finalizer that the garbage collector runs in the middle of this very function.
+        Such a call only notes that there is more to do.
         """
         self._again = True
         if _owned(self._lock):
@@ -114,7 +114,7 @@ class Turns(Generic[T]):
                     self._again = False
                     self._give_out()
         finally:
-            if _owned(self._lock):  # interrupted where the `with` block was to release it
+            if _owned(self._lock):  # interrupted before the `with` block could release it
                 self._lock.release()
 
     def _give_out(self) -> None:
@@ -126,7 +126,7 @@ class Turns(Generic[T]):
         declined: set[Choose[T]] = set()
         for ticket in list(self._waiting):
             if not ticket.ended and not (self.closed and not ticket.last):
-                # Its place may be known already: whoever was to serve it was interrupted.
+                # It may already have a place, if an interruption stopped the call that served it.
                 place = self._place_of(ticket)
                 if place is None and ticket.choose not in declined:
                     place = ticket.choose(self.places)
@@ -143,7 +143,7 @@ class Turns(Generic[T]):
 
 
 class Ticket(Generic[T]):
-    """A place in the queue, then the use of one thing. Its end stands in two ``finally``, as the first may be interrupted.
+    """A place in the queue, then the use of one thing. End it in two ``finally`` clauses, as the first may be interrupted.
 
     ::
 
@@ -158,11 +158,11 @@ class Ticket(Generic[T]):
             ticket.end()
 
     Attributes:
-        place: What it holds, since :meth:`wait`.
-        choose: Which place it takes.
-        last: Whether it is served after :meth:`Turns.close`.
-        ended: Whether it holds nothing any more, and never will.
-        woken: Gets an item when there is something to look at.
+        place: The place that it holds, since :meth:`wait`.
+        choose: Chooses its place.
+        last: Whether it is served even after :meth:`Turns.close`.
+        ended: Whether its use is over: it holds nothing, and never will.
+        woken: Gets an item when the ticket was served or refused.
     """
 
     def __init__(self, turns: Turns[T], choose: Choose[T], *, last: bool = False) -> None:
@@ -174,7 +174,7 @@ class Ticket(Generic[T]):
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wait(self, deadline: Deadline) -> T:
-        """Wait for a thing: behind those who came before, as far as they would take it.
+        """Wait for a thing, behind earlier tickets that would take it.
 
         Raises:
             NoTurn: There was none for us.
@@ -187,7 +187,7 @@ class Ticket(Generic[T]):
         return self.place.thing
 
     def end(self) -> None:
-        """Give it back. May be called at any time, and more than once."""
+        """Give the thing back. May be called at any time, and more than once."""
         self.ended = True
         self._turns.serve()
 

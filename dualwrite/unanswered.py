@@ -1,4 +1,4 @@
-"""A decided transaction of one's own whose commit was not answered, and that could not be settled either."""
+"""Finds the outcome of an owner's decided transaction whose commit was not answered, and that could not be settled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ logger = logging.getLogger(__name__)
 def prove_committed(
     ground: Ground, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
 ) -> None:
-    """Ask Kafka what became of a transaction that could not be settled, by reading alone. Returns if it is committed.
+    """Find out by reading alone what became of a transaction that could not be settled. Returns if it is committed.
 
-    Another owner may have claimed the id; being fenced says nothing about the outcome. Or a server does not answer.
+    Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
 
     Args:
         ground: The servers.
         row: The row as its owner knows it.
         state: The transaction.
-        deadline: Bounds the asking.
+        deadline: Limits the requests.
         unsettled: Why it could not be settled, for people.
 
     Raises:
-        CompletionPending: It will be committed by whoever settles next, or that is not known.
-        DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or nobody can know any more. It is recorded.
+        CompletionPending: The next settler will commit it, or that is not known.
+        DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known. It is
+            recorded.
     """
     kafka_id = row.kafka_id(state.incarnation or 0)
     view = None
@@ -64,7 +65,9 @@ def _recorded(ground: Ground, row: StateRow, outcome: Outcome) -> DualWriteError
     try:
         ground.store.record_outcomes([(row, outcome, detail)])
     except DualWriteError:
-        logger.exception("%s: the next settling records it: %s of %s", row.transactional_id, detail, row.prepared)
+        logger.exception(
+            "%s: not recorded, left to the next settling: %s of %s", row.transactional_id, detail, row.prepared
+        )
     kind = DecidedTransactionLost if lost else OutcomeUnverifiable
     return kind(detail, transactional_id=row.transactional_id, state=str(row.prepared))
 

@@ -54,22 +54,22 @@ class DualWriter:
     """Commits Kafka messages and database rows together or not at all.
 
     The database commit is the decision; Kafka follows it. After any crash, opening a writer of the same transactional id
-    settles what was left: committed rows get their messages, everything else is aborted on both sides.
+    settles what was left behind: committed rows get their messages, everything else is aborted on both sides.
 
     One process at a time owns a transactional id: opening a second writer of that name fences the first. Threads share one
-    writer; each transaction at a time takes a *lane*, a transactional id of its own (``orders``, ``orders#1``, ...).
+    writer; concurrent transactions each take a *lane*, a transactional id of its own (``orders``, ``orders#1``, ...).
 
     Args:
         transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
             same time. At most 240 characters, without ``#``.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least.
         engine: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
-        schema: The database schema of the library's tables, where it is not the default one.
-        max_lanes: The most transactions at a time.
-        timeout_s: Bounds opening, and each ending of a transaction, in seconds.
+        schema: The database schema of the library's tables, if it is not the default one.
+        max_lanes: The maximum number of concurrent transactions.
+        timeout_s: Limits opening, and each ending of a transaction, in seconds.
         lane_timeout_s: How long a transaction waits for a free lane, in seconds.
-        margin_s: What must be left of the broker's transaction timeout when the database has committed, in seconds. On
-            PostgreSQL the session of an owner that is paused before its COMMIT ends after this time at the latest, sooner where
+        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds. On
+            PostgreSQL the session of an owner that is paused before its COMMIT ends after this time at the latest, sooner if
             the broker leaves less.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
         paused_owner_timeout_s: An owner that is paused inside a transaction loses its database session after this time, so
@@ -77,12 +77,12 @@ class DualWriter:
             transaction); None leaves the server's own setting. In seconds.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
-        owner: Who we are, for people who read the row; ``user@host:pid`` by default.
-        on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found when the
-            block it belongs to has ended, and was told something else: `CompletionPending`, say. Its ``state`` names the
-            transaction. Called in the thread that found it: one in the background, or one that begins a block of its own,
-            which waits for it and is not disturbed. What it raises is logged. Without it, or where it
-            has failed, :meth:`close` raises such a loss.
+        owner: The writer's name for people who read the row; ``user@host:pid`` by default.
+        on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
+            block has ended in another way, for instance with `CompletionPending`. Its ``state`` names the transaction. Called
+            in the thread that found it: one in the background, or one that begins a block of its own, which waits for the call
+            and then goes on. An exception that it raises is logged. Without it, or if it has failed, :meth:`close` raises such
+            a loss.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -136,23 +136,23 @@ class DualWriter:
         self._losses = Losses(on_loss)
 
     def open(self) -> None:
-        """Claim the transactional id, settle what former owners left, and make the producers.
+        """Claim the transactional id, settle what former owners left behind, and make the producers.
 
-        To be called once, before the first transaction; ``with writer:`` does it. On return no former owner can write any
-        more, and everything that was decided is complete in Kafka.
+        Call it once, before the first transaction; ``with writer:`` does so. On return no former owner can write any more,
+        and everything that was decided is complete in Kafka.
 
         Raises:
             ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
-                gone back in time, a right is missing. Nothing was changed.
-            DatabaseWentBack: The database has lost what it had decided. If it has lost a claim, nothing was changed, and every
-                ``open()`` fails until ``dualwrite recover --after-restore``; else it is recorded, and the next one goes on.
+                gone back in time, or a right is missing. Nothing was changed.
+            DatabaseWentBack: The database has lost decisions. If it has lost a claim, nothing was changed, and every ``open()``
+                fails until ``dualwrite recover --after-restore``; otherwise it is recorded, and the next ``open()`` goes on.
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the
-                next ``open()`` goes on. Also if another process has found that, and ended before it could tell anybody.
+                next ``open()`` goes on. Also raised if another process found the loss, but ended before it could report it.
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
         if self._ground is not None or self._lanes.closed:
-            raise IllegalStateError("the writer was opened before", transactional_id=self.transactional_id)
+            raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         check_schema(self._engine, self._schema)
         coordinator = KafkaCoordinator(self._config)
         store = SqlStateStore(
@@ -161,7 +161,7 @@ class DualWriter:
             paused_owner_timeout_s=self._paused_owner_timeout_s,
         )
         self._ground = Ground(coordinator, store, self._owner)
-        # With connections of its own: on one, a broker works through requests one by one.
+        # Its own connections: a broker works through the requests of one connection one by one.
         self._watcher = EndWatcher(self.transactional_id, KafkaCoordinator(self._config), self._lanes.look_again)
         try:
             self._claim_all(self._ground, Deadline(self._timeout_s))
@@ -195,7 +195,7 @@ class DualWriter:
                 row.kafka_id(row.incarnation),
                 coordinator=ground.coordinator,
                 incarnation=row.incarnation,
-                # What is left is for settling, where the producer has no answer.
+                # The other half is for settling, if the producer gets no answer.
                 call_timeout_s=self._timeout_s / 2,
                 bulk=self._bulk,
             )
@@ -215,30 +215,30 @@ class DualWriter:
 
     @contextmanager
     def transaction(self, connection: Connection | None = None) -> Generator[Transaction, None, None]:
-        """One dual write: the block's end commits both sides, an exception in the block aborts both.
+        """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine's, not inside a transaction; one is taken from the engine if not given.
-                Another engine's will do where it leads to the same database, which is asked once for each of its connections.
+            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
+                connection of another engine must lead to the same database, which is checked once for each connection.
 
         Yields:
             The transaction, usable until the block ends.
 
         Raises:
-            TransactionAborted: Neither side changed. Also for a deadlock or a serialization failure of a statement in the
-                block, once it leaves the block; inside it is the driver's own error, and the cause of this one then.
+            TransactionAborted: Neither side changed. Also raised when a deadlock or a serialization failure of a statement
+                leaves the block; inside the block that is the driver's own error, which becomes the cause of this one.
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
             CompletionPending: A success that will become visible. Do not run the work again.
-            DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or nobody
-                knows. What was lost of another block goes to the log and to ``on_loss``.
-            ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted. Also for a connection that leads to
+            DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or that
+                can no longer be known. Losses of other blocks go to the log and to ``on_loss``.
+            ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted. Also raised for a connection to
                 another database.
-            IllegalStateError: The writer is not open, the connection is none or in a transaction, or this thread is inside a
-                transaction of this writer already.
+            IllegalStateError: The writer is not open, the argument is not a connection or is in a transaction, or this thread
+                is already inside a transaction of this writer.
 
-        Everything else that the block itself raises is passed on as it is. A block may be entered in one thread and left in
-        another, as web frameworks do it with dependencies; two threads must not use it at a time.
+        Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another,
+        as web frameworks do with dependencies; two threads must not use it at the same time.
         """
         ground = self._opened()
         entered.refuse_nested(self, self.transactional_id)
@@ -270,14 +270,14 @@ class DualWriter:
             ticket.end()  # the first one may have been interrupted
 
     def close(self) -> None:
-        """Wait for running transactions, settle and record what there is, and let go of the servers. May be called again.
+        """Wait for running transactions, settle and record what is left, and disconnect. May be called more than once.
 
-        Transactions that have not ended after ``timeout_s``, and what cannot be settled within seconds, are left to whoever
-        settles next. In a forked process it does nothing: the connections are the parent's.
+        Transactions that have not ended after ``timeout_s``, and all that cannot be settled within seconds, are left to the
+        next settler. In a forked process it does nothing: the connections are the parent's.
 
         Raises:
-            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss that only the log was told: ``on_loss``
-                is not given, or has failed. It is recorded.
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss that only the log has reported: ``on_loss``
+                was not given, or has failed. It is recorded.
             Unavailable: The database does not take the record that all is complete; the next opening proves it by the log.
         """
         if os.getpid() != self._pid:
