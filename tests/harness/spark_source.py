@@ -67,9 +67,14 @@ def prepared_transactions(case):
 
 def nothing_is_left(case):
     """No staging table, nothing prepared, no slot taken, no transaction open."""
-    assert staging_tables(case) == []
-    assert prepared_transactions(case) == []
-    assert case.execute("SELECT transactional_id FROM dualwrite_slot WHERE lease_owner IS NOT NULL") == []
+    found = {
+        "staging tables": staging_tables(case),
+        "prepared transactions": prepared_transactions(case),
+        "leases": case.execute("SELECT transactional_id FROM dualwrite_slot WHERE lease_owner IS NOT NULL"),
+    }
+    # In words: pytest explains the asserts of tests alone.
+    left = ", ".join(f"{what} {rows}" for what, rows in found.items() if rows)
+    assert not left, f"left: {left}"
     assert case.messages() is not None  # reading waits until no transaction is open
 
 
