@@ -1,6 +1,6 @@
-"""Real servers for tests, yours too: embedded Kafka and PostgreSQL, proxies that misbehave, journal and checker, fixtures.
+"""Real servers for your tests: embedded Kafka and PostgreSQL, misbehaving proxies, journal and checker, fixtures.
 
-Install ``dualwrite[testing]``. The fixtures (`dualwrite.testing.plugin`) are known to pytest then.
+Install ``dualwrite[testing]``; pytest then finds the fixtures (`dualwrite.testing.plugin`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # pytest imports this package with the plugin, in every project that has it installed: it must cost nothing.
+    # Import lazily: pytest imports this package with the plugin in every project that has it installed.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib  # noqa: PLC0415 - see above

@@ -1,12 +1,12 @@
-"""A small process that holds one embedded server and outlives the process that wanted it by half a second.
+"""A small process that holds one embedded server, and outlives the test process by at most half a second.
 
-A test process can be killed at any instant, also by SIGKILL, and then runs no clean-up. So each embedded server is
-the child of this script, which notices that its own parent is gone, kills the server with everything that the server
-started, and deletes the server's directory. ``PR_SET_PDEATHSIG`` alone would not do: it follows the *thread* that
-made the child, it reaches no grandchildren, and it deletes no files.
+A test process can be killed at any instant, even by SIGKILL, and then runs no clean-up. So each embedded server is a
+child of this script, which notices that its own parent is gone, kills the server with everything that the server
+started, and deletes the server's directory. ``PR_SET_PDEATHSIG`` alone would not suffice: it follows the *thread* that
+made the child, reaches no grandchildren, and deletes no files.
 
-It is run as a file, isolated (``python -I -S``), and so imports nothing but the standard library. It reads one JSON
-object per line and answers each with one.
+It runs as a file, isolated (``python -I -S``), so it imports only the standard library. It reads one JSON object per
+line and answers each with one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_POLL_S = 0.5
-"""How long a dead parent can go unnoticed while a fork of it still holds our standard input open."""
+"""The longest time that a dead parent goes unnoticed while a fork of it still holds our standard input open."""
 
 
 def _prctl() -> Callable[[int, int], int] | None:
@@ -44,13 +44,13 @@ PRCTL = _prctl()
 
 def _die_with_warden() -> None:
     # Runs between fork and exec, after the change of user, which would clear the setting. This process has one
-    # thread, so that the usual danger of preexec_fn does not exist here.
+    # thread, so preexec_fn is safe here.
     if PRCTL is not None:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Warden:
-    """The server, if one runs, and the directory that goes with it."""
+    """The server, if one runs, and its directory."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -80,19 +80,19 @@ class Warden:
         return {"pid": self.server.pid}
 
     def signal(self, request: dict[str, object]) -> dict[str, object]:
-        """Send the server a signal; a server that has exited gets none. SIGSTOP has stopped it on return."""
+        """Send the server a signal, unless it has exited. After SIGSTOP, it has stopped on return."""
         number = request["number"]
         assert isinstance(number, int)
         if self.server is None or self.server.poll() is not None:
             return {"sent": False}
         self.server.send_signal(number)
         if number == signal.SIGSTOP and hasattr(os, "waitid"):  # not on every macOS
-            # A thread that runs on another processor answers a request or two before it stops.
+            # A thread on another CPU may answer a request or two before it stops.
             os.waitid(os.P_PID, self.server.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         return {"sent": True}
 
     def wait(self, request: dict[str, object]) -> dict[str, object]:
-        """Wait a moment for the server's exit; then nothing that it started is left either."""
+        """Wait for the server's exit, then kill everything that it had started."""
         seconds = request["seconds"]
         assert isinstance(seconds, float)
         if self.server is None:
@@ -105,7 +105,7 @@ class Warden:
         return {"exit": code, "running": False}
 
     def clean_up(self) -> None:
-        """Kill what still runs, and delete the directory."""
+        """Kill everything that still runs, and delete the directory."""
         if self.server is not None and self.server.poll() is None:
             self.server.kill()
             self.server.wait()
@@ -114,7 +114,7 @@ class Warden:
 
 
 def _group_of(user: str) -> int:
-    import pwd  # noqa: PLC0415 - absent on Windows, and only asked for as root
+    import pwd  # noqa: PLC0415 - absent on Windows, and needed only as root
 
     return pwd.getpwnam(user).pw_gid
 
@@ -131,7 +131,7 @@ def _children() -> Iterator[int]:
 
 
 def kill_orphans() -> None:
-    """Kill and reap what a dead server left running: on Linux it has become our child."""
+    """Kill and reap processes that a dead server left running: on Linux they have become our children."""
     if PRCTL is None:
         return
     while children := list(_children()):

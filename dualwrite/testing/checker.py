@@ -1,4 +1,4 @@
-"""Compares what the writers were told, what the database has, and what ``read_committed`` consumers see."""
+"""Compares the answers that writers got, the rows in the database, and the messages that consumers see."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def value_as_text(record: Record) -> str:
-    """The operation of a message whose value is the operation's name."""
+    """The operation's name in a message whose value is that name."""
     return "" if record.value is None else record.value.decode()
 
 
 class _Sight(NamedTuple):
-    """What can be seen at one moment: rows, messages by topic, rows of the library, recorded losses."""
+    """A snapshot: user rows, messages by topic, the library's rows, recorded losses."""
 
     rows: list[str]
     messages: dict[str, list[Place]]
@@ -38,9 +38,9 @@ class _Sight(NamedTuple):
 
 
 class Checker:
-    """Settles, then holds journal, database and Kafka against each other. To be used when no writer runs any more.
+    """Settles, then compares journal, database and Kafka. Use it once no writer runs any more.
 
-    Run it in a process of its own, which no fail point kills.
+    Run it in a separate process, which no fail point kills.
 
     Args:
         journal: The writers' journal.
@@ -48,12 +48,12 @@ class Checker:
         topics: The topics that the operations publish to.
         engine: A SQLAlchemy engine or a database URL.
         query: SQL whose first column is the operation's name, once for each row that an operation has inserted.
-        operation_of: The operation's name in a message; its value, if not given.
-        rows_per_operation: How many rows each operation inserts.
-        messages_per_operation: How many messages each operation publishes.
-        prefix: The transactional ids to settle begin so; all if empty.
+        operation_of: Extracts the operation's name from a message; the message's value if not given.
+        rows_per_operation: Rows that each operation inserts.
+        messages_per_operation: Messages that each operation publishes.
+        prefix: Settles only transactional ids with this prefix; all if empty.
         schema: The database schema of the library's tables.
-        timeout_s: Bounds each step, in seconds.
+        timeout_s: Seconds that each step may take.
     """
 
     def __init__(
@@ -84,15 +84,16 @@ class Checker:
         self._timeout_s = timeout_s
 
     def check(self, follower: Follower | None = None) -> Verdict:
-        """Settle, compare, settle once more, and see that nothing has changed by it.
+        """Settle, compare, settle once more, and check that this changes nothing.
 
-        A server or a transaction that does not come to an end in time is a finding (`Kind.HANGING`), not an error.
+        A server that does not answer, or a transaction that does not end in time, is a finding (`Kind.HANGING`), not an
+        error.
 
         Args:
-            follower: A consumer that has run all the time; what it saw must be what a new one sees.
+            follower: A consumer that has run throughout; it must have seen the same messages as a new one.
 
         Raises:
-            ConfigurationError: The journal, or the database, is not as it should be.
+            ConfigurationError: The journal is malformed, or the database is misconfigured.
             confluent_kafka.KafkaException: The brokers refuse, with their reason.
         """
         history = Journal.read(self._journal)

@@ -1,4 +1,4 @@
-"""A ``read_committed`` consumer that runs all the time, through every outage, and remembers what it saw."""
+"""A ``read_committed`` consumer that runs throughout a test and all its outages, and records what it sees."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ AT_ONCE = 1_000
 
 
 class Follower:
-    """Follows topics from their beginning in a thread of its own. A context manager.
+    """Follows topics from their beginning, in its own thread. A context manager.
 
-    What a consumer was shown cannot be taken back: what this one saw must be what somebody who reads afterwards sees, offset
-    by offset.
+    A message once shown to a consumer cannot be taken back: a later reader must see the same, offset by offset.
 
     Args:
         config: Bootstrap servers and security settings for confluent-kafka.
@@ -45,8 +44,8 @@ class Follower:
                 "isolation.level": "read_committed",
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
-                "auto.offset.reset": "error",  # an offset that is gone is a finding, not a place to go on from
-                "log_level": 0,  # a broker that is away for a while is expected
+                "auto.offset.reset": "error",  # a missing offset is a finding, not a reason to skip ahead
+                "log_level": 0,  # outages of brokers are expected
             }
         )
         self._seen: dict[str, list[Record]] = {topic: [] for topic in topics}
@@ -103,15 +102,15 @@ class Follower:
             self._moved.notify_all()
 
     def seen(self, ends: Mapping[str, Mapping[int, int]], *, timeout_s: float = 120.0) -> dict[str, list[Record]]:
-        """What it saw, by topic, in order of arrival, once it has come to these ends.
+        """The messages seen, by topic, in order of arrival, once the consumer has reached these ends.
 
         Args:
-            ends: By topic and partition, the offset behind the last one.
-            timeout_s: How long it may take to get there.
+            ends: By topic and partition, the offset after the last one.
+            timeout_s: Seconds to wait for that.
 
         Raises:
             Unavailable: It did not get there in time.
-            confluent_kafka.KafkaException: The consumer cannot go on, with its reason.
+            confluent_kafka.KafkaException: The consumer failed, with its reason.
         """
         deadline = Deadline(timeout_s)
         wanted = {(topic, number): end for topic, found in ends.items() for number, end in found.items() if end > 0}
@@ -122,7 +121,7 @@ class Follower:
         with self._moved:
             while self._failure is None and behind():
                 if not self._moved.wait(deadline.remaining_s()):
-                    raise Unavailable(f"the consumer that ran all the time did not come to {behind()}")
+                    raise Unavailable(f"the consumer that ran all the time did not reach {behind()}")
             if self._failure is not None:
                 raise self._failure
             copied: defaultdict[str, list[Record]] = defaultdict(list)
@@ -131,7 +130,7 @@ class Follower:
             return copied
 
     def close(self) -> None:
-        """Stop. May be called again."""
+        """Stop. Idempotent."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._thread.join()
@@ -149,4 +148,4 @@ _PASSING = frozenset(
         KafkaError.LEADER_NOT_AVAILABLE,
     }
 )
-"""What a consumer reports while a broker is away or starts; it goes on by itself."""
+"""Errors that a consumer reports while a broker is down or starting; it recovers by itself."""

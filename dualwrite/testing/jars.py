@@ -1,4 +1,4 @@
-"""Jars, the broker's above all, fetched once with Maven into the user's cache."""
+"""Fetches jars, such as the broker's, once with Maven into the user's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE_VARIABLE = "DUALWRITE_CACHE"
 
 
 def cache_directory() -> Path:
-    """Where fetched files stay: ``DUALWRITE_CACHE``, else ``dualwrite`` in the user's cache directory."""
+    """The directory for fetched files: ``DUALWRITE_CACHE``, else ``dualwrite`` in the user's cache directory."""
     own = os.environ.get(CACHE_VARIABLE)
     if own:
         return Path(own).expanduser().resolve()
@@ -53,14 +53,14 @@ def kafka_jars(pom: Path = POM) -> Path:
 
 
 def fetched_jars(pom: Path, prefix: str, what: str) -> Path:
-    """The directory that holds the jars that a ``pom.xml`` asks for; fetched first if this cache has not got them.
+    """The directory with the jars that a ``pom.xml`` names; fetches them first if they are not in the cache.
 
-    Several processes may ask at once: one fetches, the others wait. What is half fetched is never seen.
+    Several processes may ask at once: one fetches, the others wait. No process sees a half-fetched directory.
 
     Args:
         pom: Names the jars. The cache has one directory for each content of it.
-        prefix: How the directory's name begins.
-        what: The product, for people; its version is the first dependency's.
+        prefix: The beginning of the directory's name.
+        what: The product, for messages; its version is the first dependency's.
 
     Raises:
         ConfigurationError: Maven or Java is missing.
@@ -86,7 +86,7 @@ def _lock(descriptor: int, target: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        _say(f"waiting for another process that fetches {target.name}")
+        _say(f"waiting for another process to fetch {target.name}")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

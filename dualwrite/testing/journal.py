@@ -1,8 +1,8 @@
-"""A journal of what the writers were told, on disk before the next step: half of every proof that nothing was lost.
+"""A journal of the answers that writers got, on disk before the next step: half of every proof that nothing was lost.
 
-One line for each thing that happened to an operation, ``word <tab> stream <tab> operation``. A line is written by one
-``write`` to a file opened for appending, and flushed to the disk, so that many processes may share one journal and any of
-them may be killed at any instant.
+One line for each event of an operation, ``word <tab> stream <tab> operation``. Each line is one ``write`` to a file
+opened for appending, flushed to disk, so that many processes may share a journal and any of them may be killed at any
+instant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Word(Enum):
-    """What happened to an operation."""
+    """An event of an operation."""
 
     BEGUN = "begun"
     ACKNOWLEDGED = "acknowledged"
@@ -40,19 +40,19 @@ _WORD_OF_OUTCOME: Final = {
     "unknown": Word.IN_DOUBT,
     "lost": Word.LOST,
 }
-"""`DualWriteError.outcome` says what is known of the two sides."""
+"""The event for each `DualWriteError.outcome`."""
 
 
 @dataclass
 class History:
-    """What a journal says, by operation.
+    """The contents of a journal, by operation.
 
     Attributes:
-        begun: Every operation in the order in which it was begun first, with its stream (empty for none).
-        acknowledged: The writer was told that it is on both sides, or will be.
-        aborted: The last that the writer was told is that it is on neither.
-        in_doubt: The last that the writer was told is that nobody knows.
-        lost: The writer was told that the rows are committed and the messages are not.
+        begun: Every operation in the order in which it first began, with its stream (empty for none).
+        acknowledged: Operations reported to the writer as done on both sides, now or soon.
+        aborted: Operations last reported to the writer as done on neither side.
+        in_doubt: Operations last reported to the writer as in doubt.
+        lost: Operations reported to the writer as lost: the rows are committed and the messages are not.
     """
 
     begun: dict[str, str] = field(default_factory=dict)
@@ -62,16 +62,16 @@ class History:
     lost: set[str] = field(default_factory=set)
 
     def add(self, word: Word, operation: str, stream: str) -> None:
-        """Take in what happened next.
+        """Add the next event.
 
         Raises:
-            ConfigurationError: An operation ends that was never begun.
+            ConfigurationError: An operation ends that never began.
         """
         if word is Word.BEGUN:
             self.begun.setdefault(operation, stream)
         elif operation not in self.begun:
             raise ConfigurationError(f"the journal says {word.value} of {operation!r}, which was never begun")
-        # An operation may be begun again, by whoever found that its first attempt has not happened.
+        # An operation may begin again, once a process has found that its first attempt did not happen.
         self.aborted.discard(operation)
         self.in_doubt.discard(operation)
         sets = {
@@ -85,13 +85,15 @@ class History:
 
 
 class Journal:
-    """Writes down what is begun and what the writer is told of it. May be shared by threads, and by processes by path.
+    """Records each operation's beginning and the answer that its writer got.
+
+    Threads may share one; processes share it by its path.
 
     Args:
-        path: The file; made if it is missing, continued if it is there.
+        path: The file; created if missing, otherwise appended to.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -110,14 +112,14 @@ class Journal:
         self.close()
 
     def begun(self, operation: str, *, stream: str = "") -> None:
-        """Write down that an operation begins, before anything of it is done.
+        """Record that an operation begins, before any part of it is done.
 
-        On return it is on the disk.
+        The line is on disk on return.
 
         Args:
-            operation: Its name, the one that is found in the row and in the messages. No tab, no line break.
-            stream: Operations of one stream are begun one after the other, and consumers must see them in that order in
-                each partition. Empty: the order of this one does not matter.
+            operation: Its name, as in the row and in the messages. No tab, no line break.
+            stream: Operations of one stream begin one after the other, and consumers must see them in that order in
+                each partition. Empty: the order of this operation does not matter.
 
         Raises:
             ValueError: A name holds a tab or a line break, or is empty.
@@ -125,28 +127,28 @@ class Journal:
         self._write(Word.BEGUN, operation, stream)
 
     def acknowledged(self, operation: str) -> None:
-        """Write down that the writer was told of success: it must be on both sides. On return it is on the disk."""
+        """Record a reported success: the operation must be on both sides. The line is on disk on return."""
         self._write(Word.ACKNOWLEDGED, operation)
 
     def aborted(self, operation: str) -> None:
-        """Write down that the writer was told that neither side has it. On return it is on the disk."""
+        """Record a reported abort: neither side may have the operation. The line is on disk on return."""
         self._write(Word.ABORTED, operation)
 
     def in_doubt(self, operation: str) -> None:
-        """Write down that the writer was told that nobody knows. On return it is on the disk."""
+        """Record that the operation was reported as in doubt. The line is on disk on return."""
         self._write(Word.IN_DOUBT, operation)
 
     def lost(self, operation: str) -> None:
-        """Write down that the writer was told of a loss. On return it is on the disk."""
+        """Record that the operation was reported as lost. The line is on disk on return."""
         self._write(Word.LOST, operation)
 
     @contextmanager
     def operation(self, operation: str, *, stream: str = "") -> Generator[None, None, None]:
-        """Journal one operation around a dual write: begun, and then what the block's end says.
+        """Journal one operation around a dual write: its beginning, and its outcome when the block ends.
 
-        A normal end is *acknowledged*. An error of this library says itself what is known (`DualWriteError.outcome`). After
-        any other exception the operation counts as *in doubt*; where the block was left on purpose, before the dual write's
-        end, call `aborted` afterwards. The exception is passed on.
+        A normal end is *acknowledged*. An error of this library carries the outcome (`DualWriteError.outcome`). After
+        any other exception the operation counts as *in doubt*; if your code left the block on purpose, before the dual
+        write's end, call `aborted` afterwards. The exception propagates.
 
         Args:
             operation: As for `begun`.
@@ -169,21 +171,21 @@ class Journal:
         line = f"{word.value}\t{stream}\t{operation}\n".encode()
         written = os.write(self._file, line)
         if written != len(line):
-            raise OSError(f"the disk took {written} of {len(line)} bytes of the journal {self.path}")
+            raise OSError(f"only {written} of {len(line)} bytes were written to the journal {self.path}")
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file. May be called again."""
+        """Close the file. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     @staticmethod
     def read(path: Path | str) -> History:
-        """Read a journal back. Writers may still be at it: a last line without its end has not been written yet.
+        """Read a journal back. Writers may still be active: ignores a last line without its end.
 
         Raises:
-            ConfigurationError: A line that no journal has written; its number is in the message.
+            ConfigurationError: A line is malformed; its number is in the message.
             OSError: The file cannot be read.
         """
         history = History()

@@ -1,4 +1,4 @@
-"""A real Apache Kafka for tests: one broker or several, KRaft, on free ports of the loopback interface."""
+"""A real Apache Kafka for tests: one or more KRaft brokers on free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ Mechanism = Literal["SCRAM-SHA-512", "PLAIN"]
 
 
 class EmbeddedKafka:
-    """A cluster of brokers that are their own controllers, with directories that are deleted on exit. One unless asked.
+    """A cluster of brokers that are also controllers, one by default. Deletes their directories on exit.
 
-    With three or more brokers, every partition has three replicas and needs two in sync, internal topics included: one
-    broker can be killed at a time, and what it led moves to another one. `stop`, `kill`, `suspend` and the like are for
-    one broker, or for all of them.
+    With three or more brokers, every partition has three replicas and needs two in sync, internal topics included: you
+    can kill one broker at a time, and its partitions move to another leader. `stop`, `kill`, `suspend` and the like act
+    on one broker or on all.
 
-    Topics are not created by mistake: ``auto.create.topics.enable`` is off, see `create_topic`. Every other setting
+    ``auto.create.topics.enable`` is off, so that no topic appears by mistake; see `create_topic`. Every other setting
     that matters to a client is the broker's own default, ``transaction.max.timeout.ms`` (15 minutes) included.
 
-    Where the environment variable ``DUALWRITE_TEST_KAFKA`` holds bootstrap servers, and no argument asks for a broker
-    of a special kind, nothing is started: those servers are used, and cannot be stopped.
+    If the environment variable ``DUALWRITE_TEST_KAFKA`` holds bootstrap servers, and no argument asks for a special
+    broker, those servers are used: nothing is started, and they cannot be stopped.
 
     Args:
         properties: Broker settings to add or to override.
-        users: Names and passwords. The broker then asks clients for SASL (PLAIN and SCRAM-SHA-512 over plain TCP),
-            refuses whatever `allow` has not allowed, and knows one more user, ``admin``, who may do everything.
-        brokers: How many; their ids count from 1.
-        proxies: For how many `KafkaProxy` at a time each broker is to have room.
-        start_timeout_s: How long a start may take.
+        users: Names and passwords. The broker then requires SASL (PLAIN and SCRAM-SHA-512 over plain TCP), refuses
+            everything that `allow` has not allowed, and has one more user, ``admin``, with all rights.
+        brokers: Number of brokers; their ids count from 1.
+        proxies: Number of `KafkaProxy` instances that each broker supports at a time.
+        start_timeout_s: Seconds that a start may take.
 
     Raises:
-        ConfigurationError: From `start`: Java or Maven is missing, or the broker refuses its settings.
-        Unavailable: From `start`: the broker was not ready in time.
+        ConfigurationError: Raised by `start`: Java or Maven is missing, or the broker refuses its settings.
+        Unavailable: Raised by `start`: the broker was not ready in time.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EmbeddedKafka:
         self._brokers: list[Broker] = []
         self._admin_password = secrets.token_hex(16)
         self.cluster_id: str | None = None
-        """The id of the embedded cluster; None before the start, and for servers of the environment."""
+        """The id of the embedded cluster; None before the start, and for servers from the environment."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -104,7 +104,7 @@ class EmbeddedKafka:
 
     @property
     def bootstrap_servers(self) -> str:
-        """Where clients connect. The same after `restart`.
+        """The address for clients. The same after `restart`.
 
         Raises:
             IllegalStateError: Never started.
@@ -114,10 +114,10 @@ class EmbeddedKafka:
         )
 
     def proxy_ports(self, number: int = 0, *, broker: int = 1) -> tuple[int, int]:
-        """The port of a listener for a proxy, and the port that clients of it are told to connect to: the proxy's own.
+        """The broker's port behind a proxy, and the proxy's own port, which that listener advertises to clients.
 
         Args:
-            number: Which of the ``proxies``, from 0.
+            number: The number of the proxy, from 0.
             broker: The id of the broker.
 
         Raises:
@@ -128,7 +128,7 @@ class EmbeddedKafka:
 
     @property
     def running(self) -> bool:
-        """Whether all brokers' processes exist (a suspended one does); True for servers of the environment."""
+        """Whether all brokers' processes exist (a suspended one does); True for servers from the environment."""
         return self._external is not None or (
             bool(self._brokers) and all(broker.process.running for broker in self._brokers)
         )
@@ -138,20 +138,20 @@ class EmbeddedKafka:
 
         Args:
             user: One of ``users`` or ``admin``; the first of ``users`` if not given.
-            mechanism: How the user proves who it is.
+            mechanism: The SASL mechanism.
 
         Raises:
-            ConfigurationError: This broker knows no such user.
+            ConfigurationError: This broker has no such user.
         """
         config = {"bootstrap.servers": self.bootstrap_servers}
         if not self._users:
             if user is not None:
-                raise ConfigurationError(f"this broker knows no users, so not {user!r}")
+                raise ConfigurationError(f"this broker has no users, so no user {user!r}")
             return config
         passwords = {**self._users, ADMIN: self._admin_password}
         name = next(iter(self._users)) if user is None else user
         if name not in passwords:
-            raise ConfigurationError(f"this broker knows no user {name!r}")
+            raise ConfigurationError(f"this broker has no user {name!r}")
         return {
             **config,
             "security.protocol": "SASL_PLAINTEXT",
@@ -161,17 +161,17 @@ class EmbeddedKafka:
         }
 
     def admin_config(self) -> dict[str, str]:
-        """A configuration for confluent-kafka that may do everything."""
+        """A configuration for confluent-kafka with all rights."""
         return self.client_config(ADMIN) if self._users else self.client_config()
 
     def start(self, broker: int | None = None) -> None:
         """Start the brokers, the first time with new ports and empty directories, and return when they answer.
 
         Args:
-            broker: The id of the only one to start; all that do not run if None.
+            broker: The id of the only broker to start; if None, all that do not run.
 
         Raises:
-            IllegalStateError: It runs, or all of them do.
+            IllegalStateError: It is running, or all of them are.
             ConfigurationError: Java or Maven is missing, or a broker refuses its settings.
             Unavailable: They were not ready in time.
         """
@@ -240,50 +240,50 @@ class EmbeddedKafka:
         return [self._brokers[broker - 1]]
 
     def stop(self, timeout_s: float = 180.0, *, broker: int | None = None) -> None:
-        """Stop the brokers as an operator would (SIGTERM). Their data is kept for `start`.
+        """Stop the brokers as an operator would (SIGTERM). `start` finds their data again.
 
         Args:
-            timeout_s: How long each may take.
-            broker: The id of the only one to stop; all that run if None. The last of several that are their own
-                controllers cannot leave their quorum in order, so `kill` suits the whole of a cluster better.
+            timeout_s: Seconds that each may take.
+            broker: The id of the only broker to stop; if None, all that run. Without a quorum, the last of several
+                controllers cannot shut down cleanly, so prefer `kill` for a whole cluster.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
             Unavailable: It still runs.
         """
         for one in self._running(broker, "stop"):
             one.stop(timeout_s)
 
     def kill(self, broker: int | None = None) -> None:
-        """SIGKILL the brokers, and return when they are gone. What they had written is kept for `start`.
+        """SIGKILL the brokers, and return when they are gone. `start` finds the data that they had written.
 
         Args:
-            broker: The id of the only one to kill; all that run if None.
+            broker: The id of the only broker to kill; if None, all that run.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
         """
         for one in self._running(broker, "kill"):
             one.process.kill()
 
     def restart(self, broker: int | None = None) -> None:
-        """`stop` the brokers that run, then `start` them: same ports, same data.
+        """`stop` the running brokers, then `start` them: same ports, same data.
 
         Args:
-            broker: The id of the only one; all if None.
+            broker: The id of the only broker; all if None.
         """
         if any(one.process.running for one in self._chosen(broker, "restart")):
             self.stop(broker=broker)
         self.start(broker)
 
     def suspend(self, broker: int | None = None) -> None:
-        """SIGSTOP: the brokers answer nobody, and their connections stay open, until `resume`.
+        """SIGSTOP: until `resume` the brokers do not answer, and their connections stay open.
 
         Args:
-            broker: The id of the only one to suspend; all that run if None.
+            broker: The id of the only broker to suspend; if None, all that run.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
         """
         for one in self._running(broker, "suspend"):
             one.process.signal(signal.SIGSTOP)
@@ -292,21 +292,21 @@ class EmbeddedKafka:
         """SIGCONT after `suspend`.
 
         Args:
-            broker: The id of the only one; all that run if None.
+            broker: The id of the only broker; if None, all that run.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
         """
         for one in self._running(broker, "resume"):
             one.process.signal(signal.SIGCONT)
 
     def _running(self, broker: int | None, deed: str) -> list[Broker]:
         chosen = self._chosen(broker, deed)
-        # Where none runs, the first of them says so.
+        # If none runs, the first one raises the error.
         return [one for one in chosen if one.process.running] or chosen
 
     def close(self) -> None:
-        """Kill the brokers that run, delete their directories, let their ports go. May be called again."""
+        """Kill the running brokers, delete their directories, release their ports. Idempotent."""
         while self._brokers:
             self._brokers.pop().close()
 
@@ -319,7 +319,7 @@ class EmbeddedKafka:
         return self._chosen(broker, "read the log of")[0].process.log_tail(lines)
 
     def _admin(self) -> AdminClient:
-        # A broker that is starting, or that a test has killed, is no news: log_level keeps librdkafka quiet.
+        # Brokers that are starting, or were killed by a test, are expected: log_level silences librdkafka.
         return AdminClient({**self.admin_config(), "log_level": "0"})
 
     def create_topic(
@@ -329,19 +329,19 @@ class EmbeddedKafka:
 
         Args:
             name: The topic's name.
-            partitions: How many.
+            partitions: Number of partitions.
             config: Settings of the topic.
-            timeout_s: How long it may take.
+            timeout_s: Seconds that it may take.
 
         Raises:
             confluent_kafka.KafkaException: The broker refused, with its reason.
-            Unavailable: Not all partitions had a leader in time.
+            Unavailable: Some partitions had no leader in time.
         """
         kafka_topics.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
         return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
-        """Delete a topic, and return when the brokers refuse it.
+        """Delete a topic, and return once the brokers no longer know it.
 
         Raises:
             confluent_kafka.KafkaException: The broker refused, with its reason.
@@ -359,7 +359,7 @@ class EmbeddedKafka:
         prefixed: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """Allow a user one operation, as an ACL does.
+        """Allow a user one operation, by an ACL.
 
         Args:
             user: The user's name.
@@ -367,13 +367,13 @@ class EmbeddedKafka:
             resource_type: ``topic``, ``group``, ``transactional_id`` or ``broker`` (the cluster).
             resource: Its name; ``kafka-cluster`` for the cluster.
             prefixed: Whether the name is a prefix.
-            timeout_s: How long it may take.
+            timeout_s: Seconds that it may take.
 
         Raises:
             ConfigurationError: This broker has no authoriser.
         """
         if not self._users:
-            raise ConfigurationError("this broker allows everybody everything: it was started without users")
+            raise ConfigurationError("this broker allows every operation: it was started without users")
         binding = AclBinding(
             ResourceType[resource_type.upper()],
             resource,
@@ -383,12 +383,12 @@ class EmbeddedKafka:
             AclOperation[operation.upper()],
             AclPermissionType.ALLOW,
         )
-        admin = self._admin()  # kept until the answer is there: librdkafka cancels what its handle still waits for
+        admin = self._admin()  # keep it until the answer: without its handle, librdkafka cancels the request
         admin.create_acls([binding])[binding].result(timeout_s)
 
 
 def _members(admin: AdminClient, deadline: Deadline) -> set[int]:
     try:
         return set(admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s()))).brokers)
-    except KafkaException:  # it listens, and does not know yet that it is a member of its cluster
+    except KafkaException:  # the broker listens, but has not joined its cluster yet
         return set()

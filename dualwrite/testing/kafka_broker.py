@@ -1,4 +1,4 @@
-"""One node of the embedded Kafka cluster: a process with its directory and its ports."""
+"""One node of the embedded Kafka cluster: a process with a directory and ports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"
 
 
 class Broker:
-    """A broker that is a controller, too. Its directory is deleted when it is closed.
+    """A broker that is also a controller. Closing it deletes its directory.
 
     Args:
         node_id: From 1.
-        proxies: How many proxies there is room for.
-        heap: The JVM's greatest heap.
+        proxies: Number of proxies that it supports.
+        heap: The JVM's maximum heap.
     """
 
     def __init__(self, node_id: int, *, proxies: int, heap: str) -> None:
@@ -38,7 +38,7 @@ class Broker:
     def format(
         self, jars: Path, cluster_id: str, settings: Mapping[str, str], passwords: Mapping[str, str], deadline: Deadline
     ) -> None:
-        """Write its settings, and make the directory of its data.
+        """Write its settings, and create its data directory.
 
         Raises:
             ConfigurationError: The storage tool refuses the settings.
@@ -58,7 +58,7 @@ class Broker:
         """Start the process.
 
         Raises:
-            IllegalStateError: It runs already.
+            IllegalStateError: It is running already.
         """
         self.process.start(self._command(jars, "kafka.Kafka", ["server.properties"]))
 
@@ -66,8 +66,8 @@ class Broker:
         """Wait until clients can connect.
 
         Raises:
-            ConfigurationError: It ended while it started.
-            Unavailable: It takes too long.
+            ConfigurationError: It exited while starting.
+            Unavailable: It took too long.
         """
         while not accepts_connections(self.ports.client.number):
             code = self.process.exit_code(0.05)
@@ -76,7 +76,7 @@ class Broker:
             self.check(deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise Unavailable, with the end of its log, if the time is over."""
+        """Raise Unavailable, with the end of its log, if the time is up."""
         if deadline.expired:
             raise Unavailable(f"the broker was not ready in time:\n{self.process.log_tail()}")
 
@@ -84,7 +84,7 @@ class Broker:
         """Stop it as an operator would.
 
         Raises:
-            IllegalStateError: It does not run.
+            IllegalStateError: It is not running.
             Unavailable: It still runs.
         """
         self.process.signal(signal.SIGCONT)
@@ -93,7 +93,7 @@ class Broker:
             raise Unavailable(f"the broker still runs {timeout_s} s after SIGTERM:\n{self.process.log_tail()}")
 
     def close(self) -> None:
-        """Kill it if it runs, delete its directory, let its ports go."""
+        """Kill it if it runs, delete its directory, release its ports."""
         self.process.close()
         self.ports.release()
 
@@ -102,7 +102,7 @@ class Broker:
             java(),
             f"-Xmx{self._heap}",
             *JVM_OPTIONS,
-            f"-Djava.io.tmpdir={self.process.directory / 'tmp'}",  # native libraries unpacked there go with the directory
+            f"-Djava.io.tmpdir={self.process.directory / 'tmp'}",  # native libraries unpacked there are deleted with it
             f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.xml')}",
             "-cp",
             f"{jars}/*",

@@ -1,4 +1,4 @@
-"""The settings that the embedded Kafka broker starts with."""
+"""The settings of the embedded Kafka broker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 ADMIN = "admin"
 FORBIDDEN_IN_NAMES = frozenset('",=[]\\; \n')
-"""These have a meaning in the two notations in which the broker is told of its users."""
+"""Characters with a special meaning in the two notations that define the broker's users."""
 
 
 class Ports:
     """The ports of one broker, reserved until released.
 
     Args:
-        proxies: How many proxies there is room for.
+        proxies: Number of proxies to reserve ports for.
     """
 
     def __init__(self, proxies: int) -> None:
@@ -31,13 +31,13 @@ class Ports:
         self.proxy = [ReservedPort() for _ in range(proxies)]
 
     def release(self) -> None:
-        """Let all of them go. May be called again."""
+        """Release all ports. Idempotent."""
         for port in (self.client, self.internal, self.controller, *self.proxied, *self.proxy):
             port.release()
 
 
 def proxied_listener(number: int) -> str:
-    """The name of the listener that a proxy stands in front of; the first is number 0."""
+    """The name of the listener behind a proxy; the first is number 0."""
     return f"PROXIED{number + 1}" if number else "PROXIED"
 
 
@@ -51,22 +51,22 @@ def server_properties(
     admin_password: str,
     more: Mapping[str, str],
 ) -> dict[str, str]:
-    """The whole ``server.properties`` of a node.
+    """The complete ``server.properties`` of a node.
 
-    The broker talks to itself over ``INTERNAL``, so that a proxy in front of ``PROXIED`` sees what clients send and
-    nothing else; ``CLIENTS`` goes around the proxies.
+    The broker talks to itself over ``INTERNAL``, so that a proxy in front of ``PROXIED`` sees only clients' requests;
+    ``CLIENTS`` bypasses the proxies.
 
     Args:
-        directory: Where the data goes.
-        ports: Where to listen.
+        directory: The parent of the data directory.
+        ports: The node's ports.
         node_id: The node's number.
-        controllers: Where each node of the cluster listens as a controller.
-        users: Names and passwords; without any there is no authentication and no authoriser.
-        admin_password: The password of the super user, which is also the broker itself.
-        more: Added, or put in the place of what is here.
+        controllers: The controller port of each node of the cluster.
+        users: Names and passwords; if empty, there is no authentication and no authoriser.
+        admin_password: The password of the super user, which the broker itself also uses.
+        more: Settings to add or to override.
 
     Raises:
-        ConfigurationError: A user's name or password that cannot be written down for the broker.
+        ConfigurationError: A user's name or password cannot be represented in the broker's settings.
     """
     protocol = "SASL_PLAINTEXT" if users else "PLAINTEXT"
     replicas = min(3, len(controllers))
@@ -85,7 +85,7 @@ def server_properties(
         "advertised.listeners": _addresses(advertised),
         "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name in listening),
         "log.dirs": str(directory / "data"),
-        # What a cluster keeps on three nodes is kept on as many as there are.
+        # Three replicas, or as many as there are nodes.
         "default.replication.factor": str(replicas),
         "min.insync.replicas": str(in_sync),
         "offsets.topic.replication.factor": str(replicas),
@@ -93,7 +93,7 @@ def server_properties(
         "transaction.state.log.min.isr": str(in_sync),
         "share.coordinator.state.topic.replication.factor": str(replicas),
         "share.coordinator.state.topic.min.isr": str(in_sync),
-        # Small: a broker per test run, on a machine that does other things too.
+        # Small: test runs start brokers on machines that do other work too.
         "offsets.topic.num.partitions": "2",
         "transaction.state.log.num.partitions": "4",
         "share.coordinator.state.topic.num.partitions": "2",
@@ -101,11 +101,11 @@ def server_properties(
         "num.io.threads": "4",
         "log.cleaner.dedupe.buffer.size": "16777216",
         "group.initial.rebalance.delay.ms": "0",
-        # After a SIGKILL the node waits until its former self has lost its session: 9 s by default. Among several
-        # nodes, one that is merely slow must not lose what it leads.
+        # After a SIGKILL the restarted node waits until its old session expires: 9 s by default. Among several
+        # nodes, one that is merely slow must not lose its leadership.
         "broker.session.timeout.ms": "1500" if len(controllers) == 1 else "4000",
         "broker.heartbeat.interval.ms": "300",
-        # What a killed node led stays where it went.
+        # Leadership that moved away from a killed node stays there.
         "auto.leader.rebalance.enable": "false",
         # A misspelt topic is an error, as it is in production.
         "auto.create.topics.enable": "false",

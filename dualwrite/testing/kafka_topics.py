@@ -1,4 +1,4 @@
-"""Topics made and deleted, and the change seen by the brokers, not only promised by the controller."""
+"""Creates and deletes topics, and waits until the brokers show the change that the controller promised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, 
 
     Raises:
         confluent_kafka.KafkaException: The broker refused, with its reason.
-        Unavailable: Not all partitions had a leader in time.
+        Unavailable: Some partitions had no leader in time.
     """
     topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config))
     admin.create_topics([topic])[name].result(deadline.remaining_s())
@@ -34,7 +34,7 @@ def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, 
 
 
 def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:
-    """Delete a topic, and return when the brokers refuse it.
+    """Delete a topic, and return once the brokers no longer know it.
 
     Raises:
         confluent_kafka.KafkaException: The broker refused, with its reason.
@@ -54,5 +54,5 @@ def _described(admin: AdminClient, name: str, deadline: Deadline) -> TopicMetada
 
 def _wait(deadline: Deadline, what_is_wrong: str) -> None:
     if deadline.expired:
-        raise Unavailable(f"{what_is_wrong}, and the time is over")
+        raise Unavailable(f"{what_is_wrong}, and the time is up")
     time.sleep(0.01)

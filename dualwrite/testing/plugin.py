@@ -1,6 +1,6 @@
-"""The pytest plugin: servers for a session, topics and databases for a test.
+"""The pytest plugin: servers per session, topics and databases per test.
 
-Installed with the library; the servers are imported and started only when a test asks for them.
+The library installs it; servers are imported and started only when a test asks for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTITIONS = 2
 @pytest.fixture(scope="session")
 def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
     """A Kafka broker for the session: embedded, or the servers of ``DUALWRITE_TEST_KAFKA``."""
-    from dualwrite.testing.kafka import EmbeddedKafka  # noqa: PLC0415 - costs nothing until it is asked for
+    from dualwrite.testing.kafka import EmbeddedKafka  # noqa: PLC0415 - import only on demand
 
     with EmbeddedKafka() as kafka:
         yield kafka
@@ -31,7 +31,7 @@ def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
 @pytest.fixture(scope="session")
 def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
     """A PostgreSQL server for the session: embedded, or the one of ``DUALWRITE_TEST_POSTGRES``."""
-    from dualwrite.testing.postgresql import EmbeddedPostgres  # noqa: PLC0415 - costs nothing until it is asked for
+    from dualwrite.testing.postgresql import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
 
     with EmbeddedPostgres() as server:
         yield server
@@ -39,7 +39,7 @@ def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def dualwrite_topic(dualwrite_kafka: EmbeddedKafka) -> Iterator[str]:
-    """The name of a fresh topic with two partitions; deleted after the test."""
+    """The name of a new topic with two partitions; deleted after the test."""
     topic = dualwrite_kafka.create_topic(f"dualwrite-{secrets.token_hex(6)}", PARTITIONS)
     yield topic
     dualwrite_kafka.delete_topic(topic)
@@ -47,7 +47,7 @@ def dualwrite_topic(dualwrite_kafka: EmbeddedKafka) -> Iterator[str]:
 
 @pytest.fixture
 def dualwrite_database(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
-    """The SQLAlchemy URL of a fresh, empty database; dropped after the test."""
+    """The SQLAlchemy URL of a new, empty database; dropped after the test."""
     name = f"dualwrite_{secrets.token_hex(6)}"
     yield dualwrite_postgres.create_database(name)
     dualwrite_postgres.drop_database(name)

@@ -1,4 +1,4 @@
-"""TCP ports on the loopback interface that nobody else is given while we hold them."""
+"""TCP ports on the loopback interface, reserved while we hold them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class ReservedPort:
-    """A free port that stays ours, also while the server that listens on it is killed and started again.
+    """A free port that stays ours, even while the server that listens on it is killed and restarted.
 
-    On Linux a socket that is bound but does not listen keeps the kernel from giving the port to anybody who asks for
-    a free one, yet lets a server listen on it that asks for it by number (with SO_REUSEADDR, as servers do).
-    Elsewhere that server would be refused, so there the port is only known to have been free a moment ago.
+    On Linux a bound socket that does not listen keeps the kernel from giving the port to a process that asks for any
+    free one, yet a server may listen on it by number (with SO_REUSEADDR, as servers do). Other systems would refuse
+    that server, so there the port is not held: it was free a moment ago.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class ReservedPort:
             self._socket.close()
 
     def release(self) -> None:
-        """Let the port go. May be called again."""
+        """Release the port. Idempotent."""
         self._socket.close()
 
 

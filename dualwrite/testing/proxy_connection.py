@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GONE = (asyncio.IncompleteReadError, ConnectionError)
-"""How a peer that has closed or reset its connection shows."""
+"""The errors raised once a peer has closed or reset its connection."""
 
 
 class Connection(Generic[RequestT]):
     """Two pumps: requests to the server, answers to the client.
 
-    The server's side outlives the client's while a request that a rule has taken is still to be sent or answered.
-    So a request can arrive after its sender has given up, as a delayed packet does.
+    The server's side outlives the client's while a request that a rule has taken waits to be sent or answered. So a
+    request can arrive after its sender has given up, like a delayed packet.
 
     Args:
-        codec: Cuts the streams.
-        client: The client's socket, connected.
+        codec: Splits the streams into units.
+        client: The client's connected socket.
         rule_for: Finds the rule that takes a unit.
     """
 
@@ -38,7 +38,7 @@ class Connection(Generic[RequestT]):
         rule_for: Callable[[Unit[RequestT], Connection[RequestT]], Rule[RequestT] | None],
     ) -> None:
         self.failures: list[Exception] = []
-        """What went wrong in the proxy itself, once `serve` has ended."""
+        """Errors of the proxy itself, once `serve` has ended."""
         self._codec = codec
         self._socket = client
         self._client: asyncio.StreamWriter | None = None
@@ -51,14 +51,14 @@ class Connection(Generic[RequestT]):
         self._less_is_owed = asyncio.Event()
 
     async def serve(self, upstream_port: int) -> None:
-        """Forward until the server has gone, or the client has and nothing is owed any more.
+        """Forward until the server has gone, or until the client has gone and nothing is left to deliver.
 
-        When it has failed or was cancelled, `abort` and `closed` are still to be called.
+        If it fails or is cancelled, call `abort` and `closed` afterwards.
         """
         try:
             client_reader, self._client = await asyncio.open_connection(sock=self._socket)
             server_reader, self._server = await asyncio.open_connection(LOOPBACK, upstream_port)
-        except OSError:  # the server is down: the client is to see just that
+        except OSError:  # the server is down: show the client just that
             self.abort()
             await self.closed()
             return
@@ -81,7 +81,7 @@ class Connection(Generic[RequestT]):
         await self.closed()
 
     def abort(self) -> None:
-        """Reset the client's connection and drop the server's; not while `serve` runs."""
+        """Reset the client's connection and drop the server's. Do not call it while `serve` runs."""
         self.reset_client()
         if self._client is None:
             self._socket.close()
@@ -89,18 +89,18 @@ class Connection(Generic[RequestT]):
             self._server.transport.abort()
 
     async def closed(self) -> None:
-        """Wait until the sockets of both connections, which somebody has closed or aborted, are closed."""
+        """Wait until both sockets are closed, after they were closed or aborted."""
         writers = [writer for writer in (self._client, self._server) if writer is not None]
         await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
     def reset_client(self) -> None:
-        """Reset the client's connection: an RST, not an orderly end."""
+        """Reset the client's connection: an RST, not an orderly close."""
         if self._socket.fileno() < 0:
             return
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if self._client is not None:
             self._client.transport.abort()
-        else:  # asyncio is about to take the socket over, and would stumble over one that is closed
+        else:  # asyncio is about to take over the socket, and fails on a closed one
             with contextlib.suppress(OSError):  # the client was quicker
                 self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -181,7 +181,7 @@ class Connection(Generic[RequestT]):
 
     async def _hand_over(self, data: bytes) -> None:
         assert self._client is not None
-        with contextlib.suppress(ConnectionError):  # the client has gone; later answers may still be waited for
+        with contextlib.suppress(ConnectionError):  # the client has gone; a test may still wait for later answers
             self._client.write(data)
             await self._client.drain()
 

@@ -1,4 +1,4 @@
-"""A proxy that knows where Kafka's requests begin and end, and which is which."""
+"""A proxy that understands the frames and headers of Kafka's requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Api(enum.IntEnum):
-    """Numbers of requests in Kafka's protocol; other numbers may be used as well."""
+    """API keys of Kafka's protocol; you may use other numbers too."""
 
     PRODUCE = 0
     FETCH = 1
@@ -49,13 +49,13 @@ class KafkaRequest:
 
 
 class KafkaCodec:
-    """Frames with a length in front; requests and answers share a correlation id."""
+    """Length-prefixed frames; requests and answers share a correlation id."""
 
     def __init__(self) -> None:
         self._copies = 0
 
     async def opening(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> bytes:  # noqa: ARG002 - see Codec
-        """Nothing: the first thing that a client sends is a request."""
+        """Nothing: a client begins with a request."""
         return b""
 
     async def next_request(self, client: asyncio.StreamReader) -> Unit[KafkaRequest]:
@@ -84,10 +84,10 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 class KafkaProxy(Proxy[KafkaRequest]):
-    """A proxy in front of an embedded broker, which has room for as many at a time as its ``proxies`` says.
+    """A proxy in front of an embedded broker, which supports as many at a time as its ``proxies`` argument says.
 
-    The broker tells clients that come through the proxy to connect to the proxy, and to nothing else. Clients with
-    the broker's own ``client_config`` go around it, and so does the broker when it talks to itself.
+    The broker directs clients that come through the proxy to the proxy's address only. Clients with the broker's own
+    ``client_config`` bypass it, and so does the broker when it talks to itself.
 
     Example::
 
@@ -98,9 +98,9 @@ class KafkaProxy(Proxy[KafkaRequest]):
             held.release()
 
     Args:
-        kafka: A broker that was started.
-        number: Which of the broker's proxies, from 0.
-        broker: The id of the broker. The others of a cluster send clients to their own proxies, of the same number.
+        kafka: A started broker.
+        number: The number of the broker's proxy, from 0.
+        broker: The id of the broker. The cluster's other brokers direct clients to their own proxies of this number.
     """
 
     def __init__(self, kafka: EmbeddedKafka, *, number: int = 0, broker: int = 1) -> None:
@@ -109,7 +109,7 @@ class KafkaProxy(Proxy[KafkaRequest]):
         self._kafka = kafka
 
     def client_config(self, user: str | None = None) -> dict[str, str]:
-        """A configuration for confluent-kafka that leads through the proxy; as `EmbeddedKafka.client_config`."""
+        """As `EmbeddedKafka.client_config`, but through the proxy."""
         return {**self._kafka.client_config(user), "bootstrap.servers": f"{LOOPBACK}:{self.port}"}
 
     def on(
@@ -120,13 +120,13 @@ class KafkaProxy(Proxy[KafkaRequest]):
         client_id: str | None = None,
         containing: bytes | None = None,
     ) -> Choice[KafkaRequest]:
-        """Choose requests; what the choice's method makes of them begins to count when it is called.
+        """Choose requests. Call a method of the choice to make a rule, which counts requests from then on.
 
         Args:
-            api_key: Which request, see `Api`; any if None.
-            nth: Which of those that match, from 1; every one if None.
-            client_id: Only those of clients with this ``client.id``.
-            containing: Only those that hold these bytes, such as a transactional id or a topic.
+            api_key: The kind of request, see `Api`; any if None.
+            nth: The number of the matching request to take, from 1; all if None.
+            client_id: Only requests of clients with this ``client.id``.
+            containing: Only requests that contain these bytes, such as a transactional id or a topic.
         """
 
         def matches(unit: Unit[KafkaRequest]) -> bool:

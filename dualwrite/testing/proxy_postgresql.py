@@ -1,4 +1,4 @@
-"""A proxy that knows PostgreSQL's protocol well enough to see a COMMIT coming."""
+"""A proxy that understands enough of PostgreSQL's protocol to recognise a COMMIT."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ READY_FOR_QUERY, COPY_IN = b"Z", b"G"
 
 @dataclass(frozen=True)
 class PostgresRequest:
-    """What a client asked for at once: one simple query, or everything up to a Sync."""
+    """One request of a client: a simple query, or everything up to a Sync."""
 
     statements: tuple[str, ...]
     """One line each, in capitals, without the semicolon."""
 
 
 class PostgresCodec:
-    """Messages of a letter and a length, after an opening that has no letter.
+    """Messages with a type letter and a length, after a startup message without a letter.
 
-    What ends with a Flush instead of a Sync is forwarded and cannot be taken: its answer has no visible end.
+    No rule can take requests that end with a Flush instead of a Sync, since their answers have no visible end; they are
+    forwarded.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class PostgresCodec:
         self._last_key = STARTUP
 
     async def opening(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> bytes:
-        """The startup message. Encryption is declined on the way: nobody could look into it."""
+        """The startup message. Declines encryption, which the proxy could not read."""
         while True:
             length = await client.readexactly(4)
             body = await client.readexactly(int.from_bytes(length, "big") - 4)
@@ -57,7 +58,7 @@ class PostgresCodec:
             reply.write(b"N")
 
     async def next_request(self, client: asyncio.StreamReader) -> Unit[PostgresRequest]:
-        """The next query, the next batch up to its Sync, or any other message by itself."""
+        """The next query, the next batch up to its Sync, or any other single message."""
         batch = b""
         statements: list[str] = []
         while True:
@@ -79,17 +80,17 @@ class PostgresCodec:
                 return Unit(None, batch, NOTHING_ASKED)
 
     async def next_answer(self, server: asyncio.StreamReader) -> Answer:
-        """The next message of the server; the last of an answer is ReadyForQuery."""
+        """The server's next message; ReadyForQuery ends an answer."""
         kind, data = await _message(server)
         key, asked = self._asked[0] if self._asked else (NOTHING_ASKED, b"")
-        # A server that begins to copy in discards the Sync that had come with the statement, and answers none.
+        # A server that enters COPY IN discards the Sync sent with the statement, and does not answer it.
         final = kind == READY_FOR_QUERY or (kind == COPY_IN and asked == SYNC)
         if final:
             self._asked.popleft()
         return Answer(key, data, final)
 
     def copy_of(self, unit: Unit[PostgresRequest]) -> Unit[PostgresRequest]:
-        """Refused: one session cannot ask for the same thing twice by accident."""
+        """Refused: a PostgreSQL session never sends a request twice by accident."""
         raise IllegalStateError(f"PostgreSQL's protocol has no duplicates: {unit.request}")
 
 
@@ -106,23 +107,23 @@ class PostgresProxy(Proxy[PostgresRequest]):
     """A proxy in front of an embedded PostgreSQL server. Connections through it are not encrypted.
 
     Args:
-        server: A server that was started.
+        server: A started server.
     """
 
     def __init__(self, server: EmbeddedPostgres) -> None:
         super().__init__(server.port, PostgresCodec)
 
     def url(self, url: str) -> str:
-        """The SQLAlchemy URL of one of the server's databases, led through the proxy."""
+        """Change the SQLAlchemy URL of one of the server's databases to lead through the proxy."""
         through = make_url(url).set(host=LOOPBACK, port=self.port)
         return through.render_as_string(hide_password=False)
 
     def on(self, statement: str = "COMMIT", *, nth: int | None = 1) -> Choice[PostgresRequest]:
-        """Choose requests by a statement in them; the choice's methods make rules that count from then on.
+        """Choose requests by a statement. Call a method of the choice to make a rule, which counts from then on.
 
         Args:
-            statement: How the statement begins, in any case. Several statements sent at once are one request.
-            nth: Which of those that match, from 1; every one if None.
+            statement: The beginning of the statement, in any case. Several statements sent at once are one request.
+            nth: The number of the matching request to take, from 1; all if None.
         """
         wanted = _normal(statement)
 

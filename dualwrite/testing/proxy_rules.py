@@ -1,4 +1,4 @@
-"""What a test wants to happen to some of the requests that go through a proxy."""
+"""Rules: a test's instructions for some of the requests that go through a proxy."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class Action(enum.Enum):
-    """What a rule does with the request that it takes."""
+    """The treatment of a request that a rule takes."""
 
-    WATCH = "forward it and its answer, and take note"
+    WATCH = "forward it and its answer, and record it"
     DROP_REQUEST = "do not forward it; leave the connection open"
     RESET_REQUEST = "do not forward it; reset the client's connection"
     HOLD_REQUEST = "forward it, and all that follows on its connection, when released"
     DUPLICATE = "forward it, and a second copy when released, whose answer the client does not see"
-    DROP_ANSWER = "forward it; keep its answer from the client; leave the connection open"
-    RESET_ANSWER = "forward it; when its answer is there, reset the client's connection instead"
-    HOLD_ANSWER = "forward it; its answer, and all that follows on its connection, when released"
+    DROP_ANSWER = "forward it; withhold its answer from the client; leave the connection open"
+    RESET_ANSWER = "forward it; when its answer arrives, reset the client's connection instead"
+    HOLD_ANSWER = "forward it; forward its answer, and all that follows on its connection, when released"
 
 
 class Rule(Generic[RequestT]):
-    """One rule of a proxy, as `Choice` makes it. Its methods may be called from any thread.
+    """One rule of a proxy, made by `Choice`. Thread-safe.
 
     Args:
-        action: What to do.
-        matches: Whether a request is one of those that are counted.
-        nth: Which of them to take, from 1; every one if None.
-        loop: Where the proxy runs.
+        action: The treatment of the requests taken.
+        matches: Whether a request counts.
+        nth: The number of the matching request to take, from 1; all if None.
+        loop: The proxy's event loop.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Rule(Generic[RequestT]):
         return f"Rule({self.action.name}, seen={self._seen}, taken={len(self._taken)}, answers={self._answers})"
 
     def counts(self, unit: Unit[RequestT]) -> bool:
-        """Count the request if it matches, and say whether it is the one to take. Called by the proxy."""
+        """Count the request if it matches, and return whether to take it. Called by the proxy."""
         if self._withdrawn or unit.request is None or not self._matches(unit):
             return False
         self._seen += 1
         return self._nth is None or self._seen == self._nth
 
     def take(self, request: RequestT, reset_client: Callable[[], None]) -> None:
-        """Take note of a request that this rule decides about. Called by the proxy."""
+        """Record a request that this rule takes. Called by the proxy."""
         with self._changed:
             self._taken.append(request)
             self._resets.append(reset_client)
             self._changed.notify_all()
 
     def answered(self) -> None:
-        """Take note that the server has answered. Called by the proxy."""
+        """Record an answer of the server. Called by the proxy."""
         with self._changed:
             self._answers += 1
             self._changed.notify_all()
@@ -87,7 +87,7 @@ class Rule(Generic[RequestT]):
             return list(self._taken)
 
     def wait(self, timeout_s: float = 120.0) -> RequestT:
-        """Wait until this rule has taken a request; return the first that it took.
+        """Wait until this rule has taken a request, and return the first one taken.
 
         Raises:
             Unavailable: It took none in time.
@@ -98,42 +98,42 @@ class Rule(Generic[RequestT]):
             return self._taken[0]
 
     def wait_answered(self, count: int = 1, timeout_s: float = 120.0) -> None:
-        """Wait until the server has given so many answers to requests taken; a copy's answer counts too.
+        """Wait until the server has given ``count`` answers to requests taken, copies included.
 
-        It does not matter whether the client hears of it.
+        Answers count whether or not they reach the client.
 
         Raises:
-            Unavailable: It has not, in time.
+            Unavailable: The server did not answer in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._answers >= count, timeout_s):
                 raise Unavailable(f"the server did not give {count} answers in {timeout_s} s: {self!r}")
 
     def release(self) -> None:
-        """Let go what is held, and hold nothing more.
+        """Release everything held, and hold nothing more.
 
-        A held request reaches the server even if its client has long closed the connection.
+        A held request reaches the server even if its client closed the connection long ago.
         """
         self._loop.call_soon_threadsafe(self.gate.set)
 
     def withdraw(self) -> None:
-        """Take no request any more. What was taken is not affected."""
+        """Take no more requests. Those already taken are not affected."""
         self._withdrawn = True
 
     def discard(self) -> None:
-        """Throw away what is held, and whatever this rule takes from now on and would hold."""
+        """Throw away everything held, and everything that this rule would hold from now on."""
         self.discarded = True
         self.release()
 
     def cut(self) -> None:
-        """Reset the connections of the clients whose requests were taken. What is held stays held."""
+        """Reset the connections of the clients whose requests were taken. Held requests stay held."""
         with self._changed:
             for reset in self._resets:
                 self._loop.call_soon_threadsafe(reset)
 
 
 class Choice(Generic[RequestT]):
-    """Some requests, chosen by the proxy's ``on``. Each method makes a rule for them, which counts from then on.
+    """Requests chosen by the proxy's ``on``. Each method makes a rule for them, which counts from then on.
 
     Args:
         add: Adds the rule of an action to the proxy.
@@ -143,11 +143,11 @@ class Choice(Generic[RequestT]):
         self._add = add
 
     def watch(self) -> Rule[RequestT]:
-        """Forward it and its answer, and take note."""
+        """Forward it and its answer, and record it."""
         return self._add(Action.WATCH)
 
     def drop_request(self) -> Rule[RequestT]:
-        """Do not forward it, and leave the connection open: the client waits in vain."""
+        """Do not forward it, and leave the connection open: the client waits without an answer."""
         return self._add(Action.DROP_REQUEST)
 
     def reset_request(self) -> Rule[RequestT]:
@@ -163,11 +163,11 @@ class Choice(Generic[RequestT]):
         return self._add(Action.DUPLICATE)
 
     def drop_answer(self) -> Rule[RequestT]:
-        """Forward it, keep its answer from the client, and leave the connection open: the client waits in vain."""
+        """Forward it, withhold its answer, and leave the connection open: the client waits without an answer."""
         return self._add(Action.DROP_ANSWER)
 
     def reset_answer(self) -> Rule[RequestT]:
-        """Forward it, and when its answer is there, reset the client's connection instead of handing it on."""
+        """Forward it, and when its answer arrives, reset the client's connection instead of passing it on."""
         return self._add(Action.RESET_ANSWER)
 
     def hold_answer(self) -> Rule[RequestT]:

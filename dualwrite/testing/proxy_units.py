@@ -1,4 +1,4 @@
-"""What a proxy forwards: requests and answers, cut out of two byte streams by a codec."""
+"""The units that a proxy forwards: requests and answers, which a codec cuts out of two byte streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import asyncio
 
 RequestT = TypeVar("RequestT")
-"""What a test sees of one request."""
+"""A request as a test sees it."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Unit(Generic[RequestT]):
     """None for a part of the conversation that no rule can take."""
     data: bytes
     key: int
-    """Finds the answer: no two requests that wait for one on a connection have the same."""
+    """Identifies the answer: unique among a connection's unanswered requests."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Answer:
 
 
 class Codec(Protocol[RequestT]):
-    """Cuts the streams of one connection. Each method raises IncompleteReadError at the end of its stream."""
+    """Splits the streams of one connection. Each method raises IncompleteReadError at the end of its stream."""
 
     async def opening(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> bytes:
-        """What precedes the first request: answer the client where the proxy has to, return what the server gets."""
+        """Handle the bytes before the first request: answer the client if needed, and return those for the server."""
         ...
 
     async def next_request(self, client: asyncio.StreamReader) -> Unit[RequestT]:
@@ -49,5 +49,5 @@ class Codec(Protocol[RequestT]):
         ...
 
     def copy_of(self, unit: Unit[RequestT]) -> Unit[RequestT]:
-        """The same request once more, with a key of its own."""
+        """A copy of the request with its own key."""
         ...

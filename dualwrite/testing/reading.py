@@ -1,4 +1,4 @@
-"""Read a topic to its end, as a ``read_committed`` consumer sees it."""
+"""Reads a topic to its end, as a ``read_committed`` consumer sees it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 10_000
 _ANSWER_S = 10.0
-"""What a broker is given to answer one question, also at the very end of the time: no answer would say nothing."""
+"""The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing."""
 
 
 class Record(NamedTuple):
@@ -33,13 +33,13 @@ class Record(NamedTuple):
 def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> list[Record]:
     """All committed messages of a topic, in order of partition and offset.
 
-    Waits first until no transaction is open on the topic (every partition's last stable offset is its high
-    watermark), so that what is read is the last word on all that was produced before the call.
+    Waits first until no transaction is open on the topic (every partition's last stable offset is its high watermark),
+    so that the result is final for everything produced before the call.
 
     Args:
-        config: Bootstrap servers and security settings for confluent-kafka, as `EmbeddedKafka.client_config` gives.
+        config: Bootstrap servers and security settings for confluent-kafka, as from `EmbeddedKafka.client_config`.
         topic: The topic.
-        timeout_s: How long all this may take.
+        timeout_s: Seconds that the whole call may take.
 
     Raises:
         Unavailable: A transaction stayed open, or the end was not reached in time.
@@ -58,7 +58,7 @@ def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 
         }
     )
     with closing(consumer):
-        # Assigned, not subscribed: no group is formed, and so none has to be waited for or allowed by an ACL.
+        # Assign instead of subscribing: this forms no group, which would take time and need an ACL.
         consumer.assign([TopicPartition(topic, partition, 0) for partition in ends])
         records = _read_to(ends, consumer, topic, deadline)
     return sorted(records)
@@ -80,8 +80,8 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
             elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001 - the constant's public name
                 raise KafkaException(error)
             elif offset >= ends[partition]:
-                # Only the end-of-partition event counts: behind the last message there can be aborted ones and
-                # markers, which are never delivered.
+                # Only the end-of-partition event counts: aborted messages and markers, which are never delivered, may
+                # follow the last message.
                 missing.discard(partition)
     return records
 
@@ -92,7 +92,7 @@ def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 120
     Args:
         config: As for `read_committed`.
         topic: The topic.
-        timeout_s: How long it may take.
+        timeout_s: Seconds that it may take.
 
     Raises:
         Unavailable: A transaction stayed open.
@@ -107,7 +107,7 @@ def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) ->
         raise KafkaException(metadata.error)
     partitions = sorted(metadata.partitions)
     while True:
-        # The stable ends are asked for first: what is produced in between can only make the two differ.
+        # Ask for the stable ends first: messages produced in between can only make the two differ.
         stable = _ends(admin, topic, partitions, IsolationLevel.READ_COMMITTED, deadline)
         high = _ends(admin, topic, partitions, IsolationLevel.READ_UNCOMMITTED, deadline)
         if stable == high:

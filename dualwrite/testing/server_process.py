@@ -25,12 +25,11 @@ WARDEN = Path(__file__).with_name("_warden.py")
 class ServerProcess:
     """A directory, and at most one server process that runs in it.
 
-    Both are gone when this object is closed, and also when this process dies in any way, SIGKILL included: a small
-    process of its own (see ``_warden.py``) sees to that. Stopped or killed servers may be started again in the same
-    directory.
+    Both go away when this object is closed, and when this process dies in any way, SIGKILL included: a small separate
+    process (``_warden.py``) ensures that. A stopped or killed server may be started again in the same directory.
 
     Args:
-        name: Begins the name of the temporary directory, and names the server in errors.
+        name: Names the server in errors and in the temporary directory's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,7 +43,7 @@ class ServerProcess:
             [sys.executable, "-I", "-S", str(WARDEN), str(os.getpid()), str(self.directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # nothing is left to be written when the pipe is closed
+            bufsize=0,  # so that closing the pipe has nothing left to write
             start_new_session=True,
         )
 
@@ -76,19 +75,19 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> None:
-        """Start the server; its output is appended to ``log``.
+        """Start the server, appending its output to ``log``.
 
         Args:
             argv: Program and arguments.
             env: Environment; this process's own if not given.
-            user: Name of the operating system's user to run as; only root can ask for one.
+            user: Operating system user to run as; only root can choose one.
 
         Raises:
-            IllegalStateError: It runs already.
+            IllegalStateError: It is running already.
             OSError: The program could not be started.
         """
         if self.running:
-            raise IllegalStateError(f"the embedded {self.name} runs already")
+            raise IllegalStateError(f"the embedded {self.name} is already running")
         answer = self._ask(
             "start",
             argv=list(argv),
@@ -106,13 +105,13 @@ class ServerProcess:
         return self.exit_code(0.0) is None and self.pid is not None
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Wait for the server's exit: its exit code, or None if it still runs (or never did).
+        """Wait for the server's exit. Returns its exit code, or None if it still runs (or never did).
 
-        On Linux, nothing that the server had started runs any more when this returns a number.
+        On Linux, everything that the server had started has ended too when this returns a number.
         """
         deadline = Deadline(timeout_s)
         while True:
-            # In slices, so that another thread can send a signal meanwhile.
+            # Wait in slices, so that another thread can send a signal in between.
             answer = self._ask("wait", seconds=min(0.1, deadline.remaining_s()))
             if not answer["running"]:
                 self.pid = None
@@ -129,7 +128,7 @@ class ServerProcess:
             IllegalStateError: No server runs.
         """
         if not self._ask("signal", number=int(number))["sent"]:
-            raise IllegalStateError(f"the embedded {self.name} does not run")
+            raise IllegalStateError(f"the embedded {self.name} is not running")
 
     def kill(self) -> None:
         """SIGKILL the server, and return when it is gone."""
@@ -143,7 +142,7 @@ class ServerProcess:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
     def close(self) -> None:
-        """Kill the server if it runs, and delete the directory. May be called again."""
+        """Kill the server if it runs, and delete the directory. Idempotent."""
         if os.getpid() != self._owner:
             return
         with self._talking:
@@ -152,6 +151,6 @@ class ServerProcess:
             self._warden.stdin.close()
             self._warden.wait()
             self._warden.stdout.close()
-        if self.directory.exists():  # somebody killed the process that should have deleted it
+        if self.directory.exists():  # the warden was killed before it could delete it
             shutil.rmtree(self.directory)
         self.pid = None

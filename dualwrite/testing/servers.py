@@ -1,7 +1,7 @@
 """Kafka and PostgreSQL in the background: ``python -m dualwrite.testing.servers up`` and ``down``.
 
-``up`` prints the environment that makes `EmbeddedKafka` and `EmbeddedPostgres`, and so the pytest fixtures, use these
-servers instead of starting their own.
+``up`` prints the environment variables that make `EmbeddedKafka` and `EmbeddedPostgres`, and so the pytest fixtures,
+use these servers instead of starting their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOWN_TIMEOUT_S = 60.0
 
 
 def _try_lock(lock: TextIO) -> bool:
-    """Whether nobody holds the servers: their holder keeps this lock while it lives, however it dies."""
+    """Whether no process holds the servers: their holder keeps this lock until it ends, however it ends."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,15 +49,15 @@ def hold() -> int:
     with (STATE / "lock").open("w", encoding="utf-8") as lock:
         if not _try_lock(lock):
             return 0
-        # A transaction may stay open as long as librdkafka allows: what a broker of one's own should be set to.
+        # Transactions may stay open as long as librdkafka allows: the setting recommended for your own brokers.
         timeouts = {"transaction.max.timeout.ms": "2147483647"}
         with EmbeddedKafka(properties=timeouts) as kafka, EmbeddedPostgres() as postgres:
-            # From here on a signal is waited for; before, it simply ends this process, and the servers with it.
+            # From here on, wait for a signal; before, it simply ends this process, and the servers with it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
             environment = {SERVERS_VARIABLE: kafka.bootstrap_servers, SERVER_VARIABLE: postgres.url}
             state = STATE / "state.json"
             partial = state.with_suffix(".partial")
-            partial.touch(mode=0o600)  # there is a password in it
+            partial.touch(mode=0o600)  # it holds a password
             partial.write_text(json.dumps({"pid": os.getpid(), "environment": environment}), encoding="utf-8")
             partial.rename(state)
             signal.sigwait({signal.SIGTERM, signal.SIGINT})
@@ -66,10 +66,10 @@ def hold() -> int:
 
 
 def up() -> int:
-    """Start the servers unless they run, and print the environment that leads to them.
+    """Start the servers unless they run, and print the environment variables that lead to them.
 
     Raises:
-        Unavailable: They did not start; their log is in the message.
+        Unavailable: They did not start; the message holds their log.
     """
     STATE.mkdir(parents=True, exist_ok=True)
     state, log = STATE / "state.json", STATE / "log"
@@ -84,14 +84,14 @@ def up() -> int:
             if holder.poll() is not None or deadline.expired:
                 raise Unavailable(f"the servers did not start:\n{log.read_text(encoding='utf-8')}")
             time.sleep(0.05)
-        holder.returncode = 0  # it goes on when we end, and nobody waits for it
+        holder.returncode = 0  # it outlives this process, so never wait for it
     for name, value in json.loads(state.read_text(encoding="utf-8"))["environment"].items():
         sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
     return 0
 
 
 def down() -> int:
-    """Stop the servers and delete their data; nothing to do is no error.
+    """Stop the servers and delete their data, if they run.
 
     Raises:
         Unavailable: They did not stop.

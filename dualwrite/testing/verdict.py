@@ -1,4 +1,4 @@
-"""What is wrong, if anything: the journal, the rows and the messages compared. Pure: nothing is asked of anybody."""
+"""Compares the journal, the rows and the messages, and lists what is wrong. Pure: it queries no server."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from dualwrite.testing.journal import History
 
 
 class Kind(Enum):
-    """What can be wrong."""
+    """The kinds of findings."""
 
     LOST = "lost"
     """Acknowledged, but missing on a side; or decided, and known to be lost."""
     TORN = "torn"
-    """On one side only, or not in all its messages or rows."""
+    """On one side only, or with some of its rows or messages missing."""
     TWICE = "twice"
-    """A row or a message more than there should be."""
+    """Too many rows or messages."""
     REORDERED = "reordered"
-    """A partition shows the operations of a stream in another order than they were begun."""
+    """A partition shows the operations of a stream in another order than they began."""
     UNDONE = "undone"
-    """Told to be aborted, and there all the same."""
+    """Reported as aborted, but present."""
     FOREIGN = "foreign"
-    """On a side, though the journal knows of no such operation."""
+    """Present on a side, but not in the journal."""
     DISAGREEING = "disagreeing"
     """Two consumers saw different messages."""
     UNSTABLE = "unstable"
     """Settling a second time changed something."""
     HANGING = "hanging"
-    """A transaction stays open, or something did not end in its time."""
+    """A transaction stays open, or a step did not end in time."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One violation.
 
     Attributes:
-        kind: What.
+        kind: Its kind.
         subject: The operation, or the topic.
-        detail: What was seen, for people.
+        detail: The observation, for display.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class Finding:
 
 
 class Place(NamedTuple):
-    """Where a consumer saw the message of an operation."""
+    """The place where a consumer saw the message of an operation."""
 
     topic: str
     partition: int
@@ -63,14 +63,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a checker found.
+    """The result of a check.
 
     Attributes:
-        findings: What is wrong; empty if nothing is.
-        operations: How many operations were begun.
-        acknowledged: How many were acknowledged.
-        aborted: How many were told to be aborted.
-        present: How many are on both sides.
+        findings: The violations; empty if there are none.
+        operations: Number of operations begun.
+        acknowledged: Number of operations acknowledged.
+        aborted: Number of operations reported as aborted.
+        present: Number of operations on both sides.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Verdict:
     present: int = 0
 
     def raise_findings(self) -> None:
-        """Fail, with every finding in the message, if there is one.
+        """Fail if there is a finding, with all of them in the message.
 
         Raises:
             AssertionError: There is a finding.
@@ -97,14 +97,14 @@ def compare(
     rows_per_operation: int = 1,
     messages_per_operation: int = 1,
 ) -> list[Finding]:
-    """Hold the two sides against each other and against the journal.
+    """Compare the two sides with each other and with the journal.
 
     Args:
-        history: What the writers were told.
+        history: The answers that the writers got.
         rows: The operation of every row.
-        messages: Every committed message, in the order of offsets within a partition.
-        rows_per_operation: How many rows each operation inserts.
-        messages_per_operation: How many messages each operation publishes.
+        messages: Every committed message, in order of offset within a partition.
+        rows_per_operation: Rows that each operation inserts.
+        messages_per_operation: Messages that each operation publishes.
     """
     in_rows, in_messages = Counter(rows), Counter(message.operation for message in messages)
     findings = []
@@ -144,12 +144,12 @@ def _reordered(history: History, messages: Sequence[Place]) -> list[Finding]:
 def compare_readings(
     before: Mapping[str, Sequence[Place]], after: Mapping[str, Sequence[Place]], which: str
 ) -> list[Finding]:
-    """Hold what one consumer saw against what another saw.
+    """Compare the messages seen by two consumers.
 
     Args:
-        before: By topic, what the first saw.
-        after: By topic, what the second saw.
-        which: Who they are, for people.
+        before: By topic, the messages that the first saw.
+        after: By topic, the messages that the second saw.
+        which: Names the two consumers, for display.
     """
     findings = []
     for topic in sorted({*before, *after}):

@@ -45,7 +45,7 @@ def test_two_tables_under_one_sink_name_are_refused_and_work_with_a_name_for_eac
     df = numbered(spark, 10, 2)
     first = foreach_batch(**numbers.settings)
     first(df, 0)
-    with pytest.raises(ConfigurationError, match="numbers.*is now for.*others.*a sink name of its own"):
+    with pytest.raises(ConfigurationError, match="numbers.*is now for.*others.*its own sink name"):
         foreach_batch(**{**numbers.settings, "table": "others"})(df, 0)
     assert numbers.execute("SELECT * FROM others") == []
     assert len(numbers.messages()) == 10
