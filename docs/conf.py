@@ -27,11 +27,11 @@ napoleon_use_ivar = True  # an attribute stands once: in its class's docstring
 
 
 def _keep_first_colon(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
-    # Napoleon takes what stands before the first colon of a property's docstring for its type. An empty comment goes first.
+    # Napoleon reads the text before the first colon of a property's docstring as its type. An empty comment prevents that.
     if what in {"property", "attribute"}:
         lines[:0] = ["..", ""]
 
 
 def setup(app: Sphinx) -> None:
-    """What Sphinx calls."""
+    """Register the hook; Sphinx calls this."""
     app.connect("autodoc-process-docstring", _keep_first_colon, priority=400)
