@@ -6,25 +6,25 @@ Usage::
     broker, answer = handle(broker, InitProducerId("orders.x.1"))
     broker, answer = handle(broker, AddPartitionsToTxn("orders.x.1", answer.producer_id, 0, (("orders", 0),)))
     broker, answer = handle(broker, EndTxn("orders.x.1", 0, 0, committed=True))
-    broker = write_marker(broker, "orders.x.1")          # what the real one does by itself, some milliseconds later
+    broker = write_marker(broker, "orders.x.1")          # a real broker does this by itself, some milliseconds later
 
-A `Broker` is a value: hashable, comparable, to be kept and to be gone back to. `handle` takes one request
-(`dualwrite.testing.simulator.requests`) to the next broker and the answer; it is the moment at which the broker *works* on
-the request. A network that loses an answer throws it away; one that delays or repeats a request calls `handle` later, or
-twice. Nothing else happens by itself. What the environment does are functions from broker to broker, in
+A `Broker` is a value: hashable and comparable, so that you can keep it and go back to it. `handle` maps a broker and
+one request (`dualwrite.testing.simulator.requests`) to the next broker and the answer; it is the moment at which the
+broker *processes* the request. To lose an answer, discard it; to delay or repeat a request, call `handle` later, or
+twice. Nothing else happens by itself. Events of the environment are functions from broker to broker, in
 `dualwrite.testing.simulator.environment` (`create_topic` and `new_broker` in `dualwrite.testing.simulator.state`):
 
 =================================  ====================================================================================
-`write_marker`, `write_markers`    the markers of prepared transactions, one partition at a time or all
-`advance_clock`                    time passes; it shows in start times alone
+`write_marker`, `write_markers`    write prepared transactions' markers, one partition at a time or all
+`advance_clock`                    time passes; only start times show it
 `time_out`                         an open transaction has reached its timeout: aborted under a raised epoch
-`overdue`                          which have, by the clock
+`overdue`                          the open transactions that have, by the clock
 `expire_transactional_id`          the coordinator forgets an id that is at rest (7 days unused)
 `expire_producer`                  a partition forgets a producer that has nothing open there (1 day unused)
-`restart`                          stopped and started: nothing that was acknowledged is lost
-`suspend`, `lose_leader`           the leader of a partition is suspended: it answers nothing, and its markers wait; when its
-                                   session has ended, the partition has no leader, and its markers are skipped (KAFKA-20734)
-`resume`                           it goes on, and knows nothing of what was skipped
+`restart`                          stopped and started: nothing acknowledged is lost
+`suspend`, `lose_leader`           a partition's leader is suspended: it does not answer, and its markers wait; once its
+                                   session ends, the partition has no leader, and its markers are skipped (KAFKA-20734)
+`resume`                           the leader continues, unaware of the skipped markers
 `delete_topic`, `create_topic`     a topic of the same name gets another id
 `delete_records`                   retention: the log begins later
 `truncate`                         an unclean leader election: the end of the log is lost (never in a healthy cluster)
@@ -33,8 +33,8 @@ twice. Nothing else happens by itself. What the environment does are functions f
 Force-terminating a transaction (``kafka-transactions.sh --force-terminate``, ``fenceProducers``) is `InitProducerId` with
 another timeout; aborting one past its coordinator is `WriteTxnMarkers`.
 
-What is left out: authorisation, replication, consumer groups' members, compaction, message formats, quotas. Answers that
-only say "not yet" (coordinator moved, loading) are the network's to make up.
+Not simulated: authorisation, replication, members of consumer groups, compaction, message formats, quotas. Simulate
+answers that only say "not yet" (coordinator moved, loading) in the network.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ from dualwrite.testing.simulator.state import (
 
 
 class NotAnswered(Exception):
-    """Whoever leads the partition is suspended."""
+    """The partition's leader is suspended."""
 
 
 def answers(broker: Broker, request: Request) -> bool:
-    """Whether every leader that the request needs is there to answer it. The coordinator always is."""
+    """Whether every leader that the request needs can answer. The coordinator always can."""
     return not broker.suspended or not any(place in broker.suspended for place in _leaders(broker, request))
 
 
@@ -110,7 +110,7 @@ def _leaders(broker: Broker, request: Request) -> tuple[TopicPartition, ...]:
 
 
 def handle(broker: Broker, request: Request) -> tuple[Broker, Response]:
-    """The broker works on one request: the next broker, and the answer.
+    """Process one request: returns the next broker and the answer.
 
     Raises:
         NotAnswered: A leader that the request needs is suspended.
@@ -168,7 +168,7 @@ def _add_offsets(broker: Broker, request: AddOffsetsToTxn) -> tuple[Broker, Erro
 def _verified(
     broker: Broker, found: Partition, request: Produce | TxnOffsetCommit, base_sequence: int
 ) -> tuple[Broker, Partition, ErrorCode]:
-    """Ask the coordinator, where the partition has to, whether the transaction has the partition."""
+    """Ask the coordinator, unless the partition knows already, whether the transaction includes the partition."""
     entry = log.producer(found, request.producer_id)
     if entry is not None and request.producer_epoch < entry.producer_epoch:
         return broker, found, ErrorCode.INVALID_PRODUCER_EPOCH
@@ -189,7 +189,7 @@ def _produce(broker: Broker, request: Produce) -> tuple[Broker, ProduceResponse]
         return with_partition(broker, written), answer
     broker, found, error = _verified(broker, found, request, request.base_sequence)
     if error is ErrorCode.CONCURRENT_TRANSACTIONS:
-        error = ErrorCode.NOT_ENOUGH_REPLICAS  # what old clients try again
+        error = ErrorCode.NOT_ENOUGH_REPLICAS  # an error that old clients retry
     if error is not ErrorCode.NONE:
         return broker, ProduceResponse(error)
     written, answer = log.append(

@@ -1,13 +1,13 @@
-"""A simulated librdkafka: what a transactional producer of confluent-kafka does to the network, and how it fails.
+"""A simulated librdkafka: the requests of confluent-kafka's transactional producer, and its failures.
 
-As librdkafka 2.16 does, as a client without transactions of version 2: partitions are added, then written to; requests
-without an answer are sent again, silently, under a new copy while the first may still arrive; an answer maps to an error that
-is fatal, needs an abort, or is tried again. They are sent again after ``retry.backoff.ms``, but ``InitProducerId`` as soon as
-there is a connection, which a line of the log tells. Only what the library uses of it is here. Source: ``rdkafka_txnmgr.c``,
+It follows librdkafka 2.16 as a client without version 2 transactions. It adds partitions, then writes to them. It
+silently sends another copy of an unanswered request, while the first may still arrive: after ``retry.backoff.ms``, but
+for ``InitProducerId`` as soon as it reconnects, which a log line reports. An answer maps to an error that is fatal,
+requires an abort, or is retried. Only the part that the library uses is simulated. Source: ``rdkafka_txnmgr.c``,
 ``rdkafka_request.c``, ``rdkafka_idempotence.c``.
 
-A message is sent when it is produced (``eager``), or at the next ``poll``, ``flush`` or end of the transaction: real ones are
-sent by a thread at any time in between.
+A message is sent when it is produced (``eager``), or at the next ``poll``, ``flush`` or end of the transaction: in the
+real client a thread sends it at any time in between.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ADD_AGAIN_S: Final = 0.02
 
 
 class _Message:
-    """One message on its way. Has what a delivery report is asked for."""
+    """One message on its way, with the attributes that delivery reports need."""
 
     __slots__ = ("_offset", "_partition", "_report", "_topic", "value")
 
@@ -70,7 +70,7 @@ class _Message:
         return self._offset
 
     def delivered(self, offset: int) -> None:
-        """The broker has confirmed it."""
+        """Note the broker's confirmation."""
         self._offset = offset
 
     def tell(self, error: KafkaError | None) -> None:
@@ -79,7 +79,7 @@ class _Message:
 
 
 class _Batch:
-    """Messages that are sent as one, the same ones each time."""
+    """Messages sent together; a retry sends the same ones."""
 
     def __init__(self, place: TopicPartition) -> None:
         self.place = place
@@ -88,20 +88,20 @@ class _Batch:
 
 
 class _TooLate(Exception):
-    """The deadline of the call has come."""
+    """The call's deadline has passed."""
 
 
 class SimulatedProducer:
-    """What stands for ``confluent_kafka.Producer``.
+    """Stands in for ``confluent_kafka.Producer``.
 
     Args:
-        simulation: Where the broker is.
+        simulation: The simulation with the broker.
         settings: librdkafka's settings.
         eager: Whether messages are sent when they are produced.
 
     Attributes:
-        init_unanswered: Whether a line of the log that :meth:`poll` has taken said that a producer id is asked for once more.
-        deadline: When the call at hand is given up.
+        init_unanswered: Whether a log line taken by :meth:`poll` said that the client asks for a producer id again.
+        deadline: When the current call gives up.
     """
 
     def __init__(self, simulation: Simulation, settings: Mapping[str, object], *, eager: bool = False) -> None:
@@ -130,12 +130,12 @@ class SimulatedProducer:
     # What the library calls
 
     def cluster_id(self, timeout_s: float) -> str:
-        """The cluster's id: a connection is there."""
+        """The cluster's id: there is a connection."""
         del timeout_s
         return self._simulation.broker.cluster_id
 
     def init_transactions(self, timeout_s: float) -> None:
-        """``InitProducerId``, until it is answered."""
+        """Send ``InitProducerId`` until it is answered."""
         del timeout_s
         try:
             self._init(InitProducerId(self._id, self._timeout_ms))
@@ -143,7 +143,7 @@ class SimulatedProducer:
             raise _error(KafkaError._TIMED_OUT, retriable=True) from None  # noqa: SLF001 - librdkafka's own codes
 
     def begin_transaction(self) -> None:
-        """Nothing is sent."""
+        """Begin; sends nothing."""
         self._raise_fatal()
         if self._failed is not None:
             raise KafkaException(self._failed)
@@ -152,7 +152,7 @@ class SimulatedProducer:
         self._inside = True
 
     def produce(self, topic: str, value: Hashable, key: object, partition: int, report: Report, *rest: object) -> None:
-        """Queue one message. Confluent-kafka's further arguments, all by position, change nothing here."""
+        """Queue one message. Confluent-kafka's further positional arguments are ignored."""
         del key, rest
         if self._fatal is not None or self._failed is not None or not self._inside:
             raise _error(KafkaError._STATE)  # noqa: SLF001 - as above
@@ -174,14 +174,14 @@ class SimulatedProducer:
         return len(reports)
 
     def flush(self, timeout_s: float) -> int:
-        """Send what is queued, until it is confirmed or the time is over."""
+        """Send queued messages until they are confirmed or the time is up."""
         self.deadline = Deadline(timeout_s)
         self._send()
         self.poll(0)
         return len(self)
 
     def purge(self) -> None:
-        """Give up what is queued and what is under way."""
+        """Drop all messages, queued or in flight."""
         self._purge_queue()
         for batch in self._under_way:
             self._drop(batch.messages, KafkaError._PURGE_INFLIGHT)  # noqa: SLF001 - as above
@@ -198,7 +198,7 @@ class SimulatedProducer:
         return len(self._queue) + len(self._reports) + sum(len(batch.messages) for batch in self._under_way)
 
     def commit_transaction(self, timeout_s: float) -> None:
-        """``EndTxn``, until it is answered."""
+        """Send ``EndTxn`` until it is answered."""
         del timeout_s
         self._raise_fatal()
         self._send()
@@ -210,7 +210,7 @@ class SimulatedProducer:
         self._done()
 
     def abort_transaction(self, timeout_s: float) -> None:
-        """Give up what is not sent, ``EndTxn``, and after some errors a new epoch."""
+        """Drop unsent messages, send ``EndTxn``, and after some errors get a new epoch."""
         del timeout_s
         assert not self._registering, "librdkafka ends the process when AddPartitionsToTxn fails after the abort"
         self._raise_fatal()
@@ -245,7 +245,7 @@ class SimulatedProducer:
             raise KafkaException(self._failed)
 
     def _until_answered(self, request: Callable[[], Answer]) -> Answer:
-        """Send the request, and again after the backoff while no answer comes. Each copy may still arrive."""
+        """Send the request, and resend it after each backoff until an answer comes. Every copy may still arrive."""
         while True:
             try:
                 return request()
@@ -299,7 +299,7 @@ class SimulatedProducer:
         raise KafkaException(self._fatal)
 
     def _send(self) -> None:
-        """Register the partitions and write what is queued; what has no answer by the deadline stays queued."""
+        """Register the partitions and write queued messages; those without an answer by the deadline stay queued."""
         if self._fatal is not None or self._failed is not None:
             return
         batches: dict[TopicPartition, _Batch] = {}
@@ -360,7 +360,7 @@ class SimulatedProducer:
             self._pause(_ADD_AGAIN_S)
 
     def _fail(self, error: ErrorCode, messages: list[_Message] | None = None) -> None:
-        """The transaction has failed and must be aborted. Its messages are given up."""
+        """Fail the transaction, which must then be aborted, and drop its messages."""
         self._failed = KafkaError(int(error), error.name, txn_requires_abort=True)
         self._drop(messages or [], int(error))
         self.purge()

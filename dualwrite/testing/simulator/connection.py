@@ -1,4 +1,4 @@
-"""One client's connection to the simulated database: each statement is a step of its own, and the connection may break."""
+"""One client's connection to the simulated database. Each statement is a separate step; the connection may break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedConnection:
-    """What stands for a SQLAlchemy connection: one client's way to the simulated database."""
+    """Stands in for a SQLAlchemy connection to the simulated database."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -21,7 +21,7 @@ class SimulatedConnection:
 
     @property
     def session(self) -> Session:
-        """The session, a new one where the last one is gone."""
+        """The session; a new one if the last one is gone."""
         if self._session is None or self._session.broken:
             database = self.simulation.database
             repeatable = database.kind is Kind.REPEATABLE_READ
@@ -36,7 +36,7 @@ class SimulatedConnection:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connection of the transaction that was begun is gone, as far as the client knows."""
+        """Whether the connection of the begun transaction is gone, as far as the client knows."""
         return self._session is None or self._known_broken
 
     @property
@@ -45,7 +45,7 @@ class SimulatedConnection:
         return self._session is not None and self._session.failed
 
     def run(self, label: str, statement: Callable[[Session], Result]) -> Result:
-        """Run a statement of the transaction that is open."""
+        """Run a statement of the open transaction."""
         session = self._session
         if session is None or session.broken:
             self._known_broken = True
@@ -57,26 +57,26 @@ class SimulatedConnection:
             raise
 
     def insert(self, row: object) -> None:
-        """A statement of the user's: insert a row."""
+        """Run a user statement that inserts a row."""
         database = self.simulation.database
         self.run("INSERT", lambda session: database.write_user_row(session, row))
 
     def fail(self) -> None:
-        """A statement of the user's that violates a constraint."""
+        """Run a user statement that violates a constraint."""
         self.run("INSERT", self.simulation.database.fail_statement)
 
     def about(self, tag: object) -> None:
-        """Say what the open transaction is about, for whoever checks the run. Not a statement."""
+        """Tag the open transaction, for the check of the run. Not a statement."""
         self.session.tag = tag
 
     def close(self) -> None:
-        """Let go of the session."""
+        """Close the session."""
         session, self._session = self._session, None
         if session is not None and not session.broken:
             self.simulation.database.disconnect(session)
 
     def lose(self) -> None:
-        """Throw the session away as it is; the server has to notice."""
+        """Abandon the session as it is; the server has to notice."""
         session, self._session = self._session, None
         if session is not None:
             self.simulation.database.abandon(session)

@@ -1,7 +1,7 @@
-"""The transaction coordinator's rules for one transactional id, for clients without transactions of version 2.
+"""The transaction coordinator's rules for one transactional id, for clients without version 2 transactions.
 
-Functions from what is known of the id to what is known of it next, and the answer. They follow Kafka's
-``TransactionCoordinator`` and ``TransactionMetadata`` (4.3), and are held against a real broker by the tests.
+Functions from the id's metadata to its next metadata and the answer. They follow Kafka's ``TransactionCoordinator`` and
+``TransactionMetadata`` (4.3); the tests compare them with a real broker.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 
 
 class TransactionMetadata(NamedTuple):
-    """What the coordinator knows of one transactional id.
+    """The coordinator's metadata of one transactional id.
 
-    ``marked`` are the partitions that have the marker of a prepared transaction: kept in memory alone. ``last_producer_epoch``
-    is the epoch before it was raised, by which a repeated ``InitProducerId`` is recognised.
+    ``marked`` holds the partitions that already have a prepared transaction's marker, in memory only.
+    ``last_producer_epoch`` is the epoch before it was raised; the coordinator recognises a repeated ``InitProducerId``
+    by it.
     """
 
     transactional_id: str
@@ -47,21 +48,21 @@ class TransactionMetadata(NamedTuple):
 
     @property
     def unmarked(self) -> tuple[TopicPartition, ...]:
-        """The partitions of the transaction that have no marker yet."""
+        """The transaction's partitions without a marker."""
         return tuple(added for added in self.partitions if added not in self.marked)
 
 
 def init_producer_id(
     known: TransactionMetadata, request: InitProducerId, new_producer_id: int
 ) -> tuple[TransactionMetadata, InitProducerIdResponse]:
-    """``InitProducerId`` for an id that is known, or was made a moment ago with the epoch -1.
+    """``InitProducerId`` for a known id, or for one just made with the epoch -1.
 
-    What is ongoing is aborted *before* the expected epoch is compared, and answered with ``CONCURRENT_TRANSACTIONS``.
+    It aborts an ongoing transaction *before* it compares the expected epoch, and answers ``CONCURRENT_TRANSACTIONS``.
 
     Args:
-        known: What is known of the id.
+        known: The id's metadata.
         request: The request.
-        new_producer_id: The producer id to take where the epochs of the present one are exhausted.
+        new_producer_id: The producer id to use once the current one's epochs are exhausted.
     """
     expects = request.producer_id >= 0
     if known.state in _PREPARED:
@@ -97,9 +98,9 @@ def _is_expected_producer(known: TransactionMetadata, request: InitProducerId) -
 
 
 def fence(known: TransactionMetadata) -> TransactionMetadata:
-    """Abort what is ongoing under a raised epoch: by ``InitProducerId``, by time-out, or by force.
+    """Abort the ongoing transaction under a raised epoch: by ``InitProducerId``, by time-out, or by force.
 
-    Whoever expects the epoch before it is then given the raised one; the next ``InitProducerId`` ends that.
+    A producer that expects the previous epoch then gets the raised one, until the next ``InitProducerId``.
     """
     epoch = known.producer_epoch
     return known._replace(state=PREPARE_ABORT, producer_epoch=epoch + 1, last_producer_epoch=epoch)
@@ -112,7 +113,7 @@ def add_partitions(
     partitions: tuple[TopicPartition, ...],
     now_ms: int,
 ) -> tuple[TransactionMetadata | None, ErrorCode]:
-    """``AddPartitionsToTxn`` from a client, and what ``AddOffsetsToTxn`` comes down to."""
+    """``AddPartitionsToTxn`` from a client; ``AddOffsetsToTxn`` amounts to the same."""
     if known is not None and known.state in _PREPARED:
         return known, ErrorCode.CONCURRENT_TRANSACTIONS
     if known is None or producer_id != known.producer_id:
@@ -127,7 +128,7 @@ def add_partitions(
 def verify_partition(
     known: TransactionMetadata | None, producer_id: int, producer_epoch: int, partition: TopicPartition
 ) -> ErrorCode:
-    """What the coordinator tells the leader of a partition before the first batch of a transaction is written there."""
+    """The coordinator's answer to a partition's leader before a transaction's first batch is written there."""
     if known is None or producer_id != known.producer_id:
         return ErrorCode.INVALID_PRODUCER_ID_MAPPING
     if producer_epoch != known.producer_epoch:
@@ -143,7 +144,7 @@ def end_txn(known: TransactionMetadata | None, request: EndTxn) -> tuple[Transac
         return known, ErrorCode.INVALID_PRODUCER_ID_MAPPING
     if request.producer_epoch != known.producer_epoch:
         return known, ErrorCode.PRODUCER_FENCED
-    if known.state in _PREPARED:  # whether it asks for the same end or for the other one
+    if known.state in _PREPARED:  # for the same outcome and the opposite one alike
         return known, ErrorCode.CONCURRENT_TRANSACTIONS
     if known.state == ONGOING:
         return known._replace(state=PREPARE_COMMIT if request.committed else PREPARE_ABORT), ErrorCode.NONE
@@ -153,7 +154,7 @@ def end_txn(known: TransactionMetadata | None, request: EndTxn) -> tuple[Transac
 
 
 def marker_written(known: TransactionMetadata, partition: TopicPartition) -> TransactionMetadata:
-    """A prepared transaction's marker is in that partition; with the last one it is complete."""
+    """Note a prepared transaction's marker in that partition; the last one completes the transaction."""
     marked = known._replace(marked=(*known.marked, partition))
     if marked.unmarked:
         return marked

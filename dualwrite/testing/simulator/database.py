@@ -1,8 +1,7 @@
 """A simulated database: the rows of the state store, row locks that block, sessions that outlive their clients.
 
-It is a server: what is asked of it is done at the moment of the call, in the session at hand, or :class:`MustWait` says that
-a lock is taken. The rules are PostgreSQL's at READ COMMITTED or REPEATABLE READ, and, as far as locks go, SQLite's
-(``BEGIN IMMEDIATE``: one writer).
+It is a server: each call executes at once, in the given session, or raises :class:`MustWait` if a lock is taken. The
+rules are PostgreSQL's at READ COMMITTED or REPEATABLE READ, or, for locks, SQLite's (``BEGIN IMMEDIATE``: one writer).
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dualwrite.protocol.doubt import DatabaseVerdict
 
 _WHOLE: Final = "*"
 ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)
-"""The one time that the simulated database tells: nothing depends on it."""
+"""The only time that the simulated database returns: nothing depends on it."""
 
 Error = TypeVar("Error", bound=Exception)
 
 
 class MustWait(Exception):
-    """A lock is taken: the statement has to be run again when it is free."""
+    """A lock is taken: run the statement again when it is free."""
 
 
 class ConnectionLost(Exception):
@@ -32,7 +31,7 @@ class ConnectionLost(Exception):
 
 
 class Conflict(Exception):
-    """Serialisation failure or deadlock: the transaction has failed, another attempt may succeed."""
+    """Serialisation failure or deadlock: the transaction has failed, but another attempt may succeed."""
 
 
 class TransactionFailed(Exception):
@@ -48,7 +47,7 @@ class LockTimeout(Exception):
 
 
 class Kind(Enum):
-    """Which database's rules hold."""
+    """The database whose rules apply."""
 
     READ_COMMITTED = "PostgreSQL, READ COMMITTED"
     REPEATABLE_READ = "PostgreSQL, REPEATABLE READ"
@@ -56,15 +55,15 @@ class Kind(Enum):
 
 
 class Session:
-    """One session with its transaction. ``owner`` is whose it is; None once its client is gone.
+    """One session with its transaction.
 
     Attributes:
-        owner: Whoever connected; None once the client is gone and the server has not noticed.
+        owner: Its client; None once the client is gone and the server has not noticed.
         open: Whether it is inside a transaction.
-        failed: Whether a statement of the transaction has failed, so that COMMIT means ROLLBACK.
+        failed: Whether a statement of the transaction failed, so that COMMIT means ROLLBACK.
         broken: Whether the connection is lost.
-        committing: Whether the server still works on a COMMIT whose client is gone.
-        tag: What the transaction is about, for whoever checks the run.
+        committing: Whether the server still processes a COMMIT whose client is gone.
+        tag: Identifies the transaction for the check of the run.
         name: The transaction's name, once it has written.
     """
 
@@ -97,16 +96,16 @@ class Database:
     """The server.
 
     Args:
-        kind: Which database's rules hold in the transactions of dual writes.
+        kind: The database whose rules apply to the transactions of dual writes.
 
     Attributes:
         rows: The committed state rows, by transactional id.
         incidents: The committed incidents, by transactional id and text of the state.
         user_rows: The committed rows of the user, in the order in which they were committed.
-        committed: The tags of the transactions that were committed, in order, each with the state rows that it wrote.
-        prepared: What is prepared (``PREPARE TRANSACTION``): the user's rows, by its name and the transactional id. In a real
-            database the name alone tells, as every row has another namespace.
-        sessions: All that are inside a transaction, or whose end the server has not noticed.
+        committed: The tags of the committed transactions, in order, each with the state rows that it wrote.
+        prepared: The user's rows of each prepared transaction (``PREPARE TRANSACTION``), by its name and transactional
+            id. In a real database the name suffices, since every row has its own namespace.
+        sessions: The sessions that are connected, or whose end the server has not noticed.
     """
 
     def __init__(self, kind: Kind = Kind.READ_COMMITTED) -> None:
@@ -125,20 +124,20 @@ class Database:
     # Sessions
 
     def connect(self, owner: object, *, repeatable: bool = False) -> Session:
-        """A new session."""
+        """Open a new session."""
         session = Session(owner, repeatable=repeatable)
         self.sessions.append(session)
         return session
 
     def disconnect(self, session: Session) -> None:
-        """The client closes the session, or the server notices that the client is gone."""
+        """End the session: the client closes it, or the server notices that the client is gone."""
         self.rollback(session)
         session.broken = True
         if session in self.sessions:
             self.sessions.remove(session)
 
     def abandon(self, session: Session, *, committing: bool = False) -> None:
-        """The client is gone and the server has not noticed: locks stay until :meth:`end_orphan`."""
+        """Lose the client without the server noticing: locks stay until :meth:`end_orphan`."""
         if session.broken:
             return
         session.broken = True
@@ -150,33 +149,33 @@ class Database:
             self.sessions.remove(session)
 
     def abandon_all(self, owner: object) -> None:
-        """All sessions of a client that died."""
+        """Abandon all sessions of a dead client."""
         for session in [session for session in self.sessions if session.owner is owner]:
             self.abandon(session)
 
     def disconnect_all(self, owner: object) -> None:
-        """The server ends all sessions of a client."""
+        """Let the server end all sessions of a client."""
         for session in [session for session in self.sessions if session.owner is owner]:
             self.disconnect(session)
 
     @property
     def orphans(self) -> list[Session]:
-        """Sessions whose client is gone, and that the server still has."""
+        """Sessions that the server still has although their client is gone."""
         return [session for session in self.sessions if session.owner is None]
 
     def end_orphan(self, session: Session, *, committed: bool = False) -> None:
-        """The server comes to the end of a session whose client is gone.
+        """Let the server end a session whose client is gone.
 
         Args:
             session: The session.
-            committed: The COMMIT that was under way succeeds; else it is rolled back.
+            committed: Whether the pending COMMIT succeeds; otherwise the transaction is rolled back.
         """
         if committed and session.committing and not session.failed:
             self._publish(session)
         self.disconnect(session)
 
     def stop(self) -> None:
-        """Immediate stop, and start: every session is gone, and what it had not committed."""
+        """Stop at once and start again: all sessions are gone, with everything uncommitted."""
         for session in list(self.sessions):
             self.disconnect(session)
         self._starts += 1
@@ -184,19 +183,19 @@ class Database:
     # Transactions
 
     def begin(self, session: Session) -> None:
-        """Begin where nothing is begun, as the first statement does."""
+        """Begin a transaction unless one is open, as the first statement does."""
         if session.broken:
             raise ConnectionLost
         session.open = True
 
     def begin_immediate(self, session: Session) -> None:
-        """SQLite: begin with the lock on everything. Does nothing to PostgreSQL."""
+        """Begin; on SQLite, with the lock on the whole database."""
         self.begin(session)
         if self.kind is Kind.SQLITE:
             self._lock(session, _WHOLE, exclusive=True)
 
     def commit(self, session: Session) -> None:
-        """COMMIT. Of a failed transaction it is a silent ROLLBACK."""
+        """COMMIT, which silently rolls back a failed transaction."""
         if session.broken:
             raise ConnectionLost
         if session.open and not session.failed:
@@ -213,7 +212,7 @@ class Database:
             self._statuses[session.name] = DatabaseVerdict.COMMITTED
 
     def rollback(self, session: Session) -> None:
-        """ROLLBACK, and what follows a COMMIT: the locks are free."""
+        """ROLLBACK, or the clean-up after a COMMIT: releases the locks."""
         if session.name is not None:
             self._statuses.setdefault(session.name, DatabaseVerdict.ABORTED)
         for key in session.locked:
@@ -223,32 +222,32 @@ class Database:
                 del self._locks[key]
         session.open = session.failed = session.committing = False
         session.waits_for = None
-        session._reset()  # noqa: SLF001 - a session is the server's own
+        session._reset()  # noqa: SLF001 - sessions belong to the server
 
     def prepare(self, session: Session, transactional_id: str, name: str) -> None:
-        """PREPARE TRANSACTION, of one that has written rows of the user's and nothing else."""
+        """PREPARE TRANSACTION, for a transaction that has written only user rows."""
         self._statement(session)
         assert not session.rows, "a state row is prepared"
         self.prepared[name, transactional_id] = session.user_rows
         self.rollback(session)
 
     def end_prepared(self, key: tuple[str, str], *, committed: bool) -> None:
-        """COMMIT PREPARED or ROLLBACK PREPARED; nothing where there is none of that name."""
+        """COMMIT PREPARED or ROLLBACK PREPARED; does nothing if none has that name."""
         rows = self.prepared.pop(key, [])
         if committed:
             self.user_rows.extend(rows)
 
     def has_prepared(self, session: Session, keys: Iterable[tuple[str, str]]) -> bool:
-        """SELECT inside a transaction: whether all of these are prepared."""
+        """SELECT inside a transaction whether all of these are prepared."""
         self._statement(session)
         return self.prepared.keys() >= set(keys)
 
     def list_prepared(self) -> list[tuple[str, str]]:
-        """SELECT of what is prepared."""
+        """SELECT of the prepared transactions."""
         return list(self.prepared)
 
     def verdict(self, name: str | None) -> DatabaseVerdict:
-        """What became of a transaction: known as long as the server was not started anew; never on SQLite."""
+        """The outcome of a transaction: known until the server restarts; never on SQLite."""
         if name is None or not name.endswith(f"@{self._starts}"):
             return DatabaseVerdict.UNKNOWN
         return self._statuses.get(name, DatabaseVerdict.UNKNOWN)
@@ -299,7 +298,7 @@ class Database:
         return False
 
     def time_out_lock(self, session: Session) -> LockTimeout:
-        """The wait for a lock ends without it; gives the error to raise in the client."""
+        """End the wait for a lock without it; returns the error to raise in the client."""
         return self._fail(session, LockTimeout())
 
     def _fail(self, session: Session, error: Error) -> Error:
@@ -323,7 +322,7 @@ class Database:
         return session.rows.get(transactional_id) or seen.get(transactional_id)
 
     def lock(self, session: Session, transactional_id: str, *, exclusive: bool = True) -> StateRow | None:
-        """SELECT ... FOR UPDATE, or FOR SHARE: the row as it is once the lock is there."""
+        """SELECT ... FOR UPDATE, or FOR SHARE: the row as it is once the lock is taken."""
         self._statement(session)
         self._lock(session, transactional_id, exclusive=exclusive)
         row = session.rows.get(transactional_id)
@@ -335,18 +334,18 @@ class Database:
         return row
 
     def write(self, session: Session, row: StateRow) -> None:
-        """INSERT or UPDATE of a row whose lock the session has."""
+        """INSERT or UPDATE of a row that the session has locked."""
         session.rows[row.transactional_id] = row
         self.name(session)
 
     def write_user_row(self, session: Session, row: object) -> None:
-        """INSERT of a row of the user's."""
+        """INSERT of a user row."""
         self._statement(session)
         session.user_rows.append(row)
         self.name(session)
 
     def fail_statement(self, session: Session) -> None:
-        """A statement of the user's that violates a constraint."""
+        """A user statement that violates a constraint."""
         self._statement(session)
         raise self._fail(session, StatementFailed())
 
@@ -371,5 +370,5 @@ class Database:
 
 
 def new_row(transactional_id: str, namespace: str, cluster_id: str, owner: str) -> StateRow:
-    """A row that nobody has claimed yet."""
+    """A row that is not claimed yet."""
     return StateRow(transactional_id, PreparedTxnState(), namespace, 0, 0, None, cluster_id, owner, ALWAYS)

@@ -1,4 +1,4 @@
-"""What happens to the simulated broker without a request: markers, time, restarts, retention. See `broker` for the list."""
+"""Events of the simulated broker that no request causes: markers, time, restarts, retention. `broker` lists them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 
 
 def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition | None = None) -> Broker:
-    """Write the marker of a prepared transaction to one of its partitions; with the last one it is complete.
+    """Write the marker of a prepared transaction to one of its partitions; the last one completes the transaction.
 
-    Does nothing where nothing is prepared, where the partition's leader is suspended, and where the partition refuses the
-    marker: the coordinator then gives up until it is started again. A partition that does not exist any more needs none, and
-    one without a leader gets none (KAFKA-20734).
+    Does nothing if no transaction is prepared, if the partition's leader is suspended, or if the partition refuses the
+    marker: the coordinator then gives up until it restarts. A partition that no longer exists needs no marker, and one
+    without a leader gets none (KAFKA-20734).
 
     Args:
         broker: The broker.
-        transactional_id: Whose transaction.
-        topic_partition: Which partition; the first of those that are left if not given.
+        transactional_id: The transaction's id.
+        topic_partition: The partition; if not given, the first one without a marker.
     """
     known = transaction(broker, transactional_id)
     if known is None or known.state not in _PREPARED:
@@ -58,7 +58,7 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
 
 
 def forget_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition) -> Broker:
-    """Take the marker of a prepared transaction for written that was not: the partition has no leader (KAFKA-20734)."""
+    """Count an unwritten marker of a prepared transaction as written: the partition has no leader (KAFKA-20734)."""
     known = transaction(broker, transactional_id)
     if known is None or known.state not in _PREPARED or topic_partition not in known.unmarked:
         return broker
@@ -66,19 +66,19 @@ def forget_marker(broker: Broker, transactional_id: str, topic_partition: TopicP
 
 
 def suspend(broker: Broker, topic_partition: TopicPartition) -> Broker:
-    """Suspend the leader of a partition. Its connections stay; what is sent to it is not answered."""
+    """Suspend the leader of a partition. Its connections stay; requests to it get no answer."""
     return broker._replace(suspended=tuple(sorted({*broker.suspended, topic_partition})))
 
 
 def lose_leader(broker: Broker, topic_partition: TopicPartition) -> Broker:
-    """End the session of a leader that is suspended: nobody leads the partition now, and no marker is written to it."""
+    """End the session of a suspended leader: the partition then has no leader, and gets no markers."""
     if topic_partition not in broker.suspended:
         return broker
     return broker._replace(leaderless=tuple(sorted({*broker.leaderless, topic_partition})))
 
 
 def resume(broker: Broker, topic_partition: TopicPartition) -> Broker:
-    """Let the leader of a partition go on. Its log is as it was."""
+    """Let the leader of a partition continue, with its log as it was."""
     return broker._replace(
         suspended=tuple(place for place in broker.suspended if place != topic_partition),
         leaderless=tuple(place for place in broker.leaderless if place != topic_partition),
@@ -86,7 +86,7 @@ def resume(broker: Broker, topic_partition: TopicPartition) -> Broker:
 
 
 def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker:
-    """Write all markers that are to be written, of one id or of all."""
+    """Write all pending markers of one id, or of all."""
     for known in broker.transactions:
         if transactional_id in {None, known.transactional_id} and known.state in _PREPARED:
             for wanted in known.unmarked:
@@ -95,17 +95,17 @@ def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker
 
 
 def prepared_ids(broker: Broker) -> tuple[str, ...]:
-    """The ids that have markers to be written."""
+    """The ids with pending markers."""
     return tuple(known.transactional_id for known in broker.transactions if known.state in _PREPARED)
 
 
 def ongoing_ids(broker: Broker) -> tuple[str, ...]:
-    """The ids that have a transaction open."""
+    """The ids with an open transaction."""
     return tuple(known.transactional_id for known in broker.transactions if known.state == ONGOING)
 
 
 def advance_clock(broker: Broker, by_ms: int) -> Broker:
-    """Time passes."""
+    """Let time pass."""
     return broker._replace(clock_ms=broker.clock_ms + by_ms)
 
 
@@ -127,7 +127,7 @@ def time_out(broker: Broker, transactional_id: str) -> Broker:
 
 
 def expire_transactional_id(broker: Broker, transactional_id: str) -> Broker:
-    """Forget an id that is at rest. Whoever initialises it next gets another producer id."""
+    """Forget an id that is at rest. The next ``InitProducerId`` for it returns another producer id."""
     return broker._replace(
         transactions=tuple(
             known
@@ -148,14 +148,14 @@ def expire_producer(broker: Broker, topic_partition: TopicPartition, producer_id
 
 
 def restart(broker: Broker) -> Broker:
-    """Stop and start the broker. What it keeps in memory alone is forgotten; nothing acknowledged is.
+    """Stop and start the broker. It forgets what it keeps in memory only, but nothing acknowledged.
 
-    Markers of a prepared transaction that were written already are written once more.
+    It writes all markers of a prepared transaction again, even those already written.
     """
     return broker._replace(
         suspended=(),
         leaderless=(),
-        coordinator_epoch=broker.coordinator_epoch + 2,  # it is given up, and taken again
+        coordinator_epoch=broker.coordinator_epoch + 2,  # the coordinator resigns, and is elected again
         transactions=tuple(known._replace(last_producer_epoch=-1, marked=()) for known in broker.transactions),
         partitions=tuple(
             found._replace(
@@ -168,13 +168,13 @@ def restart(broker: Broker) -> Broker:
 
 
 def delete_topic(broker: Broker, name: str) -> Broker:
-    """Delete a topic with all that is in it."""
+    """Delete a topic with all its messages."""
     kept = tuple(found for found in broker.partitions if found.topic_partition[0] != name)
     return broker._replace(partitions=kept)
 
 
 def delete_records(broker: Broker, topic_partition: TopicPartition, before: int) -> Broker:
-    """Delete what lies before an offset, as retention and ``DeleteRecords`` do. Never beyond the end."""
+    """Delete the records before an offset, as retention and ``DeleteRecords`` do. Never beyond the end."""
     found = partition(broker, topic_partition)
     if found is None:
         return broker

@@ -1,4 +1,4 @@
-"""The simulated librdkafka in the place that the library keeps for the real one."""
+"""Puts the simulated librdkafka in the place of the real one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from dualwrite.kafka.handle import Handle
 
 _LEFT_BEHIND_S: Final = 5.0
-"""A call that comes back so much too late has been given up by whoever made it."""
+"""The caller has given up on a call that returns this much too late."""
 
 
 class SimulatedHandle:
-    """What stands for :class:`dualwrite.kafka.handle.Handle`.
+    """Stands in for :class:`dualwrite.kafka.handle.Handle`.
 
     Args:
-        simulation: Where the broker is.
+        simulation: The simulation with the broker.
         settings: librdkafka's settings.
         eager: See :mod:`dualwrite.testing.simulator.client`.
     """
@@ -39,10 +39,10 @@ class SimulatedHandle:
         return cast("Producer", self.producer)
 
     def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
-        """Call it, and say how long that took.
+        """Call the function, and return the seconds that it took.
 
         Raises:
-            NoAnswer: The deadline came long before.
+            NoAnswer: The deadline had passed long before.
         """
         began, left_s = now_s(), deadline.remaining_s()
         self.producer.deadline = deadline
@@ -56,18 +56,18 @@ class SimulatedHandle:
 
     @property
     def init_unanswered(self) -> bool:
-        """Whether the producer has said that it asks for a producer id once more; see the real one."""
+        """Whether the producer logged that it asks for a producer id again; see the real handle."""
         return self.producer.init_unanswered
 
     def close(self) -> None:
-        """Destroy it. What it has sent may still arrive."""
+        """Destroy it. Requests already sent may still arrive."""
         self.producer.purge()
 
 
 def make_handle(
     simulation: Simulation, *, eager: bool = False
 ) -> Callable[[Mapping[str, object], str, Deadline], Handle]:
-    """What to give to ``TransactionalProducer(make_handle=...)``."""
+    """The argument for ``TransactionalProducer(make_handle=...)``."""
 
     def make(settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> Handle:
         del transactional_id, deadline

@@ -1,7 +1,7 @@
-"""The coordinator's port over the simulated broker: what somebody sees and does of a transaction who is not its producer.
+"""The coordinator's port over the simulated broker: observes and ends transactions from outside their producers.
 
-As ``dualwrite.kafka.coordinator`` does over the wire: what is not answered is asked again, after waits that grow, until the
-deadline. The proof of an outcome is read by that package's own code.
+As ``dualwrite.kafka.coordinator`` does over the wire, it retries unanswered requests with growing waits, until the
+deadline. That package's own code reads the proof of an outcome.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SimulatedCoordinator:
         return self._simulation.broker.max_timeout_ms
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
-        """See the port. Metadata, which every client has at hand: nothing is sent."""
+        """See the port. Every client has this metadata already, so nothing is sent."""
         del deadline
         found = {name: topic_id(self._simulation.broker, name) for name in topics}
         return {name: known for name, known in found.items() if known is not None}
@@ -188,7 +188,7 @@ class SimulatedCoordinator:
         return added
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """See the port: read by the code that reads real logs."""
+        """See the port. Runs the code that reads real logs."""
         return [self._prove(state, deadline) for state in states]
 
     def prove_now(
@@ -225,7 +225,7 @@ class SimulatedCoordinator:
         return LogProof.OPEN if scan.begun else LogProof.UNKNOWABLE
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """See the port: read by the code that reads real logs, up to their ends."""
+        """See the port. Runs the code that reads real logs, up to their ends."""
         scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
         for scan in [scan for of_state in scans for scan in of_state if self._is_same_topic(scan.first)]:
             place = (scan.first.topic, scan.first.partition)
@@ -295,7 +295,7 @@ class _Marker(NamedTuple):
 
 
 class SeenBatch:
-    """A batch of the simulator's, as the reader of real logs sees it."""
+    """A simulated batch, as the reader of real logs sees it."""
 
     magic = 2
 

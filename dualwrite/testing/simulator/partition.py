@@ -1,7 +1,7 @@
-"""The rules of one partition's log: producers with their epochs and sequence numbers, markers, and what readers see.
+"""The rules of one partition's log: producers with their epochs and sequence numbers, markers, and reads.
 
-They follow Kafka's ``ProducerStateManager``, ``ProducerAppendInfo`` and ``UnifiedLog`` (4.3), on one replica: what is
-written is replicated.
+They follow Kafka's ``ProducerStateManager``, ``ProducerAppendInfo`` and ``UnifiedLog`` (4.3), on one replica: every
+write counts as replicated at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_SEQUENCE: Final = -1
 
 
 class KeptBatch(NamedTuple):
-    """A batch that a partition remembers of a producer, to tell a repetition."""
+    """A producer's batch that a partition remembers, to recognise a repetition."""
 
     first_sequence: int
     last_sequence: int
@@ -37,7 +37,7 @@ class KeptBatch(NamedTuple):
 
 
 class ProducerEntry(NamedTuple):
-    """What a partition remembers of one producer. ``txn_start`` is -1 where it has nothing open."""
+    """A partition's memory of one producer. ``txn_start`` is -1 if it has nothing open."""
 
     producer_id: int
     producer_epoch: int = -1
@@ -47,12 +47,12 @@ class ProducerEntry(NamedTuple):
 
     @property
     def last_sequence(self) -> int:
-        """The last sequence number of this epoch, -1 if there is none."""
+        """The last sequence number of this epoch; -1 if there is none."""
         return self.kept[-1].last_sequence if self.kept else _NO_SEQUENCE
 
 
 class Verification(NamedTuple):
-    """A first write that was asked about and is not there yet; it holds back higher sequence numbers."""
+    """A first write that the coordinator was asked about; until it is written, it blocks higher sequence numbers."""
 
     producer_id: int
     producer_epoch: int
@@ -81,7 +81,7 @@ class Partition(NamedTuple):
 
 
 def producer(partition: Partition, producer_id: int) -> ProducerEntry | None:
-    """What the partition remembers of the producer, None if nothing."""
+    """The partition's memory of the producer; None if it has none."""
     for entry in partition.producers:
         if entry.producer_id == producer_id:
             return entry
@@ -89,7 +89,7 @@ def producer(partition: Partition, producer_id: int) -> ProducerEntry | None:
 
 
 def begin_verification(partition: Partition, producer_id: int, producer_epoch: int, sequence: int) -> Partition:
-    """Note that the coordinator is being asked."""
+    """Record that the partition asks the coordinator."""
     begun = Verification(producer_id, producer_epoch, sequence)
     others = []
     for other in partition.verifications:
@@ -111,7 +111,7 @@ def append(
     *,
     checks_sequence: bool = True,
 ) -> tuple[Partition, ProduceResponse]:
-    """Write one batch of a transaction that the coordinator has verified, or that is open here."""
+    """Write one batch of a transaction that the coordinator has verified, or that is already open here."""
     entry = producer(partition, producer_id) or ProducerEntry(producer_id)
     last = (base_sequence + len(values) - 1) % _SEQUENCES
     if checks_sequence:
@@ -158,7 +158,7 @@ def _in_sequence(partition: Partition, entry: ProducerEntry, producer_epoch: int
 def append_marker(
     partition: Partition, producer_id: int, producer_epoch: int, *, committed: bool, coordinator_epoch: int
 ) -> tuple[Partition, ErrorCode]:
-    """Write a control record, which ends what the producer has open here."""
+    """Write a control record, which ends the producer's open transaction here."""
     entry = producer(partition, producer_id) or ProducerEntry(producer_id)
     if producer_epoch < entry.producer_epoch:
         return partition, ErrorCode.INVALID_PRODUCER_EPOCH
@@ -192,7 +192,7 @@ def _written(partition: Partition, batch: Batch, entry: ProducerEntry) -> Partit
 
 
 def last_stable_offset(partition: Partition) -> int:
-    """Up to here every transaction has ended."""
+    """The offset before which every transaction has ended."""
     return min((entry.txn_start for entry in partition.producers if entry.txn_start >= 0), default=partition.log_end)
 
 
@@ -217,7 +217,7 @@ def fetch(partition: Partition, fetch_offset: int, isolation_level: int) -> Fetc
 
 
 def describe_producers(partition: Partition) -> DescribeProducersResponse:
-    """What the leader shows of its producers."""
+    """The leader's view of its producers."""
     return DescribeProducersResponse(
         ErrorCode.NONE,
         tuple(
@@ -234,7 +234,7 @@ def describe_producers(partition: Partition) -> DescribeProducersResponse:
 
 
 def committed_values(partition: Partition) -> tuple[Hashable, ...]:
-    """What a ``read_committed`` consumer that reads from the beginning sees, in its order."""
+    """The values that a ``read_committed`` consumer sees when it reads from the beginning, in its order."""
     answer = fetch(partition, partition.log_start, READ_COMMITTED)
     starts = sorted(answer.aborted_transactions or (), key=lambda entry: entry.first_offset)
     aborting: set[int] = set()
@@ -250,7 +250,7 @@ def committed_values(partition: Partition) -> tuple[Hashable, ...]:
 
 
 def truncated(partition: Partition, to: int) -> Partition:
-    """The partition as it was when the log ended there. A batch is lost whole."""
+    """The partition as it was when the log ended at that offset. Drops whole batches."""
     kept = tuple(batch for batch in partition.batches if batch.next_offset <= to)
     end = max(partition.log_start, min(to, kept[-1].next_offset if kept else partition.log_start))
     rebuilt = Partition(partition.topic_partition, partition.topic_id, partition.log_start, end)

@@ -1,4 +1,4 @@
-"""A process of the simulation: a greenlet that stands still before each call of a server, until somebody serves it."""
+"""A process of the simulation: a greenlet that stops before each call to a server, until the scheduler serves it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Unanswered(Exception):
-    """The process has waited in vain: its request may have arrived or not, and may yet arrive."""
+    """The process got no answer: its request may have arrived or not, and may yet arrive."""
 
 
 class Killed(BaseException):
-    """Takes a killed process off its stack; whatever it calls on its way raises this again."""
+    """Unwinds a killed process's stack; every call that it makes on the way raises this again."""
 
 
 class Server(Enum):
-    """What a call is for."""
+    """The target of a call."""
 
     KAFKA = "kafka"
     DATABASE = "database"
@@ -33,19 +33,19 @@ class Server(Enum):
 
 
 class Call:
-    """What a process needs before it can go on.
+    """A call that a process is waiting for.
 
     Attributes:
-        process: Who needs it.
-        server: Of whom.
-        label: For people: the request's or statement's name.
-        serve: Does it, at the moment it is called; raises what the process is to see.
-        changes: Whether the request may change something, so that a late copy of it matters.
-        session: The database session it runs in.
-        held: The network has it: it may arrive, late, or never.
-        lost: No answer will come.
-        until_s: For a pause: when it is over.
-        requests: What it asks of Kafka.
+        process: The caller.
+        server: The target.
+        label: The request's or statement's name, for display.
+        serve: Carries out the call when called; raises the error for the process.
+        changes: Whether the request may change state, so that a late copy of it matters.
+        session: The database session of the call.
+        held: Whether the network holds it: it may arrive, late, or never.
+        lost: Whether no answer will come.
+        until_s: The end of a pause.
+        requests: The requests to Kafka.
     """
 
     __slots__ = ("changes", "held", "label", "lost", "process", "requests", "serve", "server", "session", "until_s")
@@ -75,14 +75,14 @@ class Call:
 
 
 class Process:
-    """One process: a name, a stack of its own, and what it stands before.
+    """One process: a name, its own stack, and its pending call.
 
     Attributes:
         name: Its name.
-        call: What it needs to go on; None once it has ended.
-        error: What has come out of it, if anything has: a fault of the code that it runs.
-        passed: The fail points that it has passed in its last step.
-        commands: What it is asked to do next, one by one, by whoever drives it.
+        call: The pending call; None once the process has ended.
+        error: The exception that escaped from it, if any: a fault of the code that it runs.
+        passed: The fail points that it passed in its last step.
+        commands: Its next commands, given one by one by the driver.
         dead: Whether it was killed.
     """
 
@@ -98,11 +98,11 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, by itself or killed."""
+        """Whether it has ended, by itself or killed."""
         return self.call is None
 
     def need(self, call: Call) -> object:
-        """Called inside the process: stand still until the scheduler serves the call; gives its answer."""
+        """Called inside the process: stop until the scheduler serves the call; returns its answer."""
         if self.dead:
             raise Killed
         self.call = call
@@ -110,7 +110,7 @@ class Process:
         return answer
 
     def await_command(self) -> object:
-        """Called inside the process: stand still until whoever drives it gives it something to do."""
+        """Called inside the process: stop until the driver gives a command."""
         return self.need(Call(self, Server.COMMAND, "", nothing))
 
     def _run(self, _: object = None) -> None:
@@ -118,12 +118,12 @@ class Process:
             self._body(self)
         except Killed:
             pass
-        except BaseException as error:  # noqa: BLE001 - told by whoever checks the run
+        except BaseException as error:  # noqa: BLE001 - reported by the check of the run
             self.error = error
         self.call = None
 
     def resume(self, answer: object = None, error: BaseException | None = None) -> None:
-        """Let it run on to its next call."""
+        """Let it run to its next call."""
         simulation = self._simulation
         former, simulation.hub, simulation.running = simulation.hub, getcurrent(), self
         self.passed = []
@@ -136,7 +136,7 @@ class Process:
             simulation.hub, simulation.running = former, None
 
     def kill(self) -> None:
-        """Take it off its stack. Nothing that it does on the way reaches a server."""
+        """Unwind its stack. Nothing that it does on the way reaches a server."""
         if self.call is not None:
             self.dead = True
             self.resume(error=Killed())
@@ -146,4 +146,4 @@ class Process:
 
 
 def nothing() -> None:
-    """What serving a call comes to that asks nothing of a server."""
+    """Serve a call that asks nothing of a server."""

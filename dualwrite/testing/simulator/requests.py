@@ -1,12 +1,13 @@
-"""Kafka's requests and answers as the simulated broker takes and gives them: small, immutable, hashable.
+"""Kafka's requests and answers for the simulated broker: small, immutable, hashable.
 
-Names and fields are those of Kafka's protocol, less what has no meaning here (throttling, authorisation, client ids).
-A request is about one transactional id or one partition where Kafka allows several; ``AddPartitionsToTxn`` is not.
+Names and fields are those of Kafka's protocol, without those that have no meaning here (throttling, authorisation,
+client ids). A request concerns one transactional id or one partition where Kafka allows several, except
+``AddPartitionsToTxn``.
 
-``ErrorCode`` holds the numbers of Kafka's protocol. Versions of ``AddPartitionsToTxn``, ``AddOffsetsToTxn``, ``EndTxn``
-below 2 and of ``InitProducerId`` below 4 say ``INVALID_PRODUCER_EPOCH`` where the newer ones, and so the simulator, say
-``PRODUCER_FENCED``; nothing else depends on the version, as long as it is one of a client that has no transactions of
-version 2 (``EndTxn`` up to 4, ``Produce`` up to 10, ``InitProducerId`` up to 5).
+``ErrorCode`` holds the numbers of Kafka's protocol. Versions of ``AddPartitionsToTxn``, ``AddOffsetsToTxn`` and
+``EndTxn`` below 2, and of ``InitProducerId`` below 4, answer ``INVALID_PRODUCER_EPOCH`` where newer ones, and the
+simulator, answer ``PRODUCER_FENCED``. Nothing else depends on the version, up to the last one without version 2
+transactions (``EndTxn`` 4, ``Produce`` 10, ``InitProducerId`` 5).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ EARLIEST: Final = -2
 
 
 class ErrorCode(IntEnum):
-    """The error codes of Kafka's protocol that the simulator answers with."""
+    """The error codes of Kafka's protocol that the simulator uses."""
 
-    __hash__ = int.__hash__  # Enum's own is Python code, and a search hashes millions
+    __hash__ = int.__hash__  # Enum's own is slow Python code, and a search hashes millions
 
     NONE = 0
     OFFSET_OUT_OF_RANGE = 1
@@ -56,7 +57,7 @@ class ErrorCode(IntEnum):
 
 
 class InitProducerId(NamedTuple):
-    """Version up to 5: -1, -1 for a new producer, else the expected id and epoch."""
+    """Up to version 5: -1, -1 for a new producer, else the expected id and epoch."""
 
     transactional_id: str
     transaction_timeout_ms: int = 60_000
@@ -73,7 +74,7 @@ class InitProducerIdResponse(NamedTuple):
 
 
 class AddPartitionsToTxn(NamedTuple):
-    """Version up to 3, as clients send it."""
+    """Up to version 3, as clients send it."""
 
     transactional_id: str
     producer_id: int
@@ -97,7 +98,7 @@ class AddOffsetsToTxn(NamedTuple):
 
 
 class TxnOffsetCommit(NamedTuple):
-    """``offsets``: for each partition the offset to commit for the group."""
+    """``offsets``: by partition, the offset to commit for the group."""
 
     transactional_id: str
     group_id: str
@@ -107,7 +108,7 @@ class TxnOffsetCommit(NamedTuple):
 
 
 class Produce(NamedTuple):
-    """One batch, acks=all. Without a transactional id and with producer id -1 it is a plain write."""
+    """One batch, acks=all. Without a transactional id, and with producer id -1, it is a plain write."""
 
     transactional_id: str | None
     producer_id: int
@@ -118,14 +119,14 @@ class Produce(NamedTuple):
 
 
 class ProduceResponse(NamedTuple):
-    """``base_offset``: the offset of the first record, also for a batch that was there already; -1 after an error."""
+    """``base_offset``: the offset of the first record, even for a repeated batch; -1 after an error."""
 
     error_code: ErrorCode
     base_offset: int = -1
 
 
 class EndTxn(NamedTuple):
-    """Version up to 4: the epoch stays what it is."""
+    """Up to version 4: the epoch stays the same."""
 
     transactional_id: str
     producer_id: int
@@ -134,7 +135,7 @@ class EndTxn(NamedTuple):
 
 
 class ErrorResponse(NamedTuple):
-    """The answer of requests that answer nothing else."""
+    """The answer to requests that return an error code only."""
 
     error_code: ErrorCode
 
@@ -146,7 +147,7 @@ class DescribeTransactions(NamedTuple):
 
 
 class DescribeTransactionsResponse(NamedTuple):
-    """``transaction_state`` is one of the words above, empty where the id is not known."""
+    """``transaction_state`` is one of the words above; empty if the id is unknown."""
 
     error_code: ErrorCode
     transaction_state: str = ""
@@ -179,13 +180,13 @@ class ListTransactionsResponse(NamedTuple):
 
 
 class DescribeProducers(NamedTuple):
-    """What the leader of a partition shows of its producers."""
+    """Asks a partition's leader for its producers."""
 
     partition: TopicPartition
 
 
 class ProducerView(NamedTuple):
-    """One producer of a partition. ``current_txn_start_offset`` is -1 where it has nothing open."""
+    """One producer of a partition. ``current_txn_start_offset`` is -1 if it has nothing open."""
 
     producer_id: int
     producer_epoch: int
@@ -237,7 +238,7 @@ class Batch(NamedTuple):
 
 
 class AbortedTransaction(NamedTuple):
-    """An entry of the list by which a consumer leaves out what was aborted."""
+    """An entry of the list by which a consumer skips aborted messages."""
 
     producer_id: int
     first_offset: int
@@ -271,14 +272,14 @@ class WriteTxnMarkersResponse(NamedTuple):
 
 
 class OffsetFetch(NamedTuple):
-    """The committed offset of one partition of a group, not those of open transactions."""
+    """Asks for a group's committed offset of one partition, without those of open transactions."""
 
     group_id: str
     partition: TopicPartition
 
 
 class OffsetFetchResponse(NamedTuple):
-    """``committed_offset`` is -1 where there is none."""
+    """``committed_offset`` is -1 if there is none."""
 
     error_code: ErrorCode
     committed_offset: int = -1

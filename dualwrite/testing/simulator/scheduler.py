@@ -1,12 +1,12 @@
-"""The scheduler: processes that run the library's own recipes, one step at a time, against the simulated servers.
+"""The scheduler: runs processes with the library's own recipes, one step at a time, against the simulated servers.
 
-A *process* is a greenlet. It runs until it needs a server or time, and then stands still with a :class:`Call`; what happens
-next is the scheduler's choice: the call is served, held back by the network, lost, or its answer is; or another process goes
-first; or this one is killed where it stands. Nothing happens by itself, no thread and no clock takes part, so the same choices
-lead to the same run.
+A *process* is a greenlet. It runs until it needs a server or time, and then stops with a :class:`Call`. The scheduler
+chooses what happens next: it serves the call, holds it in the network, loses it or its answer, lets another process go
+first, or kills this one on the spot. Nothing happens by itself, with no threads and no clock, so the same choices lead
+to the same run.
 
-Between two calls a process changes nothing that another one could see, so a process that is killed or paused before its next
-call stands for one that is killed or paused anywhere since the last. A paused process is one that is not chosen.
+Between two calls a process changes nothing that another one can see, so killing or pausing it before a call covers all
+the points since its previous call. A paused process is one that the scheduler does not choose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CHANGES: Final = frozenset({InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn
 
 
 class Held:
-    """A request that the network holds back. Its process may still wait for the answer, or not."""
+    """A request that the network holds. Its process may or may not still be waiting for the answer."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -52,7 +52,7 @@ class Held:
 
     @property
     def owner(self) -> str:
-        """Whose request it is."""
+        """The name of the process that sent it."""
         return self.call.process.name
 
 
@@ -60,18 +60,18 @@ class Simulation:
     """The servers, the network, the time and the processes of one run.
 
     Args:
-        broker: Kafka at the start.
-        database: The database at the start.
+        broker: Kafka's state at the start.
+        database: The database.
 
     Attributes:
-        broker: Kafka now.
+        broker: Kafka's current state.
         database: The database.
-        now_s: The time, in seconds since the start.
-        processes: By name, the newest of each.
-        held: What the network holds back, in order.
+        now_s: The simulated time in seconds.
+        processes: By name, the newest process of that name.
+        held: The requests that the network holds, in order.
         markers_delayed: Whether prepared transactions wait for :meth:`write_markers`; else markers are written at once.
         outages: How often the leader of a partition went away, with every connection to it.
-        steps: How many calls were served.
+        steps: Number of calls served.
     """
 
     def __init__(self, broker: Broker, database: Database) -> None:
@@ -88,9 +88,9 @@ class Simulation:
 
     @contextmanager
     def clock_and_points(self) -> Generator[None, None, None]:
-        """Around everything that lets processes run: gives them this run's clock, and notes the fail points they pass.
+        """Give processes this run's clock inside the block, and record the fail points that they pass.
 
-        At the end those that still run are killed.
+        Wrap everything that lets processes run. At the end, kills those that still run.
         """
         with running_on(self), failpoints.watched(self._note_point):
             try:
@@ -106,16 +106,16 @@ class Simulation:
     # The clock, as the recipes see it
 
     def monotonic(self) -> float:
-        """The time."""
+        """The current simulated time."""
         return self.now_s
 
     def sleep(self, seconds: float, /) -> None:
-        """The running process stands still until then."""
+        """Pause the running process."""
         process = self.inside()
         process.need(Call(process, Server.CLOCK, "pause", nothing, until_s=self.now_s + seconds))
 
     def inside(self) -> Process:
-        """The process that is running."""
+        """The running process."""
         assert self.running is not None, "called outside of a process"
         return self.running
 
@@ -137,10 +137,10 @@ class Simulation:
             changes=kind in _CHANGES,
             requests=(request,),
         )
-        return process.need(call)  # type: ignore[return-value] # what serving the call gives
+        return process.need(call)  # type: ignore[return-value] # the result of serving the call
 
     def ask_all(self, requests: list[Request]) -> list[Response]:
-        """Inside a process: ask Kafka for several things that change nothing, in one step.
+        """Inside a process: send Kafka several read-only requests in one step.
 
         Raises:
             Unanswered: No answer came.
@@ -154,19 +154,18 @@ class Simulation:
         return process.need(Call(process, Server.KAFKA, label, serve, requests=requests))  # type: ignore[return-value] # as above
 
     def execute(self, session: Session, label: str, statement: Callable[[], object]) -> object:
-        """Inside a process: run a statement in a session; waits while the locks it needs are taken.
+        """Inside a process: run a statement in a session; waits for the locks that it needs.
 
         Raises:
-            ConnectionLost: The session's connection broke; whether the statement was run is not known.
+            ConnectionLost: The session's connection broke; the statement may or may not have run.
         """
         process = self.inside()
         return process.need(Call(process, Server.DATABASE, label, statement, session=session))
 
     def _handle(self, request: Request) -> Response:
         kind = type(request)
-        if (
-            kind is AddPartitionsToTxn or kind is AddOffsetsToTxn
-        ):  # only the start of a transaction shows the broker's clock
+        # Only the start of a transaction shows the broker's clock.
+        if kind is AddPartitionsToTxn or kind is AddOffsetsToTxn:
             self.broker = self.broker._replace(clock_ms=int(self.now_s * 1000))
         self.broker, answer = handle(self.broker, request)
         if not self.markers_delayed and (kind is EndTxn or kind is InitProducerId):
@@ -174,7 +173,7 @@ class Simulation:
         return answer
 
     def write_markers(self) -> None:
-        """The broker writes what markers there are to be written."""
+        """Let the broker write all pending markers."""
         self.broker = write_markers(self.broker)
 
     # What the scheduler can do
@@ -193,7 +192,7 @@ class Simulation:
         return call.session is None or not self.database.is_blocked(call.session)
 
     def waits_for_an_answer(self, process: Process) -> bool:
-        """Whether no answer comes now: its request is held or lost, or needs a leader that is suspended."""
+        """Whether no answer can come now: the request is held or lost, or needs a suspended leader."""
         call = process.call
         return call is not None and (call.held or call.lost or not self._is_answered(call))
 
@@ -201,7 +200,7 @@ class Simulation:
         return not self.broker.suspended or all(answers(self.broker, request) for request in call.requests)
 
     def step(self, process: Process) -> bool:
-        """Serve the process's call and let it run to the next. False where it has to wait for a lock."""
+        """Serve the process's call and let it run to the next. Returns False if it has to wait for a lock."""
         call = process.call
         assert call is not None
         self.steps += 1
@@ -213,20 +212,20 @@ class Simulation:
             answer = call.serve()
         except MustWait:
             return False
-        except Exception as error:  # noqa: BLE001 - it is the process's to see
+        except Exception as error:  # noqa: BLE001 - raised in the process
             process.resume(error=error)
             return True
         process.resume(answer)
         return True
 
     def command(self, process: Process, command: object) -> None:
-        """Give a process that awaits one its command; it runs to its next call."""
+        """Give a command to a process that awaits one; it runs to its next call."""
         assert process.call is not None
         assert process.call.server is Server.COMMAND
         process.resume(command)
 
     def hold(self, process: Process) -> Held:
-        """The network holds the process's request back."""
+        """Hold the process's request in the network."""
         call = process.call
         assert call is not None
         call.held = True
@@ -235,28 +234,28 @@ class Simulation:
         return held
 
     def lose_request(self, process: Process) -> None:
-        """The request never arrives."""
+        """Lose the process's request: it never arrives."""
         assert process.call is not None
         process.call.lost = True
 
     def lose_answer(self, process: Process) -> None:
-        """The request arrives, the answer does not."""
+        """Deliver the process's request, but lose the answer."""
         assert process.call is not None
         process.call.serve()
         process.call.lost = True
 
     def wait_in_vain(self, process: Process, seconds: float) -> None:
-        """The process, whose call gets no answer, gives up waiting after some time."""
+        """Let a process whose call gets no answer give up waiting after some time."""
         assert self.waits_for_an_answer(process)
         self.now_s += seconds
         process.resume(error=Unanswered())
 
     def can_arrive(self, held: Held) -> bool:
-        """Whether whoever the held request is for is there to take it."""
+        """Whether the held request's receiver can take it."""
         return self._is_answered(held.call)
 
     def arrive(self, held: Held, *, answered: bool = True) -> None:
-        """A request that was held back arrives. Its process goes on if it still waits for it."""
+        """Deliver a held request. Its process continues if it still waits for the answer."""
         self.held.remove(held)
         call = held.call
         try:
@@ -268,23 +267,23 @@ class Simulation:
             call.process.resume(answer)
 
     def drop(self, held: Held) -> None:
-        """A request that was held back never arrives."""
+        """Drop a held request: it never arrives."""
         self.held.remove(held)
         held.call.held, held.call.lost = False, True
 
     def restart_broker(self, restarted: Broker) -> None:
-        """The broker stops and starts: what the network holds is gone, and who waits for an answer gets none."""
+        """Replace the broker by its restarted state: held requests are lost, and no pending call gets an answer."""
         self.broker = restarted
         for held in list(self.held):
             self.drop(held)
 
     def break_connection(self, process: Process, *, executed: bool = False, under_way: bool = False) -> None:
-        """The process loses the connection of the statement that it stands before.
+        """Break the connection of the process's pending statement.
 
         Args:
             process: The process.
-            executed: The statement was run; only its answer is lost.
-            under_way: The statement is a COMMIT that the server still works on.
+            executed: Whether the statement was run, so that only its answer is lost.
+            under_way: Whether the statement is a COMMIT that the server still processes.
         """
         call = process.call
         assert call is not None
@@ -300,15 +299,15 @@ class Simulation:
         process.resume(error=ConnectionLost())
 
     def kill(self, process: Process) -> None:
-        """SIGKILL. Its database sessions live on until the server notices."""
+        """SIGKILL the process. Its database sessions live on until the server notices."""
         process.kill()
         process.call = None
         self.database.abandon_all(process)
 
     def end_sessions(self, process: Process) -> None:
-        """The server ends the sessions of a client that was idle for too long, which learns it with its next statement."""
+        """End the sessions of a client that was idle too long, as the server does. Its next statement shows it."""
         self.database.disconnect_all(process)
 
     def stop_database(self) -> None:
-        """The database is stopped at once and started: what was not committed is gone, and every session with it."""
+        """Stop the database at once and start it: all sessions are gone, with everything uncommitted."""
         self.database.stop()

@@ -1,4 +1,4 @@
-"""The state of the simulated broker, and how to find one's way in it."""
+"""The state of the simulated broker, with functions to read and replace its parts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class Broker(NamedTuple):
     """The state of the whole broker.
 
     Attributes:
-        transactions: What the coordinator knows of each transactional id, in order of the id.
+        transactions: The coordinator's metadata of each transactional id, in order of the id.
         partitions: The partitions with their logs, in order of topic and number.
-        next_producer_id: The next producer id to give away.
-        topics_made: How many topics there ever were; makes their ids.
-        coordinator_epoch: Raised by every restart; stands in the markers.
+        next_producer_id: The next producer id to assign.
+        topics_made: Number of topics ever created, from which their ids are made.
+        coordinator_epoch: Raised by every restart, and written into the markers.
         clock_ms: The broker's clock.
         max_timeout_ms: ``transaction.max.timeout.ms``.
         cluster_id: The cluster's id.
-        suspended: The partitions whose leader is suspended: no connection breaks, and nothing is answered.
-        leaderless: Those of them that have no leader any more, since its session has ended. Markers for them are skipped.
+        suspended: The partitions whose leader is suspended: connections stay, and requests get no answer.
+        leaderless: Those of them whose leader's session has ended, so that they have no leader. Their markers are
+            skipped.
     """
 
     transactions: tuple[TransactionMetadata, ...] = ()
@@ -47,11 +48,11 @@ def new_broker(
     max_timeout_ms: int = 900_000,
     cluster_id: str = "simulated",
 ) -> Broker:
-    """A broker with these topics and nothing in them.
+    """A broker with these topics, all empty.
 
     Args:
         topics: Names, with the number of partitions.
-        offsets_partitions: How many partitions ``__consumer_offsets`` has.
+        offsets_partitions: Number of partitions of ``__consumer_offsets``.
         max_timeout_ms: ``transaction.max.timeout.ms``.
         cluster_id: The cluster's id.
     """
@@ -62,7 +63,7 @@ def new_broker(
 
 
 def transaction(broker: Broker, transactional_id: str) -> TransactionMetadata | None:
-    """What the coordinator knows of the id, None if nothing."""
+    """The coordinator's metadata of the id; None if the id is unknown."""
     for known in broker.transactions:
         if known.transactional_id == transactional_id:
             return known
@@ -70,7 +71,7 @@ def transaction(broker: Broker, transactional_id: str) -> TransactionMetadata | 
 
 
 def partition(broker: Broker, topic_partition: TopicPartition) -> Partition | None:
-    """The partition, None if there is none."""
+    """The partition; None if it does not exist."""
     for found in broker.partitions:
         if found.topic_partition == topic_partition:
             return found
@@ -78,7 +79,7 @@ def partition(broker: Broker, topic_partition: TopicPartition) -> Partition | No
 
 
 def topic_id(broker: Broker, topic: str) -> str | None:
-    """The id of a topic, None if there is none of that name."""
+    """The id of a topic; None if it does not exist."""
     found = partition(broker, (topic, 0))
     return found.topic_id if found else None
 
@@ -93,7 +94,7 @@ def offsets_partition(broker: Broker, group_id: str) -> TopicPartition:
 
 
 def with_transaction(broker: Broker, known: TransactionMetadata) -> Broker:
-    """The broker that knows this of a transactional id, and of the others what it knew."""
+    """The broker with this metadata for its transactional id, and otherwise unchanged."""
     transactions = broker.transactions
     for index, other in enumerate(transactions):
         if other.transactional_id == known.transactional_id:
@@ -102,7 +103,7 @@ def with_transaction(broker: Broker, known: TransactionMetadata) -> Broker:
 
 
 def with_partition(broker: Broker, written: Partition) -> Broker:
-    """The broker with this partition in the place of the one of that name."""
+    """The broker with this partition in place of the one with the same name."""
     partitions = broker.partitions
     for index, other in enumerate(partitions):
         if other.topic_partition == written.topic_partition:
@@ -111,7 +112,7 @@ def with_partition(broker: Broker, written: Partition) -> Broker:
 
 
 def create_topic(broker: Broker, name: str, partitions: int) -> Broker:
-    """Create a topic, with an id that no topic had before."""
+    """Create a topic with a new, unique id."""
     made = broker.topics_made + 1
     new = [Partition((name, number), f"topic-{made}") for number in range(partitions)]
     return broker._replace(topics_made=made, partitions=tuple(sorted([*broker.partitions, *new])))

@@ -1,4 +1,4 @@
-"""The state store's port over the simulated database, as one process uses it: each statement is a step of its own."""
+"""The state store's port over the simulated database, for one process: each statement is a separate step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 def _of(connection: Connection) -> SimulatedConnection:
-    """The recipes pass on what they were given, and do not look inside."""
+    """The simulated connection: the recipes pass connections on without looking inside."""
     return cast("SimulatedConnection", connection)
 
 
@@ -55,8 +55,8 @@ class SimulatedStore:
     """:class:`~dualwrite.ports.StateStore` over the simulated database.
 
     Args:
-        simulation: Where the database is.
-        owner: The process whose store it is.
+        simulation: The simulation with the database.
+        owner: The process that uses the store.
     """
 
     def __init__(self, simulation: Simulation, owner: Process) -> None:
@@ -109,7 +109,7 @@ class SimulatedStore:
         within_s: float | None = None,
         answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.StateStore.decide`. When a session ends is the scheduler's choice."""
+        """See :meth:`dualwrite.ports.StateStore.decide`. The scheduler chooses when a session ends."""
         del idle_s, within_s, answer_s
 
         def update(session: Session) -> tuple[bool, str | None]:
@@ -139,7 +139,7 @@ class SimulatedStore:
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.ports.StateStore.run_deferred`. Nothing is ever deferred here."""
+        """See :meth:`dualwrite.ports.StateStore.run_deferred`. The simulated database defers nothing."""
 
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
@@ -164,7 +164,7 @@ class SimulatedStore:
         if used.has_failed:
             self._roll_back(used)
             raise TransactionAborted(
-                f"a statement had failed, so that {label} would have been a ROLLBACK", retryable=False
+                f"a statement failed before, so {label} would have been a ROLLBACK", retryable=False
             )
         try:
             used.run(label, statement)
@@ -205,7 +205,7 @@ class SimulatedStore:
     # In transactions of our own
 
     def _run(self, work: Callable[[SimulatedConnection], Result]) -> Result:
-        """As ``dualwrite.stores.short_transactions`` does: again after a conflict and after a lost connection."""
+        """Retry after a conflict or a lost connection, as ``dualwrite.stores.short_transactions`` does."""
         for attempt in range(1, _ATTEMPTS + 1):
             used = SimulatedConnection(self._simulation)
             used.session.repeatable = False
@@ -267,7 +267,7 @@ class SimulatedStore:
                 try:
                     verify(rows)
                 except ConfigurationError:
-                    used.run("SELECT", database.begin)  # what was found counts only while the rows are ours
+                    used.run("SELECT", database.begin)  # the error counts only while the rows are ours
                     raise
             return rows
 
@@ -292,7 +292,7 @@ class SimulatedStore:
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.StateStore.read_locked`."""
-        del deadline  # how long a lock is waited for is the scheduler's choice
+        del deadline  # the scheduler chooses how long a lock wait lasts
         row = self._run(lambda used: self._lock(used, transactional_id))
         if row is None:
             raise ConfigurationError("the row is gone", transactional_id=transactional_id)
@@ -362,7 +362,7 @@ class SimulatedStore:
             self._run(work)
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.StateStore.participants`. Where nothing is prepared, that is no step of its own."""
+        """See :meth:`dualwrite.ports.StateStore.participants`. If nothing is prepared, this takes no step."""
         by_id = {row.transactional_id: row for row in rows}
 
         def select() -> list[Participant]:
@@ -394,7 +394,7 @@ class SimulatedStore:
         return found.outcome if found is not None else None
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.StateStore.incidents`. Nobody acknowledges anything here."""
+        """See :meth:`dualwrite.ports.StateStore.incidents`. In the simulation no incident is ever acknowledged."""
         del acknowledged
         return self._read(
             lambda: [found for key, found in self._database.incidents.items() if key[0].startswith(prefix)]
@@ -407,11 +407,11 @@ class SimulatedStore:
         )
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.note_told`. What processes are told is noted by the model."""
+        """See :meth:`dualwrite.ports.StateStore.note_told`. The model records which losses processes are told of."""
         del losses
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.ports.StateStore.acknowledge`: there is no person here."""
+        """See :meth:`dualwrite.ports.StateStore.acknowledge`. Not simulated: only people acknowledge incidents."""
         raise NotImplementedError
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
