@@ -46,6 +46,7 @@ class Servers:
         self._killed = itertools.count()
         self._suspended = itertools.count()
         self._broker_away = threading.Lock()
+        self._database_away = threading.Lock()
         self.leaderless = 0
         self.kafka = EmbeddedKafka(brokers=brokers)
         self.postgres = EmbeddedPostgres()
@@ -119,7 +120,7 @@ class Servers:
 
     def suspend_database(self) -> None:
         """SIGSTOP PostgreSQL with all its back ends, and SIGCONT."""
-        with self._outage():
+        with self._database_away, self._outage():
             server = self.postgres._process.pid
             back_ends = Path(f"/proc/{server}/task/{server}/children").read_text(encoding="ascii").split()
             stopped = []
@@ -157,7 +158,7 @@ class Servers:
 
     def stop_database(self) -> None:
         """Stop PostgreSQL at once, without a checkpoint, and start it again."""
-        with self._outage():
+        with self._database_away, self._outage():
             self.postgres.restart("immediate")
 
     @contextmanager
@@ -165,11 +166,13 @@ class Servers:
         began = time.monotonic()
         with self._changed:
             self._away += 1
-        yield
-        with self._changed:
-            self._away -= 1
-            self.outages.append((began, time.monotonic()))
-            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away -= 1
+                self.outages.append((began, time.monotonic()))
+                self._changed.notify_all()
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until all servers are there."""
