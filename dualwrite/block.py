@@ -24,7 +24,7 @@ _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_
 
 
 class Ending(Enum):
-    """How the end of a block ends its dual write."""
+    """The ways in which the end of a block ends its dual write."""
 
     COMMIT = "commit both sides"
     HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"

@@ -500,7 +500,7 @@ class StateStore(Protocol):
         On return it is durable, and no longer the connection's: a :class:`Participant` of the state's incarnation.
 
         Raises:
-            TransactionAborted: It was rolled back. The database may not allow prepared transactions, or not so many.
+            TransactionAborted: It was rolled back. The database may not allow prepared transactions, or no more of them.
             TransactionInDoubt: The answer is missing.
         """
         ...

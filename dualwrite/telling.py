@@ -94,8 +94,8 @@ def _as_error(incident: Incident, *, others: int) -> DecidedTransactionLost | Ou
     kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
     more = f"; {others} more: see `dualwrite status`" if others else ""
     return kind(
-        f"{incident.detail} (found at {incident.detected_at:%Y-%m-%d %H:%M:%S} by a process that ended before it told "
-        f"anybody{more})",
+        f"{incident.detail} (found at {incident.detected_at:%Y-%m-%d %H:%M:%S} by a process that ended before it "
+        f"reported the loss{more})",
         transactional_id=incident.transactional_id,
         state=incident.prepared_transaction_state,
     )

@@ -78,7 +78,7 @@ class Recorded:
 
 
 class Entry(Enum):
-    """How a run continues from the record."""
+    """The first step of a run, given the record."""
 
     FIRST = "record the destination"
     GO_ON = "go on: skip what is written"

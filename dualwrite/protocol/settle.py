@@ -25,7 +25,7 @@ yes      Ongoing, its id, a later epoch         all of it is its own            
 yes      anything else                          proof not asked                 prove
 yes      anything else                          proof not committed or aborted, look for what is still open
                                                 not asked
-yes      no such id, or another producer id     it is still open somewhere      wait, look again: nobody can end it there
+yes      no such id, or another producer id     it is still open somewhere      wait, look again: it cannot be ended there
 yes      Ongoing, its id, epoch, start, places  it is, evidence did not match   wait, look again: it may be ending
 yes      Ongoing, its id and epoch              all of it is its own, again     commit: a late request has begun it again
 yes      not retired                            it is still open somewhere      retire

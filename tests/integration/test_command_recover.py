@@ -96,7 +96,7 @@ def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(
         dying.setenv("DUALWRITE_FAILPOINT", "settle.recorded")
         assert dualwrite("recover", "case").returncode == -signal.SIGKILL
     assert dualwrite("status").returncode == 4
-    with pytest.raises(DecidedTransactionLost, match="ended before it told anybody"):
+    with pytest.raises(DecidedTransactionLost, match="ended before it reported the loss"):
         DualWriter("case", kafka=kafka, engine=engine).open()
     with DualWriter("case", kafka=kafka, engine=engine):  # once is enough
         pass
