@@ -89,6 +89,29 @@ def test_every_environment_variable_is_in_the_configuration_page():
     assert {name for name in named if not is_mentioned(name, text_of("configuration.md"))} == set()
 
 
+def named_modules():
+    """The modules in the tables of the architecture page: behind a full name, bare ones are its neighbours."""
+    for names in re.findall(r"^\| (`dualwrite\.[^|]*)", text_of("architecture.md"), re.MULTILINE):
+        full, *neighbours = re.findall(r"`([\w.]+)`", names)
+        yield full
+        yield from (f"{full.rpartition('.')[0]}.{name}" if name.isidentifier() else name for name in neighbours)
+
+
+def modules():
+    """The library's modules, without the helpers for tests, which the page names in part."""
+    for path in CODE:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if not name.endswith("__init__") and not name.startswith(
+            ("dualwrite.testing", "dualwrite.cli", "migrations.versions")
+        ):
+            yield re.sub("^(sinks|migrations)", r"dualwrite.\1", name)
+
+
+def test_the_architecture_page_names_every_module_and_no_other():
+    named = {name for name in named_modules() if not name.startswith("dualwrite.testing")}
+    assert named == {*modules(), "dualwrite.cli", "dualwrite.migrations.versions"}
+
+
 def test_every_page_is_in_the_table_of_contents():
     lines = "".join(blocks(DOCS / "index.md", r"\{toctree\}")).splitlines()
     listed = [line for line in lines if line and not line.startswith(":")]
