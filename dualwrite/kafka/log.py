@@ -2,12 +2,10 @@
 
 The proof is positive: the transaction's own first batch is still there, and so is the marker that ended it. Once
 everything that begins before that batch has ended, usually a moment after the transaction itself, one small
-``read_committed`` request
-at its offset suffices: with the batch, the leader sends the aborted transactions that span it. While a transaction is
-still open there, perhaps another producer's, the search reads the log from that batch to the producer's first control
-record.
-Consumers never see control records, so it fetches the log raw, and looks at batch headers only: it decompresses no
-data.
+``read_committed`` request at its offset suffices: with the batch, the leader sends the aborted transactions that span
+it. While a transaction is still open there, perhaps another producer's, the search reads the log from that batch to the
+producer's first control record. Consumers never see control records, so it fetches the log raw, and looks at batch
+headers only: it decompresses no data.
 """
 
 from __future__ import annotations

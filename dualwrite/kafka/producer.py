@@ -355,8 +355,8 @@ class TransactionalProducer:
             TransactionAborted, ConfigurationError: As :meth:`prepare_transaction`, if it was not called before.
             CompletionPending: The commit was not answered, and the transaction may be committed: complete it with a new
                 producer and ``prepared_state``, and do not run the work again.
-            Fenced: The commit failed because another owner took over, or the broker timed the transaction out; the
-                outcome is unknown.
+            Fenced: Another owner took over before the commit; or, with an unknown outcome, the commit was refused:
+                another owner took over, or the broker timed the transaction out.
             DecidedTransactionLost: The broker aborted a kept transaction.
             IllegalStateError: There is nothing to commit.
         """

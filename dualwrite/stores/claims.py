@@ -46,8 +46,7 @@ class Claim:
         """Lock the guard's row until the claim has committed, provided that our owner still holds it.
 
         A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of
-        our own that we do not know of. Every claim writes its owner, so the owner's name shows whose the last claim
-        was.
+        our own that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
 
         Args:
             connection: Inside the claim's transaction.

@@ -1,6 +1,6 @@
-"""Sends COMMIT or PREPARE TRANSACTION and tells its true outcome; rolls back connections in any state.
+"""Sends COMMIT or PREPARE TRANSACTION and reports its true outcome; rolls back connections in any state.
 
-Also refuses every COMMIT from elsewhere.
+Refuses any other COMMIT of a dual write's transaction.
 """
 
 from __future__ import annotations
