@@ -15,8 +15,10 @@ from dualwrite import failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import TransactionStatus
-from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.rows import StateRow
 from dualwrite.settling import settle
 
 logger = logging.getLogger(__name__)

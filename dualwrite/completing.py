@@ -13,8 +13,10 @@ from dataclasses import replace
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.observations import Outcome
-from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.store import StateStore
 from dualwrite.protocol.handed_over import CompletionStep, HandedOver, next_completion_step
+from dualwrite.protocol.rows import StateRow
 from dualwrite.settling import end_participants
 
 logger = logging.getLogger(__name__)

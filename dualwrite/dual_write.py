@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dualwrite.claiming import Ground
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.lane import Lane
-    from dualwrite.ports import Message
+    from dualwrite.ports.savepoints import Message
 
 logger = logging.getLogger(__name__)
 

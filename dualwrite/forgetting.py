@@ -22,7 +22,7 @@ from dualwrite.stores.state import SqlStateStore
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.recovery_plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0

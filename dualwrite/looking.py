@@ -10,7 +10,8 @@ from types import MappingProxyType
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.observations import TransactionView
-from dualwrite.ports import Participant, StateRow, TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settle import (
     QUESTIONS,
     Knowledge,

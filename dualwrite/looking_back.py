@@ -9,9 +9,11 @@ from typing import Final
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.store import StateStore
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
+from dualwrite.protocol.rows import StateRow
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,10 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.looking import inspect
 from dualwrite.mismatch import gone_back, other_cluster
-from dualwrite.ports import StateRow, StateStore, TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import lane_id, writer_of
+from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery_plan import IdStatus, Plan, describe
 from dualwrite.settling import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of

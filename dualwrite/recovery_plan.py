@@ -10,8 +10,8 @@ from typing import Final
 
 from dualwrite.looking import Unsettled
 from dualwrite.observations import TransactionStatus
-from dualwrite.ports import StateRow
 from dualwrite.protocol.naming import writer_of
+from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import SettleStep
 
 _MATTERS: Final = frozenset(

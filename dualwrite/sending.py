@@ -9,7 +9,7 @@ from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Transact
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.ports import Message, SavepointWatch
+    from dualwrite.ports.savepoints import Message, SavepointWatch
 
 
 class Sending:

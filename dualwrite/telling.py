@@ -12,7 +12,8 @@ from dualwrite.observations import Outcome
 from dualwrite.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
-    from dualwrite.ports import Incident, StateStore
+    from dualwrite.ports.store import StateStore
+    from dualwrite.protocol.rows import Incident
 
 logger = logging.getLogger(__name__)
 

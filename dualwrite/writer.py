@@ -43,7 +43,7 @@ from dualwrite.turns import Turns
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
 
 logger = logging.getLogger(__name__)
 

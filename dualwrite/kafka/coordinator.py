@@ -39,7 +39,7 @@ _OPEN: Final = frozenset(
 
 
 class KafkaCoordinator:
-    """:class:`~dualwrite.ports.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
+    """:class:`~dualwrite.ports.coordinator.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
 
     A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at
     once. Transient failures (a coordinator that moves, loads or is gone, a change of leader, a lost connection) are

@@ -8,7 +8,7 @@ from typing import Final
 
 from dualwrite.deadline import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
-from dualwrite.ports import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from confluent_kafka._types import HeadersType
 
     from dualwrite.kafka.evidence import Evidence
-    from dualwrite.ports import TransactionCoordinator
+    from dualwrite.ports.coordinator import TransactionCoordinator
 
 _SERVE_EVERY: Final = 256
 """Messages between two polls for delivery reports: often enough to limit memory, rarely enough to cost nothing."""

@@ -19,7 +19,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
-from dualwrite.ports import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import is_open, others_than, shows_same_transaction
 

@@ -12,7 +12,7 @@ import threading
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.ports import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 

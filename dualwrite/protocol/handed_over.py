@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
 
 if TYPE_CHECKING:
-    from dualwrite.ports import StateRow
     from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.rows import StateRow
 
 
 class CompletionStep(Enum):

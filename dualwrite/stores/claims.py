@@ -16,7 +16,7 @@ from dualwrite.stores.rows import in_chunks, read_rows
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.stores.dialect import Dialect
     from dualwrite.stores.tables import Tables
 

@@ -20,7 +20,7 @@ from dualwrite.stores.tables import declare_tables
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
 
 Result = TypeVar("Result")
 

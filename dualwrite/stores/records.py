@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import bindparam, func, select, update
 
 from dualwrite.observations import Outcome
-from dualwrite.ports import Incident
+from dualwrite.protocol.rows import Incident
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.rows import digest, in_chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Row, Select
 
-    from dualwrite.ports import StateRow
     from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.stores.dialect import Dialect
     from dualwrite.stores.tables import Tables
 

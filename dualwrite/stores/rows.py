@@ -13,9 +13,9 @@ from sqlalchemy import select
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
-from dualwrite.ports import StateRow
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.lost_decisions import contradiction
+from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.tables import MAX_ID_LENGTH
 
 if TYPE_CHECKING:

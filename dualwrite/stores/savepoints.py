@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import SessionTransaction
 
-    from dualwrite.ports import Message
+    from dualwrite.ports.savepoints import Message
     from dualwrite.stores.dialect import Dialect
 
 _STEP: Final = (
@@ -41,7 +41,7 @@ def _open_now(session: Session, transaction: SessionTransaction) -> None:
 
 
 class SavepointWatch:
-    """Watches one connection during one dual write. Implements :class:`dualwrite.ports.SavepointWatch`."""
+    """Watches one connection during one dual write. Implements :class:`dualwrite.ports.savepoints.SavepointWatch`."""
 
     def __init__(self, connection: Connection, dialect: Dialect, transactional_id: str) -> None:
         self._connection = connection
@@ -59,16 +59,16 @@ class SavepointWatch:
 
     @property
     def direct(self) -> bool:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.idle and not self._witness.doubtful and self._lost_track is None
 
     @property
     def holds(self) -> bool:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.holds
 
     def add(self, message: Message) -> None:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._require_track()
         if self._witness.doubtful or self._savepoints.needs_witness:
             self._renew_witness()
@@ -92,11 +92,11 @@ class SavepointWatch:
             self._require_track()
 
     def take(self) -> Sequence[Message]:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.take()
 
     def finish(self) -> None:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._judge_unanswered()
         self._require_track()
         if self._savepoints.witness:
@@ -111,7 +111,7 @@ class SavepointWatch:
         self.stop()
 
     def stop(self) -> None:
-        """See :class:`dualwrite.ports.SavepointWatch`."""
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         _watched.discard(self._connection)
         for name, listener in (("before_cursor_execute", self._before), ("after_cursor_execute", self._after)):
             if event.contains(self._connection, name, listener):

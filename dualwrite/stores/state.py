@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.ports import Participant
 from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.rows import Participant
 from dualwrite.stores import committing, participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from dualwrite.deadline import Deadline
     from dualwrite.observations import Outcome
-    from dualwrite.ports import Incident, StateRow
     from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.rows import Incident, StateRow
 
 Result = TypeVar("Result")
 _DECIDED: Final = "dualwrite.decided"
@@ -43,7 +43,7 @@ _ANSWER_S: Final = 2.0
 
 
 class SqlStateStore:
-    """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.StateStore`.
+    """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.store.StateStore`.
 
     Methods that take a connection run inside the caller's transaction. The others run in short transactions of their
     own, on other connections of the engine, at READ COMMITTED, and are retried after a conflict. Thread-safe.
@@ -122,12 +122,12 @@ class SqlStateStore:
     # Inside the caller's transaction
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.check_same_database`."""
+        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`."""
         _refuse_transaction(connection)
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.begin`."""
+        """See :meth:`dualwrite.ports.store.StateStore.begin`."""
         _refuse_transaction(connection)
         with self._mapped():
             try:
@@ -140,7 +140,7 @@ class SqlStateStore:
             committing.refuse_commits(connection)
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
-        """See :meth:`dualwrite.ports.StateStore.watch_savepoints`."""
+        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
         return SavepointWatch(connection, self._dialect, transactional_id)
 
     def read_incarnation(
@@ -151,7 +151,7 @@ class SqlStateStore:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
         bound = {"id_": transactional_id, "namespace_": namespace}
         with self._mapped(transactional_id):
             incarnation, prepared, *values = connection.execute(self._start, bound).one()
@@ -172,7 +172,7 @@ class SqlStateStore:
         within_s: float | None = None,
         answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.StateStore.decide`."""
+        """See :meth:`dualwrite.ports.store.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
         bound = {
             "id_": transactional_id,
@@ -198,7 +198,7 @@ class SqlStateStore:
         namespace: str | None = None,
         answer_s: float | None = None,
     ) -> bool:
-        """See :meth:`dualwrite.ports.StateStore.hold`."""
+        """See :meth:`dualwrite.ports.store.StateStore.hold`."""
         bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
             row = connection.execute(self._hold, bound).one_or_none()
@@ -209,11 +209,11 @@ class SqlStateStore:
             return True
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.ports.StateStore.run_deferred`."""
+        """See :meth:`dualwrite.ports.store.StateStore.run_deferred`."""
         committing.run_deferred(connection, self._dialect, transactional_id)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.ports.StateStore.commit`."""
+        """See :meth:`dualwrite.ports.store.StateStore.commit`."""
         names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
         name = next(iter(names)) if len(names) == 1 else None
         committing.commit(connection, self._dialect, name, answer_s=answer_s)
@@ -221,16 +221,16 @@ class SqlStateStore:
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.ports.StateStore.prepare`."""
+        """See :meth:`dualwrite.ports.store.StateStore.prepare`."""
         name = participants.name_of(row.namespace, state)
         committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
 
     def rollback(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.rollback`."""
+        """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         committing.rollback(connection)
 
     def discard(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.discard`."""
+        """See :meth:`dualwrite.ports.store.StateStore.discard`."""
         committing.discard(connection)
 
     @contextmanager
@@ -252,7 +252,7 @@ class SqlStateStore:
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.claim`. A retry after a conflict calls ``verify`` again."""
+        """See :meth:`dualwrite.ports.store.StateStore.claim`. A retry after a conflict calls ``verify`` again."""
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         claim = Claim(self._tables, self._dialect, owner=owner, cluster_id=cluster_id, raise_to=raise_to or {})
 
@@ -273,11 +273,11 @@ class SqlStateStore:
         return self._own.run(work) if ids else []
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.read`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read`."""
         return self._own.read(partial(read_rows, self._tables, sorted(set(transactional_ids))))
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.ports.StateStore.read_locked`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read_locked`."""
         # The server answers when the wait for the lock ends; if it does not, it counts as lost soon after.
         answer_s = deadline.remaining_s() + _ANSWER_S
         rows = self._locked([transactional_id], lambda rows: rows, deadline, answer_s=answer_s)
@@ -290,7 +290,7 @@ class SqlStateStore:
         return rows[0]
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.ports.StateStore.while_locked`."""
+        """See :meth:`dualwrite.ports.store.StateStore.while_locked`."""
         self._locked(transactional_ids, lambda _: work(), deadline)
 
     def _locked(
@@ -309,7 +309,7 @@ class SqlStateStore:
         )
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.find`."""
+        """See :meth:`dualwrite.ports.store.StateStore.find`."""
         state = self._tables.state
         statement = select(state).where(self._dialect.begins_with(state.c.transactional_id, prefix))
         return self._own.read(
@@ -317,17 +317,17 @@ class SqlStateStore:
         )
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.record_outcomes`."""
+        """See :meth:`dualwrite.ports.store.StateStore.record_outcomes`."""
         if outcomes:
             self._own.run(lambda connection: self._records.record(connection, outcomes))
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.mark_settled`."""
+        """See :meth:`dualwrite.ports.store.StateStore.mark_settled`."""
         if incarnations:
             self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.StateStore.participants`. There are none on SQLite."""
+        """See :meth:`dualwrite.ports.store.StateStore.participants`. There are none on SQLite."""
         by_namespace = {row.namespace: row for row in rows}
         found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
         return [
@@ -345,33 +345,33 @@ class SqlStateStore:
         ]
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.ports.StateStore.end_participant`."""
+        """See :meth:`dualwrite.ports.store.StateStore.end_participant`."""
         with self._mapped(participant.row.transactional_id):
             participants.end(self._engine, participant.name, committed=committed)
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """See :meth:`dualwrite.ports.StateStore.incident`."""
+        """See :meth:`dualwrite.ports.store.StateStore.incident`."""
         return self._own.read(lambda connection: self._records.incident(connection, transactional_id, state))
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.StateStore.incidents`."""
+        """See :meth:`dualwrite.ports.store.StateStore.incidents`."""
         return self._own.read(lambda connection: self._records.incidents(connection, prefix, acknowledged=acknowledged))
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.StateStore.incidents_of`."""
+        """See :meth:`dualwrite.ports.store.StateStore.incidents_of`."""
         return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.note_told`."""
+        """See :meth:`dualwrite.ports.store.StateStore.note_told`."""
         if losses:
             self._own.run(lambda connection: self._records.note_told(connection, losses))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.ports.StateStore.acknowledge`."""
+        """See :meth:`dualwrite.ports.store.StateStore.acknowledge`."""
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.ports.StateStore.transaction_verdict`.
+        """See :meth:`dualwrite.ports.store.StateStore.transaction_verdict`.
 
         ``UNKNOWN`` on SQLite, where only the row shows the outcome; on PostgreSQL for a transaction that is too old or
         still runs, and after a restart or failover of the server.

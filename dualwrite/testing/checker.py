@@ -20,7 +20,7 @@ from dualwrite.testing.reading import Record, read_committed, stable_ends
 from dualwrite.testing.verdict import Finding, Kind, Place, Verdict, compare, compare_readings
 
 if TYPE_CHECKING:
-    from dualwrite.ports import Incident, StateRow
+    from dualwrite.protocol.rows import Incident, StateRow
 
 
 def value_as_text(record: Record) -> str:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from typing_extensions import Self
 
-    from dualwrite.ports import Incident, StateRow, TransactionCoordinator
+    from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.rows import Incident, StateRow
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
     from dualwrite.stores.runs import Run

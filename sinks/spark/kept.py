@@ -24,7 +24,7 @@ from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore
 
 if TYPE_CHECKING:
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.sinks.spark.settings import SinkOptions
 
 logger = logging.getLogger(__name__)

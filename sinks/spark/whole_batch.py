@@ -31,7 +31,7 @@ from dualwrite.stores.ledger import WHOLE_BATCH
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.undecided import Undecided
 

@@ -9,7 +9,7 @@ from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.observations import Outcome
-from dualwrite.ports import StateRow
+from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 
 

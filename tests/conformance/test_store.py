@@ -421,7 +421,7 @@ def test_no_database_error_escapes_unmapped(database: Database) -> None:
 def database_row() -> Any:
     from datetime import datetime, timezone
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
 
     return StateRow("a", prepared(1), "n", 1, 0, None, "c", "me", datetime.now(timezone.utc))
 

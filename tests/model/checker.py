@@ -10,7 +10,7 @@ from dualwrite.testing.simulator.partition import committed_values, last_stable_
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.testing.simulator.scheduler import Simulation
     from model.owners import Told, Write
 

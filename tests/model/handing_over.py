@@ -32,8 +32,8 @@ from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, W
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from dualwrite.ports import StateRow
     from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Simulation
     from model.owners import Told

@@ -40,7 +40,7 @@ from dualwrite.testing.simulator.store import SimulatedStore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dualwrite.ports import StateRow
+    from dualwrite.protocol.rows import StateRow
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Simulation
 

@@ -6,8 +6,8 @@ from harness.databases import prepared
 from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.ports import StateRow
 from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.rows import StateRow
 from dualwrite.resolving import resolve_commit
 
 OURS = prepared(1)

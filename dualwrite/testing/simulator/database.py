@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Final, TypeVar
 
-from dualwrite.ports import Incident, StateRow
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.rows import Incident, StateRow
 
 _WHOLE: Final = "*"
 ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)

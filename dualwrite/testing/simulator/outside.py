@@ -57,7 +57,7 @@ Answer = TypeVar("Answer")
 
 
 class SimulatedCoordinator:
-    """:class:`~dualwrite.ports.TransactionCoordinator` over the simulated broker, for processes of the simulation."""
+    """Implements :class:`~dualwrite.ports.coordinator.TransactionCoordinator` over the simulated broker."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

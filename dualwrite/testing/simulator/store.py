@@ -17,7 +17,7 @@ from dualwrite.errors import (
 )
 from dualwrite.mismatch import gone_back
 from dualwrite.observations import Outcome
-from dualwrite.ports import Incident, Participant, StateRow
+from dualwrite.protocol.rows import Incident, Participant, StateRow
 from dualwrite.stores.participants import name_of, parse
 from dualwrite.stores.rows import check_not_gone_back
 from dualwrite.testing.simulator.connection import SimulatedConnection
@@ -52,7 +52,7 @@ def _of(connection: Connection) -> SimulatedConnection:
 
 
 class SimulatedStore:
-    """:class:`~dualwrite.ports.StateStore` over the simulated database.
+    """:class:`~dualwrite.ports.store.StateStore` over the simulated database.
 
     Args:
         simulation: The simulation with the database.
@@ -67,7 +67,7 @@ class SimulatedStore:
     # Inside the caller's transaction
 
     def begin(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.begin`."""
+        """See :meth:`dualwrite.ports.store.StateStore.begin`."""
         used = _of(connection)
         if used.in_transaction:
             raise IllegalStateError("the connection is already in a transaction")
@@ -89,7 +89,7 @@ class SimulatedStore:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.ports.StateStore.read_incarnation`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
         row = self._mapped(_of(connection), "SELECT", lambda session: self._database.read(session, transactional_id))
         if row is None or namespace not in {None, row.namespace}:
             return None
@@ -109,7 +109,7 @@ class SimulatedStore:
         within_s: float | None = None,
         answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.StateStore.decide`. The scheduler chooses when a session ends."""
+        """See :meth:`dualwrite.ports.store.StateStore.decide`. The scheduler chooses when a session ends."""
         del idle_s, within_s, answer_s
 
         def update(session: Session) -> tuple[bool, str | None]:
@@ -130,7 +130,7 @@ class SimulatedStore:
         namespace: str | None = None,
         answer_s: float | None = None,
     ) -> bool:
-        """See :meth:`dualwrite.ports.StateStore.hold`."""
+        """See :meth:`dualwrite.ports.store.StateStore.hold`."""
         del answer_s
 
         def share(session: Session) -> bool:
@@ -139,12 +139,12 @@ class SimulatedStore:
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.ports.StateStore.run_deferred`. The simulated database defers nothing."""
+        """See :meth:`dualwrite.ports.store.StateStore.run_deferred`. The simulated database defers nothing."""
 
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.ports.StateStore.prepare`."""
+        """See :meth:`dualwrite.ports.store.StateStore.prepare`."""
         del answer_s
         name = name_of(row.namespace, state)
         self._end(
@@ -154,7 +154,7 @@ class SimulatedStore:
         )
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.ports.StateStore.commit`."""
+        """See :meth:`dualwrite.ports.store.StateStore.commit`."""
         del answer_s
         self._end(_of(connection), "COMMIT", self._database.commit)
 
@@ -173,13 +173,13 @@ class SimulatedStore:
             raise TransactionInDoubt(f"the answer to {label} is missing") from error
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.check_same_database`. There is one simulated database."""
+        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. There is one simulated database."""
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> None:
-        """See :meth:`dualwrite.ports.StateStore.watch_savepoints`. The simulated database has no savepoints."""
+        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`. The simulated database has no savepoints."""
 
     def rollback(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.rollback`."""
+        """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         self._roll_back(_of(connection))
 
     def _roll_back(self, used: SimulatedConnection) -> None:
@@ -190,7 +190,7 @@ class SimulatedStore:
                 used.lose()
 
     def discard(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.StateStore.discard`."""
+        """See :meth:`dualwrite.ports.store.StateStore.discard`."""
         _of(connection).lose()
 
     @staticmethod
@@ -249,7 +249,7 @@ class SimulatedStore:
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.claim`."""
+        """See :meth:`dualwrite.ports.store.StateStore.claim`."""
         ids = sorted(set(transactional_ids))
         database = self._database
 
@@ -287,11 +287,11 @@ class SimulatedStore:
         return used.run("UPDATE", update)
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.read`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read`."""
         return self._read(lambda: self._database.find_all(transactional_ids))
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.ports.StateStore.read_locked`."""
+        """See :meth:`dualwrite.ports.store.StateStore.read_locked`."""
         del deadline  # the scheduler chooses how long a lock wait lasts
         row = self._run(lambda used: self._lock(used, transactional_id))
         if row is None:
@@ -299,7 +299,7 @@ class SimulatedStore:
         return row
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.ports.StateStore.while_locked`."""
+        """See :meth:`dualwrite.ports.store.StateStore.while_locked`."""
         del deadline
 
         def locked(used: SimulatedConnection) -> None:
@@ -313,11 +313,11 @@ class SimulatedStore:
         return used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, name))
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.StateStore.find`."""
+        """See :meth:`dualwrite.ports.store.StateStore.find`."""
         return self._read(lambda: self._database.find(prefix))
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.record_outcomes`."""
+        """See :meth:`dualwrite.ports.store.StateStore.record_outcomes`."""
         ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
 
         def work(used: SimulatedConnection) -> None:
@@ -343,7 +343,7 @@ class SimulatedStore:
         used.run("UPDATE", update)
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.mark_settled`."""
+        """See :meth:`dualwrite.ports.store.StateStore.mark_settled`."""
         database = self._database
 
         def raise_mark(used: SimulatedConnection, name: str) -> None:
@@ -362,7 +362,7 @@ class SimulatedStore:
             self._run(work)
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.StateStore.participants`. If nothing is prepared, this takes no step."""
+        """See :meth:`dualwrite.ports.store.StateStore.participants`. If nothing is prepared, this takes no step."""
         by_id = {row.transactional_id: row for row in rows}
 
         def select() -> list[Participant]:
@@ -376,7 +376,7 @@ class SimulatedStore:
         return self._read(select) if self._database.prepared and by_id else []
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.ports.StateStore.end_participant`."""
+        """See :meth:`dualwrite.ports.store.StateStore.end_participant`."""
         key = participant.name, participant.row.transactional_id
         used = SimulatedConnection(self._simulation)
         session = used.session
@@ -389,33 +389,33 @@ class SimulatedStore:
             used.close()
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """See :meth:`dualwrite.ports.StateStore.incident`."""
+        """See :meth:`dualwrite.ports.store.StateStore.incident`."""
         found = self._read(lambda: self._database.incidents.get((transactional_id, str(state))))
         return found.outcome if found is not None else None
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.StateStore.incidents`. In the simulation no incident is ever acknowledged."""
+        """See :meth:`dualwrite.ports.store.StateStore.incidents`. In the simulation no incident is ever acknowledged."""
         del acknowledged
         return self._read(
             lambda: [found for key, found in self._database.incidents.items() if key[0].startswith(prefix)]
         )
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.StateStore.incidents_of`."""
+        """See :meth:`dualwrite.ports.store.StateStore.incidents_of`."""
         return self._read(
             lambda: [found for key, found in self._database.incidents.items() if key[0] in transactional_ids]
         )
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.ports.StateStore.note_told`. The model records which losses processes are told of."""
+        """See :meth:`dualwrite.ports.store.StateStore.note_told`. The model records which losses processes are told of."""
         del losses
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.ports.StateStore.acknowledge`. Not simulated: only people acknowledge incidents."""
+        """See :meth:`dualwrite.ports.store.StateStore.acknowledge`. Not simulated: only people acknowledge incidents."""
         raise NotImplementedError
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.ports.StateStore.transaction_verdict`."""
+        """See :meth:`dualwrite.ports.store.StateStore.transaction_verdict`."""
         return self._read(lambda: self._database.verdict(transaction))
 
 

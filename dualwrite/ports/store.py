@@ -1,267 +1,23 @@
-"""The ports: Kafka and the database as the recipes need them, as small protocols.
-
-The real adapters are in ``dualwrite.kafka`` and ``dualwrite.stores``. Every call is bounded by the deadline it is given; if a
-server does not answer until then, the call raises :class:`~dualwrite.errors.Unavailable`: silence is never an answer.
-"""
+"""The port to the database: one protocol for each of its users, and the store that is all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, TypeAlias
-
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.naming import kafka_id
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.deadline import Deadline
-    from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionView
+    from dualwrite.observations import Outcome
+    from dualwrite.ports.savepoints import SavepointWatch
+    from dualwrite.prepared_state import PreparedTxnState
     from dualwrite.protocol.doubt import DatabaseVerdict
-    from dualwrite.protocol.lost_decisions import Later
+    from dualwrite.protocol.rows import Incident, Participant, StateRow
 
 
-@dataclass(frozen=True)
-class StateRow:
-    """One row of ``kafka_transaction_state``.
-
-    Attributes:
-        transactional_id: The user's name of the sequence of dual writes.
-        prepared: The newest decided transaction; the empty state if there was none.
-        namespace: Random text made with the row; part of every Kafka id.
-        incarnation: Raised by every claim. The last claimant is the owner.
-        settled_incarnation: This incarnation and all below it are complete.
-        completed: The outcome of ``prepared`` in Kafka, once recorded.
-        cluster_id: The Kafka cluster that the row belongs to.
-        owner: The name of the last claimant.
-        updated_at: When the row last changed, by the database's clock.
-    """
-
-    transactional_id: str
-    prepared: PreparedTxnState
-    namespace: str
-    incarnation: int
-    settled_incarnation: int
-    completed: Outcome | None
-    cluster_id: str
-    owner: str
-    updated_at: datetime
-
-    def kafka_id(self, incarnation: int) -> str:
-        """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
-        return kafka_id(self.transactional_id, self.namespace, incarnation)
-
-
-@dataclass(frozen=True)
-class Participant:
-    """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for the decision on its row.
-
-    Attributes:
-        row: The row.
-        incarnation: The incarnation of the row that prepared it.
-        name: The database's name for it.
-        decided: Whether the row names the Kafka transaction that it was prepared with.
-        prepared_at: When it was prepared, by the database's clock.
-    """
-
-    row: StateRow
-    incarnation: int
-    name: str
-    decided: bool
-    prepared_at: datetime
-
-
-@dataclass(frozen=True)
-class Incident:
-    """One decided transaction that Kafka does not have, or whose outcome is unknown. It stays until a person has looked.
-
-    Attributes:
-        transactional_id: The id that the transaction ran under.
-        prepared_transaction_state: The transaction's text form: it names the partitions and the first offsets.
-        outcome: ``LOST`` or ``UNVERIFIABLE``.
-        detail: The evidence, for people to read.
-        detected_at: When it was recorded, by the database's clock.
-        acknowledged_at: When a person acknowledged it; None until then.
-        told_at: When it was reported to a caller, by an error or a report; None until then.
-    """
-
-    transactional_id: str
-    prepared_transaction_state: str
-    outcome: Outcome
-    detail: str
-    detected_at: datetime
-    acknowledged_at: datetime | None
-    told_at: datetime | None = None
-
-    @property
-    def state(self) -> PreparedTxnState:
-        """The transaction."""
-        return PreparedTxnState.from_string(self.prepared_transaction_state)
-
-
-class TransactionCoordinator(Protocol):
-    """Kafka's coordinator and log, as seen by a client other than the producer. Every call may be repeated."""
-
-    def cluster_id(self, deadline: Deadline) -> str:
-        """The id of the cluster that the bootstrap servers belong to."""
-        ...
-
-    def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
-        """The broker's ``transaction.max.timeout.ms``; None if we may not read it."""
-        ...
-
-    def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
-        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``."""
-        ...
-
-    def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
-        """All transactional ids with that prefix that any coordinator knows."""
-        ...
-
-    def open_offsets(
-        self, states: Sequence[PreparedTxnState], deadline: Deadline
-    ) -> Sequence[Mapping[tuple[str, int], int | None]]:
-        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
-
-        Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that certainly
-        no longer exists is left out: its topic was deleted, perhaps recreated with another id.
-        """
-        ...
-
-    def producer_open_offsets(
-        self, producer_id: int, epoch: int, partitions: Collection[tuple[str, int]], deadline: Deadline
-    ) -> Mapping[tuple[str, int], int | None]:
-        """Where the open transaction of a producer began in each (topic, partition); None where it has nothing open.
-
-        Asks the current leaders (``DescribeProducers``).
-        """
-        ...
-
-    def still_open(
-        self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
-    ) -> Sequence[Mapping[tuple[str, int], int]]:
-        """For each producer id with (topic, partition) pairs: those in which it has a transaction open, and where that began.
-
-        Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
-        """
-        ...
-
-    def end(
-        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
-    ) -> Mapping[str, EndAnswer]:
-        """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch. A request may be sent more than once.
-
-        With ``once`` it is not: an id whose one request was not answered is missing from the answer.
-        """
-        ...
-
-    def retire(
-        self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
-    ) -> Mapping[str, tuple[int, int]]:
-        """Send ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
-
-        Args:
-            kafka_ids: The ids.
-            deadline: Limits the whole call.
-            timeouts_ms: The transaction timeout for ids under which something must still be ended; others get a short one.
-
-        Returns:
-            By id, its new producer id and epoch.
-        """
-        ...
-
-    def add_partitions(
-        self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
-    ) -> Mapping[str, bool]:
-        """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
-
-        Returns:
-            By id, whether they were added; False if the id has another producer id or epoch, or a partition is gone.
-        """
-        ...
-
-    def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """The log's proof of the outcome of each state's transaction."""
-        ...
-
-    def prove_now(
-        self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
-    ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
-        """For each state, the present proof of the log of each (topic, partition). Does not wait for markers or leaders.
-
-        None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
-
-        Args:
-            states: The transactions.
-            deadline: Limits the whole call.
-            read_on: Whether to read on, which may take long, where something is open before a transaction. Otherwise the proof
-                is ``OPEN`` there.
-        """
-        ...
-
-    def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """For each state, the later activity of its producer in the logs of its partitions."""
-        ...
-
-    def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
-        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections. May be called more than once."""
-        ...
-
-
-Message: TypeAlias = "Callable[[TransactionalProducer], None]"
-"""Hands one message, many, or offsets to the producer that it is called with."""
-
-
-class SavepointWatch(Protocol):
-    """The savepoints that are open on the connection of a dual write, and the messages that wait for them."""
-
-    @property
-    def direct(self) -> bool:
-        """Whether a message may go to the producer at once, without :meth:`add`."""
-        ...
-
-    @property
-    def holds(self) -> bool:
-        """Whether a message that is added now waits for a savepoint."""
-        ...
-
-    def add(self, message: Message) -> None:
-        """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
-
-        Raises:
-            TransactionAborted: Its savepoint cannot be known: both sides must abort.
-            IllegalStateError: Its savepoint cannot be asked for now: the driver's connection is in the middle of a COPY.
-            Unavailable: The database does not answer.
-        """
-        ...
-
-    def take(self) -> Sequence[Message]:
-        """The messages to send now, in the order in which they were produced; each is taken once."""
-        ...
-
-    def finish(self) -> None:
-        """Release all open savepoints, as the database is about to commit, and stop watching.
-
-        Raises:
-            TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
-            Unavailable: The database does not answer.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Stop watching. May be called more than once."""
-        ...
-
-
-class StateStore(Protocol):
-    """The rows in the user's database. Methods that take a connection run inside the caller's transaction there."""
+class Claims(Protocol):
+    """Who owns which id."""
 
     def claim(
         self,
@@ -322,6 +78,10 @@ class StateStore(Protocol):
         """All rows whose id begins with the prefix, in order of id."""
         ...
 
+
+class Records(Protocol):
+    """What became of decided transactions, and of what was prepared with them."""
+
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
         """Record the outcome of each row's ``prepared``, with a detail for people, in one transaction.
 
@@ -369,6 +129,10 @@ class StateStore(Protocol):
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """The database's own verdict on a transaction that :meth:`decide` named."""
         ...
+
+
+class Decisions(Protocol):
+    """One dual write's database transaction, on the caller's connection."""
 
     def check_same_database(self, connection: Connection) -> None:
         """Refuse a connection to a database other than that of the rows. The connection is left as it is.
@@ -527,3 +291,7 @@ class StateStore(Protocol):
     def discard(self, connection: Connection) -> None:
         """Discard the connection, whatever it has open: it must not be used again. Never raises."""
         ...
+
+
+class StateStore(Claims, Records, Decisions, Protocol):
+    """The rows in the user's database."""

@@ -1,0 +1,53 @@
+"""The port to the savepoints of a connection, and to the messages that wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import TransactionalProducer
+
+Message: TypeAlias = "Callable[[TransactionalProducer], None]"
+"""Hands one message, many, or offsets to the producer that it is called with."""
+
+
+class SavepointWatch(Protocol):
+    """The savepoints that are open on the connection of a dual write, and the messages that wait for them."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether a message may go to the producer at once, without :meth:`add`."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message that is added now waits for a savepoint."""
+        ...
+
+    def add(self, message: Message) -> None:
+        """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
+
+        Raises:
+            TransactionAborted: Its savepoint cannot be known: both sides must abort.
+            IllegalStateError: Its savepoint cannot be asked for now: the driver's connection is in the middle of a COPY.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def take(self) -> Sequence[Message]:
+        """The messages to send now, in the order in which they were produced; each is taken once."""
+        ...
+
+    def finish(self) -> None:
+        """Release all open savepoints, as the database is about to commit, and stop watching.
+
+        Raises:
+            TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Stop watching. May be called more than once."""
+        ...
