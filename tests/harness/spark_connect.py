@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pyspark.sql import SparkSession
+from tenacity import retry, retry_if_exception_message, stop_after_attempt
 
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
 from harness.driver_process import DriverProcess
@@ -51,7 +52,17 @@ def _files(source: str):
     return SparkSession.active().readStream.schema(schema).option("maxFilesPerTrigger", "1").parquet(source)
 
 
+# Spark gives a Python worker ten seconds to start, which a busy machine does not always keep.
+@retry(
+    retry=retry_if_exception_message(match="(?s).*worker failed to connect back"),
+    stop=stop_after_attempt(5),
+    reraise=True,
+)
+def _started(writer):
+    return writer.start()
+
+
 def _run(writer, checkpoint: str) -> str:
-    query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query = _started(writer.option("checkpointLocation", checkpoint).trigger(availableNow=True))
     query.awaitTermination()
     return query.id
