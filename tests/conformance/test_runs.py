@@ -97,7 +97,8 @@ def test_runs_that_are_long_over_are_forgotten_and_the_next_ones_begin(database:
     assert forgetting.forget_runs("sink", limit, dry_run=True) == 1
     assert forgetting.forget_runs("sink", limit, dry_run=False) == 1
     assert forgetting.forget_runs("", limit, dry_run=True, name="sink.spark") == 0
-    left = {tuple(row) for row in database.engine().connect().execute(database.tables.run.select())}
+    with database.engine().connect() as connection:
+        left = {tuple(row) for row in connection.execute(database.tables.run.select())}
     assert {(row[0], row[1]) for row in left} == {("sink", "leased"), ("sink", "young"), ("another sink", "old")}
     with database.engine().begin() as connection:
         assert elsewhere is not None
