@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Claims(Protocol):
-    """Who owns which id."""
+    """The ownership of transactional ids."""
 
     def claim(
         self,
@@ -80,7 +80,7 @@ class Claims(Protocol):
 
 
 class Records(Protocol):
-    """What became of decided transactions, and of what was prepared with them."""
+    """The outcomes of decided transactions, and of the database transactions prepared with them."""
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
         """Record the outcome of each row's ``prepared``, with a detail for people, in one transaction.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -26,6 +27,13 @@ Make: TypeAlias = Callable[[pa.RecordBatch], pa.Array]
 
 _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 16 * 2**20
+
+
+def awaited(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch] | None:
+    """Wait for the first batch. Returns all batches, that one included; None if there are none."""
+    source = iter(batches)
+    first = next(source, None)
+    return None if first is None else chain([first], source)
 
 
 def projected_batches(

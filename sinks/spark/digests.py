@@ -33,7 +33,7 @@ _HASHED: Final = (
 )  # fmt: skip
 """The types that ``xxhash64`` takes in every version of Spark."""
 _SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
-"""What it raises to ask a version of Spark for what that does not have: other than in Java, and ``None`` for a null."""
+"""Raised where a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
 _INDETERMINATE: Final = "INDETERMINATE"
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -25,7 +24,7 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
-from dualwrite.sinks.spark.batches import projected_batches
+from dualwrite.sinks.spark.batches import awaited, projected_batches
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, other_rows
 from dualwrite.sinks.spark.kept import servers
@@ -138,12 +137,11 @@ def write_partition(
     """
     failpoints.hit("spark.task_started")
     if taken is not None:
-        source = iter(batches)
-        first = next(source, None)
-        if first is None:
+        rows = awaited(batches)
+        if rows is None:
             # Without a connection: most partitions of a shuffle may be empty.
             return PartitionReport(partition, 0, 0, written=False, empty=True)
-        batches = chain([first], source)
+        batches = rows
     with servers(task.options) as found:
         report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run), taken).run(batches)
     failpoints.hit("spark.task_done")
@@ -205,12 +203,11 @@ class _Writing:
         return True
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
-        source = iter(batches)
-        first = next(source, None)
-        if first is None:
+        rows = awaited(batches)
+        if rows is None:
             self._write_nothing()
         else:
-            self._write_rows(chain([first], source))
+            self._write_rows(rows)
 
     def _write_nothing(self) -> None:
         """Of a partition without rows only the ledger knows: it needs no slot and no producer."""

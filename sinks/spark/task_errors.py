@@ -1,4 +1,4 @@
-"""What a job's failure says first: Spark wraps the reason into a hundred lines of its own."""
+"""Puts the reason of a failed job first: Spark wraps it in a hundred lines of its own."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from dualwrite.errors import TransactionAborted
 from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.batch_entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
+from dualwrite.sinks.spark.batches import awaited
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.kept import servers
 from dualwrite.sinks.spark.prepared import bound_waiting, ran_out, require_room, waited_in_vain
@@ -106,9 +106,8 @@ def prepare_partition(
         DualWriteError: This attempt has prepared nothing that could be decided.
     """
     failpoints.hit("spark.task_started")
-    source = iter(batches)
-    first = next(source, None)
-    if first is None:
+    rows = awaited(batches)
+    if rows is None:
         return None  # without a connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
@@ -117,7 +116,7 @@ def prepare_partition(
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
             return None
-        undecided = _prepare(attempt, layout, chain([first], source), staging=staging)
+        undecided = _prepare(attempt, layout, rows, staging=staging)
     failpoints.hit("spark.task_done")
     return undecided
 

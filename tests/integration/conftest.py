@@ -56,7 +56,7 @@ def writer(kafka, engine):
 
 @pytest.fixture
 def both(engine, orders, kafka, dualwrite_topic):
-    """What both sides show once no transaction is open: the ids of the rows, and the messages as numbers, sorted."""
+    """Reads both sides once no transaction is open: the ids of the rows, and the messages as numbers, sorted."""
 
     def read():
         messages = sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
