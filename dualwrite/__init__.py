@@ -19,7 +19,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
     from dualwrite.blocking import blocking_transactions

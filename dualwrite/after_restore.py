@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from dualwrite.deadline import Deadline
 from dualwrite.looking_back import lost_decisions, lost_detail
-from dualwrite.observations import TransactionStatus
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import is_drawn, parsed
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy.orm import Session
 
 from dualwrite.dual_write import DualWrite
-from dualwrite.protocol.write_life import WriteState
+from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.telling import noting_told
 from dualwrite.transaction import Transaction
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
-from dualwrite.mismatch import gone_back
-from dualwrite.observations import TransactionStatus
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
+from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.settling import settle
 

@@ -1,7 +1,7 @@
 """Completes handed-over transactions without a claim, so that their owners can go on with their producers.
 
-:mod:`dualwrite.protocol.handed_over` decides the steps. A claim and :func:`dualwrite.settling.settle` end everything that
-they leave.
+:mod:`dualwrite.protocol.batches.handed_over` decides the steps. A claim and :func:`dualwrite.settling.settle` end
+everything that they leave.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline, GrowingPause
-from dualwrite.observations import Outcome
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
-from dualwrite.protocol.handed_over import CompletionStep, HandedOver, next_completion_step
+from dualwrite.protocol.batches.handed_over import CompletionStep, HandedOver, next_completion_step
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.settling import end_participants
 

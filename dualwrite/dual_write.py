@@ -22,11 +22,11 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.allowance import Allowance, allow
-from dualwrite.protocol.doubt import DoubtStep
-from dualwrite.protocol.machine import Machine
-from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.commit_in_doubt import DoubtStep
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.resolving import resolve_commit
 from dualwrite.sending import Sending
 

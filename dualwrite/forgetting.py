@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import recovery
-from dualwrite.observations import TransactionStatus
 from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
 from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.forgetting import Forgetting, before
 from dualwrite.stores.schema import check_schema

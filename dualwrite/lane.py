@@ -19,15 +19,15 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.ends import know_end
 from dualwrite.losses import FoundLoss, Losses
-from dualwrite.mismatch import gone_back
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.handed_over import may_go_on
+from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lost_decisions import contradiction
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.mismatch import gone_back
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Partition, is_older
+from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.settling import settle
 from dualwrite.telling import note_told
 from dualwrite.turns import NoTurn, Turns

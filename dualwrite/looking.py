@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.observations import TransactionView
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.observations import TransactionView
 from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settle import (
     QUESTIONS,

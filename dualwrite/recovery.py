@@ -22,9 +22,9 @@ from dualwrite.errors import DatabaseWentBack, Fenced
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.looking import inspect
-from dualwrite.mismatch import gone_back, other_cluster
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
+from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery_plan import IdStatus, Plan, describe

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Final
 
 from dualwrite.looking import Unsettled
-from dualwrite.observations import TransactionStatus
 from dualwrite.protocol.naming import writer_of
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import SettleStep
 

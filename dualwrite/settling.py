@@ -23,11 +23,11 @@ from dualwrite.errors import (
 )
 from dualwrite.looking import Asking, Unsettled, unsettled
 from dualwrite.looking_back import lost_decisions, lost_detail
-from dualwrite.mismatch import gone_back
-from dualwrite.observations import EndAnswer, Outcome
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.mismatch import gone_back
+from dualwrite.protocol.observations import EndAnswer, Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settle import (
     Partition,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
     from dualwrite.ports.store import StateStore

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from dualwrite.dual_write import DualWrite
-    from dualwrite.prepared_state import PreparedTxnState
-    from dualwrite.protocol.write_life import WriteState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.protocol.tables.write_life import WriteState
 
 
 class Transaction:

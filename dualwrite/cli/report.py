@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualwrite.after_restore import Forgotten
-from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.recovery import RecoveryReport
 from dualwrite.recovery_plan import IdStatus

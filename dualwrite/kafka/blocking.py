@@ -11,8 +11,8 @@ from typing import Final
 
 from dualwrite.deadline import now_s
 from dualwrite.kafka.partitions import OpenOffsets, Place
-from dualwrite.observations import TransactionView
 from dualwrite.protocol.naming import is_drawn, parsed, writer_of
+from dualwrite.protocol.observations import TransactionView
 
 HELD_BACK_S: Final = 5.0
 """A transaction that has held back readers for this long is worth a warning."""

@@ -18,9 +18,9 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, open_offsets
 from dualwrite.kafka.routing import Coordinators, Partition, Topic, Topics
-from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.lost_decisions import Later
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,12 +11,12 @@ from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTx
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import verdict
 from dualwrite.kafka.network import Message, NotYet
-from dualwrite.observations import EndAnswer
+from dualwrite.protocol.observations import EndAnswer
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
     from dualwrite.kafka.routing import Coordinators, Partition
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
 
 # Version 5 would raise the producer's epoch: the broker would refuse every repetition and fence the owner.
 _NEWEST_END_VERSION: Final = 4

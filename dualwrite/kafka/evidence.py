@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
-from dualwrite.observations import TransactionStatus, TransactionView
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import OFFSETS_TOPIC
 
 if TYPE_CHECKING:

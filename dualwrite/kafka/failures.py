@@ -24,7 +24,7 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.protocol.producer_life import ProducerEvent
+from dualwrite.protocol.tables.producer_life import ProducerEvent
 
 
 class Phase(Enum):

@@ -24,9 +24,9 @@ from dualwrite.kafka.evidence import OLD_S
 from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error
 from dualwrite.kafka.handle import MakeHandle
 from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction, judged_whole
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.known_end import Ended, EndStep
-from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -19,10 +19,10 @@ from dualwrite.kafka.bounded_call import NoAnswer
 from dualwrite.kafka.deliveries import Deliveries
 from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.handle import Handle, IdLogger
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.known_end import Ended
-from dualwrite.protocol.machine import Machine
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec

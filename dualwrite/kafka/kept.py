@@ -18,9 +18,9 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import is_open, others_than, shows_same_transaction
 
 _AT_REST = frozenset(

@@ -19,8 +19,8 @@ from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, describe_producers
 from dualwrite.kafka.routing import Leader, Partition, Topics
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.lost_decisions import Later
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 Sequenced = tuple[int, int]
 """An epoch and a sequence number, which identify a record of a producer."""

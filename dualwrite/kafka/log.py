@@ -26,8 +26,8 @@ from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.network import Message, NotYet
 from dualwrite.kafka.partitions import Place, end_offsets, leader_epochs
 from dualwrite.kafka.routing import Leader, Partition, Topics
-from dualwrite.observations import LogProof
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import LogProof
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 logger = logging.getLogger(__name__)
 

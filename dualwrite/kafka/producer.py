@@ -32,9 +32,9 @@ from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.kept import Completion, KeptTransaction
 from dualwrite.kafka.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.producer_life import WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.producer_life import WAY_ON, ProducerEvent, ProducerState
 
 if TYPE_CHECKING:
     from typing_extensions import Self

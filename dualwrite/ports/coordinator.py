@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
-    from dualwrite.observations import EndAnswer, LogProof, TransactionView
-    from dualwrite.prepared_state import PreparedTxnState
     from dualwrite.protocol.lost_decisions import Later
+    from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionView
+    from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
 class TransactionCoordinator(Protocol):

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.deadline import Deadline
-    from dualwrite.observations import Outcome
     from dualwrite.ports.savepoints import SavepointWatch
-    from dualwrite.prepared_state import PreparedTxnState
-    from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+    from dualwrite.protocol.observations import Outcome
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, Participant, StateRow
 
 

@@ -32,8 +32,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dualwrite.observations import LogProof, TransactionStatus, TransactionView
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from dualwrite.observations import TransactionStatus, TransactionView
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 CLOCKS_DIFFER_MS: Final = 10_000
 """How far the brokers' clocks may differ without a false alarm, in ms."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import PreparedTxnState
 from dualwrite.protocol.naming import kafka_id
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
 OpenPlaces = tuple[tuple[Partition, int], ...]

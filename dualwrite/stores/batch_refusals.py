@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.batch_entry import Destination, Recorded, mismatch_of
+from dualwrite.protocol.batches.entry import Destination, Recorded, mismatch_of
 
 
 def check_partition_count(sink: str, batch_id: str, recorded: int | None, present: int) -> None:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import Engine, exc, select, tuple_
 
-from dualwrite.protocol.at_work import nobody_since
+from dualwrite.protocol.batches.at_work import nobody_since
 from dualwrite.protocol.naming import may_own, pool_of_sink
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import map_database_error

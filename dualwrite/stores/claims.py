@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select, update
 
 from dualwrite.errors import ConfigurationError, Fenced
-from dualwrite.mismatch import gone_back, other_cluster
+from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.rows import in_chunks, read_rows
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
     from dualwrite.stores.tables import Tables
     from dualwrite.stores.witness import Witness
 

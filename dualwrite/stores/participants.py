@@ -15,7 +15,7 @@ from dualwrite.stores.rows import digest
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
 
 PREFIX: Final = "dualwrite:"
 _UNDEFINED_OBJECT: Final = "42704"

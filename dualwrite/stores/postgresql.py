@@ -16,7 +16,7 @@ from sqlalchemy import Integer, Numeric, Text, case, func, literal_column, selec
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.dialect import Identity, Standing
 from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX

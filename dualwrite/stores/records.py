@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, func, select, update
 
-from dualwrite.observations import Outcome
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import Incident
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.rows import digest, in_chunks
@@ -15,7 +15,7 @@ from dualwrite.stores.rows import digest, in_chunks
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Row, Select
 
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
     from dualwrite.stores.dialect import Dialect
     from dualwrite.stores.tables import Tables

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.rows import Participant
 from dualwrite.stores import committing, participants
 from dualwrite.stores.claims import Claim
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from dualwrite.deadline import Deadline
-    from dualwrite.observations import Outcome
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.observations import Outcome
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, StateRow
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from psycopg import sql
 
-from dualwrite.protocol.batch_entry import Destination, Way
+from dualwrite.protocol.batches.entry import Destination, Way
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout

@@ -21,8 +21,8 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import Outcome
 from dualwrite.protocol.naming import owner_prefix
+from dualwrite.protocol.observations import Outcome
 from dualwrite.settling import end_participants
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.layout import plan_layout

@@ -16,7 +16,7 @@ from sqlalchemy import exc
 from dualwrite import failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.batch_entry import Way
+from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.driver import DriverSide

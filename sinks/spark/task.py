@@ -22,7 +22,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     TransactionAborted,
 )
-from dualwrite.protocol.batch_entry import Way
+from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import awaited, projected_batches
 from dualwrite.sinks.spark.destinations import destination_of

@@ -18,8 +18,8 @@ import pyarrow as pa
 from dualwrite import failpoints
 from dualwrite.block import Ending, dual_write
 from dualwrite.errors import TransactionAborted
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.batch_entry import Way
+from dualwrite.protocol.batches.entry import Way
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.sinks.spark.attempt import Attempt
 from dualwrite.sinks.spark.batches import awaited
 from dualwrite.sinks.spark.destinations import destination_of

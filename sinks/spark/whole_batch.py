@@ -18,7 +18,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.batch_entry import Way
+from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.prepared import choose_staging, require_prepared

@@ -27,7 +27,7 @@ from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.network import Network
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.settling import settle
 from dualwrite.stores.state import SqlStateStore

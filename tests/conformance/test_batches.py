@@ -18,7 +18,7 @@ from sqlalchemy import Engine, select
 
 from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.batch_entry import Destination, Way
+from dualwrite.protocol.batches.entry import Destination, Way
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name
 from dualwrite.stores.batches import Batch, read_batches, read_nobody_at_work
 from dualwrite.stores.clock import database_now

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, event
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 

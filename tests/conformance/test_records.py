@@ -8,7 +8,7 @@ import pytest
 from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.observations import Outcome
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.short_transactions import ShortTransactions
 from dualwrite.stores.state import SqlStateStore

@@ -15,7 +15,7 @@ from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, i
 
 from dualwrite import DualWriter, failpoints
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 METADATA: Final = MetaData()
 # Not unique: an operation that is written twice must be able to show.

@@ -14,7 +14,7 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 
 import dualwrite.migrations
 from dualwrite.deadline import Deadline
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import Tables, declare_tables

@@ -7,7 +7,7 @@ import secrets
 from confluent_kafka import Producer
 
 from dualwrite.deadline import Deadline
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 
 def fresh_id(name="id"):

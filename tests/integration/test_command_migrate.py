@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from sqlalchemy import create_engine, inspect
 
 from dualwrite.cli.group import COMMANDS, commands
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import OWN_TABLES

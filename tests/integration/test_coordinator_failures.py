@@ -12,7 +12,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import EndAnswer, LogProof, TransactionStatus
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
 from dualwrite.testing import Api, EmbeddedKafka, KafkaProxy, read_committed
 
 

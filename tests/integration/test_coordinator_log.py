@@ -19,8 +19,8 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka import log
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import LogProof, TransactionStatus
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import LogProof, TransactionStatus
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.testing import EmbeddedKafka
 
 COMMIT, ABORT = True, False

@@ -21,7 +21,7 @@ from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.sockets import PlainSocket, address_of
-from dualwrite.observations import LogProof, TransactionStatus
+from dualwrite.protocol.observations import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 
 PASSWORD = "canary-3fd9"  # as short as it is, it must show nowhere

@@ -16,7 +16,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.testing import read_committed
 
 
@@ -104,7 +104,7 @@ import json, sys
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import PreparedTxnState
 config, kafka_id, state = json.loads(sys.argv[1])
 with KafkaCoordinator(KafkaConfig.parse(config)) as coordinator:
     answers = coordinator.end({kafka_id: PreparedTxnState.from_string(state)}, committed=True, deadline=Deadline(30))

@@ -24,7 +24,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import EndAnswer, TransactionStatus
+from dualwrite.protocol.observations import EndAnswer, TransactionStatus
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
@@ -266,7 +266,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
 ):
     """Only the database's status of the transaction, the recorded incidents and the log are left to tell."""
     if not verdict_known:
-        from dualwrite.protocol.doubt import DatabaseVerdict
+        from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 
         monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
     with PostgresProxy(dualwrite_postgres) as proxy:

@@ -10,8 +10,8 @@ from sqlalchemy import create_engine, insert, select, update
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
 from dualwrite.lanes import Lanes
-from dualwrite.observations import Outcome, TransactionStatus
 from dualwrite.protocol import lost_decisions
+from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables

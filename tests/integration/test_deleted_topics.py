@@ -13,7 +13,7 @@ from sqlalchemy import insert
 from dualwrite import DualWriter, failpoints, recover
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
-from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 

@@ -29,7 +29,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka import evidence, instance
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.observations import Outcome, TransactionStatus
+from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka

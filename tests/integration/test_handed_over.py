@@ -14,7 +14,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
-from dualwrite.observations import Outcome, TransactionStatus
+from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.settling import settle
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore

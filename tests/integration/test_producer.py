@@ -18,8 +18,8 @@ from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionA
 from dualwrite.kafka import transaction_timeout
 from dualwrite.kafka.kept import Completion
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing.reading import read_committed
 
 

@@ -24,8 +24,8 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.kept import Completion
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.observations import TransactionStatus
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed

@@ -10,9 +10,9 @@ from harness.patience import PATIENCE_S
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
 from dualwrite.kafka.kept import Completion, KeptTransaction
-from dualwrite.observations import TransactionStatus
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing.reading import read_committed
 
 EMPTY = PreparedTxnState()

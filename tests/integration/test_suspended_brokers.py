@@ -24,7 +24,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
-from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed

@@ -32,7 +32,7 @@ from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, W
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Simulation

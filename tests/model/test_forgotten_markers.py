@@ -9,7 +9,7 @@ import pytest
 from dualwrite import completing
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.lane import Lane
-from dualwrite.protocol.handed_over import CompletionStep, next_completion_step
+from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.settling import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore
 from model.checker import Finding

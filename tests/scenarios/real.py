@@ -27,7 +27,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
-from dualwrite.observations import TransactionStatus
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Api, KafkaProxy, PostgresProxy, read_committed

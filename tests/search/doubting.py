@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol.doubt import DatabaseVerdict, Doubt
-from dualwrite.protocol.producer_life import ProducerEvent
-from dualwrite.protocol.write_life import WriteEvent
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict, Doubt
+from dualwrite.protocol.tables.producer_life import ProducerEvent
+from dualwrite.protocol.tables.write_life import WriteEvent
 from search.stepping import Step
 from search.values import name
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import NamedTuple
 
-from dualwrite.observations import Outcome
+from dualwrite.protocol.observations import Outcome
 from dualwrite.testing.simulator import environment
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from dualwrite.observations import TransactionStatus
-from dualwrite.protocol import doubt, settle
-from dualwrite.protocol.doubt import Doubt, DoubtStep
+from dualwrite.protocol import commit_in_doubt as doubt
+from dualwrite.protocol import settle
+from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.settle import Knowledge, SettleStep, shows_same_transaction
 from search.rules import Rules
 from search.values import Budgets

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol import doubt, known_end, settle
+from dualwrite.protocol import commit_in_doubt as doubt
+from dualwrite.protocol import known_end, settle
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Knowledge, Partition
 from dualwrite.stores.rows import check_not_gone_back
 from search import views

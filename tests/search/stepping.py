@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dualwrite.observations import LogProof, Outcome
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.observations import LogProof, Outcome
 from dualwrite.protocol.settle import Knowledge, Partition, SettleStep
-from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.requests import ErrorCode

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.observations import Outcome
+from dualwrite.protocol.observations import Outcome
 from dualwrite.testing.simulator import environment
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.testing.simulator import requests as sim
 from search import views

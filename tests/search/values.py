@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.doubt import Doubt
+from dualwrite.protocol.commit_in_doubt import Doubt
 from dualwrite.protocol.known_end import Ended
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import Knowledge, Partition
-from dualwrite.protocol.write_life import WriteState
+from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.protocol.tables.write_life import WriteState
 
 Label = tuple[int, int]
 """A transaction: its incarnation, and its number there."""

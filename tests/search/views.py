@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dualwrite.kafka.log import Scan, combined
-from dualwrite.observations import LogProof, TransactionStatus, TransactionView
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import OpenPlaces
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.broker import handle

@@ -6,12 +6,12 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from dualwrite.errors import DualWriteError
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.known_end import Ended, EndStep
-from dualwrite.protocol.producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, committed, recorded
 from search.values import DONE, NOTHING, PLACES, Database, Lock, Process, name, prepared_state

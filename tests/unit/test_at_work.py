@@ -2,7 +2,7 @@
 
 from datetime import datetime, timedelta, timezone
 
-from dualwrite.protocol.at_work import QUIET_S, nobody_since
+from dualwrite.protocol.batches.at_work import QUIET_S, nobody_since
 from dualwrite.protocol.naming import may_own, owner_prefix, stream_name
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.batch_entry import Destination, Entry, Recorded, Way, mismatch_of, next_entry
+from dualwrite.protocol.batches.entry import Destination, Entry, Recorded, Way, mismatch_of, next_entry
 
 ORDERS = Destination(Way.WHOLE, '"public"."orders"', "orders", "cluster")
 OTHERS = [

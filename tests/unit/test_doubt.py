@@ -2,9 +2,9 @@
 
 from itertools import product
 
-from dualwrite.observations import LogProof, Outcome
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.doubt import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
+from dualwrite.protocol.observations import LogProof, Outcome
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 
 def state(incarnation: int, offset: int) -> PreparedTxnState:

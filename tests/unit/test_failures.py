@@ -15,7 +15,7 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.handle import IdLogger
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})
 FLAGS = [

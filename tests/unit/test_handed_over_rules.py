@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.handed_over import CompletionStep, HandedOver, may_go_on, next_completion_step
+from dualwrite.protocol.batches.handed_over import CompletionStep, HandedOver, may_go_on, next_completion_step
+from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("events", 0, 17), FirstOffset("events", 1, 33)), 1000)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualwrite.kafka.log import Scan
-from dualwrite.observations import LogProof
-from dualwrite.prepared_state import FirstOffset
+from dualwrite.protocol.observations import LogProof
+from dualwrite.protocol.prepared_state import FirstOffset
 from dualwrite.testing.simulator import partition as rules
 from dualwrite.testing.simulator.outside import SeenBatch
 from dualwrite.testing.simulator.requests import READ_COMMITTED, ErrorCode

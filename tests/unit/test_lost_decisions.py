@@ -4,8 +4,6 @@ from itertools import product
 
 import pytest
 
-from dualwrite.observations import TransactionStatus, TransactionView
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.lost_decisions import (
     CLOCKS_DIFFER_MS,
     Known,
@@ -16,6 +14,8 @@ from dualwrite.protocol.lost_decisions import (
     look_up,
     lost_decision,
 )
+from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 COMMITTED = {TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT}
 NONE = Known(None, None)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol import diagram
-from dualwrite.protocol.machine import Machine
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
-from dualwrite.protocol.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.tables import diagram
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 
 W, E = WriteState, WriteEvent
 WRITE_ARROWS = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.prepared_state import MAX_TEXT_LENGTH, FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import MAX_TEXT_LENGTH, FirstOffset, PreparedTxnState
 
 TOPICS = st.text("abcXYZ019._-", min_size=1, max_size=20)
 TOPIC_IDS = st.none() | st.text("abcXYZ019_-", min_size=1, max_size=22)

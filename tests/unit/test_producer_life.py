@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.machine import Machine
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 
 S, E = ProducerState, ProducerEvent
 

@@ -6,7 +6,7 @@ from harness.databases import prepared
 from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.doubt import DoubtStep
+from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.rows import StateRow
 from dualwrite.resolving import resolve_commit
 

@@ -7,8 +7,8 @@ import pytest
 
 from dualwrite.kafka.log import combined
 from dualwrite.kafka.partitions import Place
-from dualwrite.observations import LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import (
     Knowledge,
     SettleStep,

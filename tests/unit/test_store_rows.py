@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.observations import Outcome
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.stores.rows import check_decidable, check_name, digest, in_chunks, parse_rows, parse_state_row
 
 STATE = PreparedTxnState(42, 0, 3, (FirstOffset("orders", 0, 17),), 1767225600000)

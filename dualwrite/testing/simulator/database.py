@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Final, TypeVar
 
-from dualwrite.prepared_state import PreparedTxnState
-from dualwrite.protocol.doubt import DatabaseVerdict
+from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
 
 _WHOLE: Final = "*"

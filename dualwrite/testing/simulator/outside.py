@@ -14,9 +14,9 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.later import LaterScan, joined
 from dualwrite.kafka.log import Scan, combined
 from dualwrite.kafka.partitions import Place
-from dualwrite.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
-from dualwrite.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.lost_decisions import Later
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.testing.simulator.process import Unanswered
 from dualwrite.testing.simulator.requests import (
     COMMIT,

@@ -15,8 +15,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.mismatch import gone_back
-from dualwrite.observations import Outcome
+from dualwrite.protocol.mismatch import gone_back
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import Incident, Participant, StateRow
 from dualwrite.stores.participants import name_of, parse
 from dualwrite.stores.rows import check_not_gone_back
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.deadline import Deadline
-    from dualwrite.prepared_state import PreparedTxnState
-    from dualwrite.protocol.doubt import DatabaseVerdict
+    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.testing.simulator.process import Process
     from dualwrite.testing.simulator.scheduler import Simulation
 

@@ -9,9 +9,9 @@ from dualwrite.completing import complete_handed_over
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import Lane
-from dualwrite.observations import Outcome
-from dualwrite.protocol.producer_life import ProducerState
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.settle import belongs
+from dualwrite.protocol.tables.producer_life import ProducerState
 from harness.mistakes.registry import Check, mistake
 
 _TESTS = "integration/test_handed_over.py"

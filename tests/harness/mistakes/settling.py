@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from dualwrite import recovery, recovery_plan, settling, telling
-from dualwrite.observations import TransactionStatus
 from dualwrite.protocol import settle as rules
+from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Knowledge, SettleStep, is_open
 from harness.mistakes.registry import Check, mistake, performed

@@ -56,7 +56,7 @@ _REFUSED = "integration/test_spark_refused.py::"
 )
 def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A batch that is for another table than its former run, under the same names, counts as begun there."""
-    from dualwrite.protocol.batch_entry import Entry
+    from dualwrite.protocol.batches.entry import Entry
     from dualwrite.stores import ledger
 
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)

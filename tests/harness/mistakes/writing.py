@@ -10,7 +10,7 @@ from dualwrite.errors import Fenced
 from dualwrite.lane import Lane
 from dualwrite.losses import Losses
 from dualwrite.protocol.allowance import Allowance
-from dualwrite.protocol.doubt import Doubt, DoubtStep
+from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.settling import SettleReport
 from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore

@@ -1,4 +1,4 @@
-"""Diagrams of the transition tables, in Mermaid's text form. ``python -m dualwrite.protocol.diagram`` prints them."""
+"""Diagrams of the transition tables, in Mermaid's text form. ``python -m dualwrite.protocol.tables.diagram`` prints them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
-from dualwrite.protocol.producer_life import PRODUCER_LIFE, ProducerState
-from dualwrite.protocol.write_life import WRITE_LIFE, WriteState
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerState
+from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteState
 
 State = TypeVar("State", bound=Enum)
 Event = TypeVar("Event", bound=Enum)
@@ -37,7 +37,7 @@ def page() -> str:
         [
             "# State diagrams",
             "",
-            "Drawn from the tables by `python -m dualwrite.protocol.diagram`; a test compares this page with them.",
+            "Drawn from the tables by `python -m dualwrite.protocol.tables.diagram`; a test compares this page with them.",
             "",
             "## One dual write",
             "",

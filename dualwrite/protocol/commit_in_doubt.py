@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dualwrite.observations import LogProof, Outcome
-from dualwrite.prepared_state import PreparedTxnState
+from dualwrite.protocol.observations import LogProof, Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
 class DatabaseVerdict(Enum):

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dualwrite.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
 
 if TYPE_CHECKING:
-    from dualwrite.prepared_state import PreparedTxnState
+    from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
 
 
