@@ -22,11 +22,11 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
-    from dualwrite.blocking import blocking_transactions
-    from dualwrite.forgetting import ForgetReport, forget
     from dualwrite.kafka.blocking import BlockingTransaction
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.recovery import RecoveryReport, recover
+    from dualwrite.recovery.blocking import blocking_transactions
+    from dualwrite.recovery.forget import ForgetReport, forget
+    from dualwrite.recovery.recover import RecoveryReport, recover
     from dualwrite.transaction import Transaction
     from dualwrite.writer import DualWriter
 
@@ -58,13 +58,13 @@ __all__ = [
 _LAZY = {
     "BlockingTransaction": "dualwrite.kafka.blocking",
     "DualWriter": "dualwrite.writer",
-    "ForgetReport": "dualwrite.forgetting",
-    "RecoveryReport": "dualwrite.recovery",
+    "ForgetReport": "dualwrite.recovery.forget",
+    "RecoveryReport": "dualwrite.recovery.recover",
     "Transaction": "dualwrite.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",
-    "blocking_transactions": "dualwrite.blocking",
-    "forget": "dualwrite.forgetting",
-    "recover": "dualwrite.recovery",
+    "blocking_transactions": "dualwrite.recovery.blocking",
+    "forget": "dualwrite.recovery.forget",
+    "recover": "dualwrite.recovery.recover",
 }
 
 

@@ -11,14 +11,14 @@ from sqlalchemy.orm import Session
 
 from dualwrite.dual_write import DualWrite
 from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.telling import noting_told
+from dualwrite.recovery.reported import noting_told
 from dualwrite.transaction import Transaction
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.claiming import Ground
     from dualwrite.lane import Lane
+    from dualwrite.recovery.claim import Ground
 
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 

@@ -27,16 +27,16 @@ from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.resolving import resolve_commit
+from dualwrite.recovery.commit_in_doubt import resolve_commit
 from dualwrite.sending import Sending
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.claiming import Ground
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.lane import Lane
     from dualwrite.ports.savepoints import Message
+    from dualwrite.recovery.claim import Ground
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
-from dualwrite.claiming import Ground, claim_rows
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     DatabaseWentBack,
@@ -28,16 +27,17 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.settling import settle
-from dualwrite.telling import note_told
+from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.reported import note_told
+from dualwrite.recovery.settle import settle
+from dualwrite.recovery.unanswered import prove_committed
 from dualwrite.turns import NoTurn, Turns
-from dualwrite.unanswered import prove_committed
 
 if TYPE_CHECKING:
     from dualwrite.end_watcher import EndWatcher
     from dualwrite.kafka.ends import PendingEnd
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.settling import SettleReport
+    from dualwrite.recovery.settle import SettleReport
 
 logger = logging.getLogger(__name__)
 

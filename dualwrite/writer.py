@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 
 from dualwrite import entered
 from dualwrite.block import dual_write, session_of_block
-from dualwrite.claiming import Ground, claim_lanes, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.end_watcher import EndWatcher
 from dualwrite.errors import (
@@ -32,11 +31,12 @@ from dualwrite.lane import Lane
 from dualwrite.lanes import Lanes
 from dualwrite.losses import Losses, OnLoss
 from dualwrite.protocol.naming import lane_id
+from dualwrite.recovery.claim import Ground, claim_lanes, unique_owner
+from dualwrite.recovery.reported import noting_told, telling_at_open
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.telling import noting_told, telling_at_open
 from dualwrite.transaction import Transaction
 from dualwrite.turns import Turns
 

@@ -15,7 +15,7 @@ import sys
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select
 
 from dualwrite import DualWriter, migrations, recover
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 METADATA = MetaData()

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import click
 
-from dualwrite import forgetting
 from dualwrite.cli.connection import database_options, id_options, kafka_options
 from dualwrite.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
 from dualwrite.cli.report import report_console
-from dualwrite.forgetting import UNTOUCHED_FOR_S
+from dualwrite.recovery import forget as forgetting
+from dualwrite.recovery.forget import UNTOUCHED_FOR_S
 
 _DAY_S = 86400.0
 

@@ -9,12 +9,12 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
-from dualwrite.after_restore import Forgotten
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.recovery import RecoveryReport
-from dualwrite.recovery_plan import IdStatus
-from dualwrite.settling import Loss
+from dualwrite.recovery.after_restore import Forgotten
+from dualwrite.recovery.plan import IdStatus
+from dualwrite.recovery.recover import RecoveryReport
+from dualwrite.recovery.settle import Loss
 from dualwrite.stores.batches import Batch
 
 _WIDTH_OF_A_PIPE = 400

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import click
 
-from dualwrite import recovery
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.cli.report import report_console, status_json, status_table
-from dualwrite.recovery_plan import is_young
+from dualwrite.recovery import recover as recovery
+from dualwrite.recovery.plan import is_young
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.state import SqlStateStore
 

@@ -1,7 +1,7 @@
 """Settling: bring Kafka in line with the row, for one incarnation of one transactional id (KIP-939's recovery recipe).
 
-:func:`next_step` decides everything from the knowledge so far; the recipe in ``dualwrite.settling`` only asks and acts. The
-order of the questions is part of the protocol: the coordinator first, *then* the partitions. In the other order, the
+:func:`next_step` decides everything from the knowledge so far; the recipe in ``dualwrite.recovery.settle`` only asks and acts.
+The order of the questions is part of the protocol: the coordinator first, *then* the partitions. In the other order, the
 transaction that a partition showed may have ended before the coordinator showed a later one of the same epoch.
 
 The rules, from the top; the first match applies. *Pending*: there is a prepared state, and no outcome is recorded for it.

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.recovery import RecoveryReport, recover
+from dualwrite.recovery.recover import RecoveryReport, recover
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.follower import Follower
 from dualwrite.testing.journal import History, Journal

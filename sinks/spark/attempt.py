@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.lane import Lane
 from dualwrite.protocol.naming import owner_prefix
+from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.sinks.spark.owners import settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
-from dualwrite.claiming import Ground, unique_owner
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import (
     ConfigurationError,
@@ -23,7 +22,8 @@ from dualwrite.errors import (
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
-from dualwrite.settling import end_participants
+from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.recovery.settle import end_participants
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.sinks.spark.layout import plan_layout
 from dualwrite.sinks.spark.owners import settle_leases

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark import TaskContext
 
-from dualwrite.claiming import Ground, unique_owner
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
+from dualwrite.recovery.claim import Ground, unique_owner
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore
 

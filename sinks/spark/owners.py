@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from dualwrite.claiming import Ground, claim_rows
-from dualwrite.settling import settle
+from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.settle import settle
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline

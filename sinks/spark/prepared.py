@@ -1,7 +1,7 @@
 """The database leg by prepared transactions: tasks load the target and prepare; the decision says what becomes of all of them.
 
 What is prepared keeps its locks, and is seen by nobody, until it is ended. That is done by whoever settles the slot
-(:func:`dualwrite.settling.end_participants`): the driver right after its decision, or the next one.
+(:func:`dualwrite.recovery.settle.end_participants`): the driver right after its decision, or the next one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
-from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
@@ -18,6 +17,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.destinations import destination_of
 from dualwrite.sinks.spark.driver import DriverSide

@@ -19,17 +19,17 @@ from sqlalchemy import create_engine
 from typing_extensions import Self
 
 from bench.servers import Ground
-from dualwrite.claiming import Ground as Claimant
-from dualwrite.claiming import claim_rows, unique_owner
-from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
+from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.settling import settle
+from dualwrite.recovery.claim import Ground as Claimant
+from dualwrite.recovery.claim import claim_rows, unique_owner
+from dualwrite.recovery.settle import settle
 from dualwrite.stores.state import SqlStateStore
 
 PATIENCE_S = 600.0

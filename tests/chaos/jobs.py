@@ -26,13 +26,13 @@ from dualwrite import (
     recover,
 )
 from dualwrite.block import dual_write
-from dualwrite.claiming import Ground, default_owner
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.migrations import upgrade
+from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore

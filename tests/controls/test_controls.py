@@ -10,8 +10,8 @@ from harness.patience import PATIENCE_S
 
 from controls.page import render
 from controls.running import Run, is_caught
-from dualwrite import settling
 from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.recovery import settle
 
 TESTS = Path(__file__).parents[1]
 # Of three kinds: identity, order, lost answer. `make controls` tries all.
@@ -51,11 +51,11 @@ def test_only_the_expected_symptom_is_a_catch(word, symptom, caught):
 
 
 def test_a_mistake_is_gone_when_its_block_ends():
-    real = settling.next_step
+    real = settle.next_step
     with planted("never_retired"):
-        assert settling.next_step is not real
-    assert settling.next_step is real
-    assert settling.next_step(Knowledge()) is SettleStep.LOOK
+        assert settle.next_step is not real
+    assert settle.next_step is real
+    assert settle.next_step(Knowledge()) is SettleStep.LOOK
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -25,7 +25,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, TransactionStatus
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy

@@ -12,7 +12,7 @@ from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
 from dualwrite.lanes import Lanes
 from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed

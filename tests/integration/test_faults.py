@@ -30,7 +30,7 @@ from dualwrite.kafka import evidence, instance
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.reading import read_committed

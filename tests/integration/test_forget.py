@@ -81,7 +81,7 @@ def test_an_open_writer_that_was_idle_for_so_long_is_fenced_and_tears_nothing(ka
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_a_writer_that_writes_meanwhile_stays(kafka, engine, orders, dualwrite_topic, monkeypatch):
-    from dualwrite import recovery
+    from dualwrite.recovery import recover as recovery
 
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         write(writer, dualwrite_topic, orders, 1)

@@ -22,7 +22,7 @@ from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.lane import Lane
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, read_committed
 

@@ -6,16 +6,16 @@ import pytest
 from sqlalchemy import insert, select, text
 
 from dualwrite.block import Ending, dual_write
-from dualwrite.claiming import Ground, claim_rows, unique_owner
-from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.settling import settle
+from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
+from dualwrite.recovery.settle import settle
 from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy

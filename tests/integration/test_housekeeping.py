@@ -13,7 +13,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.lanes import Lanes
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.proxy_postgresql import PostgresProxy

@@ -4,7 +4,7 @@ import pytest
 from harness.checker import Case
 
 from dualwrite import failpoints, recover
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite import PreparedTxnState, recover
 from dualwrite.errors import TransactionAborted
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
 from dualwrite.sinks.spark.prepared import require_prepared
 from dualwrite.sinks.spark.undecided import Undecided

@@ -16,7 +16,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.sql import functions
 
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
 from dualwrite.stores.ledger import WHOLE_BATCH
 

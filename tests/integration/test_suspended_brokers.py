@@ -25,7 +25,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.recovery import status
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare

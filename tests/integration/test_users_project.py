@@ -50,6 +50,6 @@ def test_warnings_may_be_errors_and_only_our_own_loggers_speak(tmp_path, kafka, 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "dualwrite.claiming" in done.stdout
+    assert "dualwrite.recovery.claim" in done.stdout
     assert "kafka.net" not in done.stdout
     assert "kafka.cluster" not in done.stdout

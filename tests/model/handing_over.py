@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dualwrite.block import Ending, dual_write
-from dualwrite.claiming import Ground, claim_rows
-from dualwrite.completing import complete_handed_over
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     DualWriteError,
@@ -19,9 +17,11 @@ from dualwrite.errors import (
     TransactionAborted,
     TransactionInDoubt,
 )
+from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.lane import Lane
 from dualwrite.losses import Losses
-from dualwrite.settling import settle
+from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.settle import settle
 from dualwrite.stores.participants import name_of
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import ConnectionLost

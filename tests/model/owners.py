@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dualwrite.block import Ending, dual_write
-from dualwrite.claiming import Ground, claim_lanes
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
@@ -24,7 +23,8 @@ from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.lane import Lane
 from dualwrite.losses import Losses
 from dualwrite.protocol.naming import lane_id
-from dualwrite.recovery import recover_rows
+from dualwrite.recovery.claim import Ground, claim_lanes
+from dualwrite.recovery.recover import recover_rows
 from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import (
     Conflict,

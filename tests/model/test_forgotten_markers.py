@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from dualwrite import completing
+from dualwrite.jobs import complete as completing
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.lane import Lane
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
-from dualwrite.settling import _Settling
+from dualwrite.recovery.settle import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines

@@ -1,4 +1,4 @@
-"""A COMMIT without an answer, step by step: ``dualwrite.resolving``, ``Transaction._resolve``."""
+"""A COMMIT without an answer, step by step: ``dualwrite.recovery.commit_in_doubt``, ``Transaction._resolve``."""
 
 from __future__ import annotations
 

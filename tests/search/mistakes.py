@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from dualwrite.protocol import commit_in_doubt as doubt
-from dualwrite.protocol import settle
+from dualwrite.protocol import commit_in_doubt, settle
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.settle import Knowledge, SettleStep, shows_same_transaction
@@ -191,7 +190,7 @@ class RecordedLossTakenForARollback(Rules):
 
     @staticmethod
     def next_doubt_step(known: Doubt) -> DoubtStep:
-        return doubt.next_doubt_step(replace(known, records_asked=True, incident=None))
+        return commit_in_doubt.next_doubt_step(replace(known, records_asked=True, incident=None))
 
 
 # --- claiming and settling

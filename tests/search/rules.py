@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import commit_in_doubt as doubt
-from dualwrite.protocol import known_end, settle
+from dualwrite.protocol import commit_in_doubt, known_end, settle
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Knowledge, Partition
@@ -18,7 +17,7 @@ class Rules:
 
     sentence = ""
     next_step = staticmethod(settle.next_step)
-    next_doubt_step = staticmethod(doubt.next_doubt_step)
+    next_doubt_step = staticmethod(commit_in_doubt.next_doubt_step)
     next_end_step = staticmethod(known_end.next_end_step)
     belongs = staticmethod(settle.belongs)
     is_open = staticmethod(settle.is_open)

@@ -1,4 +1,4 @@
-"""Claiming and settling, step by step: ``dualwrite.claiming``, ``dualwrite.settling``, ``Lane._claim``."""
+"""Claiming and settling, step by step: ``dualwrite.recovery.claim``, ``dualwrite.recovery.settle``, ``Lane._claim``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Settling(Step):
         self.go(f"claims incarnation {mine}, and the answer is lost", again, claimed, spends="claim")
 
     def fenced_renewal(self) -> None:
-        """The row has another owner. What is decided is then proved by the log: ``dualwrite.unanswered``."""
+        """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.unanswered``."""
         if self.p.write is not WriteState.DECIDED:
             self.go("finds another owner and stops", DONE)
             return

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from dualwrite.blocking import offsets_partition
 from dualwrite.kafka import blocking
 from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.partitions import Place
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.recovery.blocking import offsets_partition
 
 T0, T1 = Place("t", 0), Place("t", 1)
 OURS, THEIRS = "orders#1.0123456789ab.3", "somebody"

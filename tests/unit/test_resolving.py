@@ -3,12 +3,12 @@
 import pytest
 from harness.databases import prepared
 
-from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.rows import StateRow
-from dualwrite.resolving import resolve_commit
+from dualwrite.recovery.claim import Ground
+from dualwrite.recovery.commit_in_doubt import resolve_commit
 
 OURS = prepared(1)
 

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import lane, settling
-from dualwrite.completing import complete_handed_over
+from dualwrite import lane
 from dualwrite.errors import DualWriteError
+from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.lane import Lane
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.settle import belongs
 from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.recovery import settle
 from harness.mistakes.registry import Check, mistake
 
 _TESTS = "integration/test_handed_over.py"
@@ -82,12 +83,12 @@ def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> N
 )
 def prepared_known_by_its_incarnation_alone(patch: pytest.MonkeyPatch) -> None:
     """What an owner has prepared in the database follows any decision of its incarnation, also one on what it wrote before."""
-    real = settling.end_participants
+    real = settle.end_participants
 
     def end_participants(store, participants):
         real(store, [replace(found, decided=belongs(found.row.prepared, found.incarnation)) for found in participants])
 
-    patch.setattr(settling, "end_participants", end_participants)
+    patch.setattr(settle, "end_participants", end_participants)
 
 
 @mistake(

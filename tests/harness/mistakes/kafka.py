@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-from dualwrite import looking
 from dualwrite.kafka import log
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.evidence import Evidence
@@ -14,6 +13,7 @@ from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.log import Scan
 from dualwrite.kafka.partitions import Place
 from dualwrite.lane import Lane
+from dualwrite.recovery import inspect
 from dualwrite.stores import rows, state
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
@@ -29,8 +29,8 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Evidence, "state_of", state_of)
     patch.setattr(rows, "_incomplete", lambda *_: None)
     patch.setattr(state, "check_decidable", lambda _, __, prepared: str(prepared))
-    patch.setattr(looking, "is_open", lambda *_: True)
-    patch.setattr(looking, "others_than", lambda *_: frozenset())
+    patch.setattr(inspect, "is_open", lambda *_: True)
+    patch.setattr(inspect, "others_than", lambda *_: frozenset())
 
 
 @mistake(performed("late_first_copy_of_a_commit", "shows \\['m1', 'm2'\\]"))

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import recovery, recovery_plan, settling, telling
 from dualwrite.protocol import settle as rules
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Knowledge, SettleStep, is_open
+from dualwrite.recovery import plan, recover, reported
+from dualwrite.recovery import settle as settling
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -127,10 +128,10 @@ def partition_asked_before_the_coordinator(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
 def one_kafka_id_for_all_incarnations(patch: pytest.MonkeyPatch) -> None:
     """Every owner initialises the same Kafka id, as programs do that know nothing of incarnations."""
-    from dualwrite import claiming
+    from dualwrite.recovery import claim
 
     patch.setattr(StateRow, "kafka_id", lambda self, _: f"{self.transactional_id}.{self.namespace}")
-    patch.setattr(claiming, "_check_new_ids", lambda *_: None)
+    patch.setattr(claim, "_check_new_ids", lambda *_: None)
 
 
 @mistake(performed("database_failed_over_before_the_next_owner", "told None, not DatabaseWentBack"))
@@ -148,7 +149,7 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
 )
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
     """A loss that was recorded counts as told, though its finder may have died in between."""
-    patch.setattr(telling, "untold", lambda _: [])
+    patch.setattr(reported, "untold", lambda _: [])
 
 
 @mistake(
@@ -160,5 +161,5 @@ def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
 )
 def recovery_takes_a_lane_alone(patch: pytest.MonkeyPatch) -> None:
     """A recovery claims the lane that has something open, and leaves the others to an owner that lives."""
-    patch.setattr(recovery_plan, "writer_of", lambda name: name)
-    patch.setattr(recovery, "writer_of", lambda name: name)
+    patch.setattr(plan, "writer_of", lambda name: name)
+    patch.setattr(recover, "writer_of", lambda name: name)

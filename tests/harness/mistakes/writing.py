@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import claiming, dual_write, lane, recovery, resolving
+from dualwrite import dual_write, lane
 from dualwrite.dual_write import DualWrite
 from dualwrite.errors import Fenced
 from dualwrite.lane import Lane
 from dualwrite.losses import Losses
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
-from dualwrite.settling import SettleReport
+from dualwrite.recovery import claim, commit_in_doubt, recover
+from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.witness import PsycopgWitness
@@ -50,7 +51,7 @@ def commit_waited_for_without_an_end(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("database_restarts_in_a_commit", "A gave up: .*TransactionInDoubt"))
 def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
-    patch.setattr(dual_write, "resolve_commit", resolving._verdict)
+    patch.setattr(dual_write, "resolve_commit", commit_in_doubt._verdict)
 
 
 @mistake(
@@ -73,15 +74,15 @@ def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
 def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
-    from dualwrite import resolving
+    from dualwrite.recovery import commit_in_doubt
 
-    real = resolving.next_doubt_step
+    real = commit_in_doubt.next_doubt_step
 
     def next_step(doubt: Doubt) -> DoubtStep:
         return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
 
     assert real is not next_step
-    patch.setattr(resolving, "next_doubt_step", next_step)
+    patch.setattr(commit_in_doubt, "next_doubt_step", next_step)
 
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
@@ -108,7 +109,7 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("decided_owner_dead", "transaction stays open|shows"))
 def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
     """A new owner begins without settling what former owners have left."""
-    for module in (claiming, lane):
+    for module in (claim, lane):
         patch.setattr(module, "settle", lambda *_, **__: SettleReport())
 
 
@@ -119,13 +120,13 @@ def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     def only_read(ground, ids, deadline, **_):
         return [replace(row, incarnation=row.incarnation + 1) for row in ground.store.read(ids)]
 
-    patch.setattr(recovery, "claim_rows", only_read)
+    patch.setattr(recover, "claim_rows", only_read)
 
 
 @mistake(performed("database_restored", "told None, not DatabaseWentBack"))
 def known_new_id_accepted(patch: pytest.MonkeyPatch) -> None:
     """A claim accepts a new Kafka id that the coordinator knows already: the database was restored."""
-    patch.setattr(claiming, "_check_new_ids", lambda *_: None)
+    patch.setattr(claim, "_check_new_ids", lambda *_: None)
 
 
 @mistake(

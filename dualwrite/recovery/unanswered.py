@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.protocol.known_end import PendingStep, next_pending_step
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.recovery.claim import Ground
 
 logger = logging.getLogger(__name__)
 

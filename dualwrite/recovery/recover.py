@@ -15,25 +15,31 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.after_restore import Forgotten, find_forgotten, next_incarnations, retire_without_rows, went_back
-from dualwrite.claiming import Ground, claim_rows, unique_owner
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DatabaseWentBack, Fenced
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.looking import inspect
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery_plan import IdStatus, Plan, describe
-from dualwrite.settling import Loss, SettleReport, settle
+from dualwrite.recovery.after_restore import (
+    Forgotten,
+    find_forgotten,
+    next_incarnations,
+    retire_without_rows,
+    went_back,
+)
+from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
+from dualwrite.recovery.inspect import inspect
+from dualwrite.recovery.plan import IdStatus, Plan, describe
+from dualwrite.recovery.reported import note_told, untold
+from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.slots import living_leases
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.telling import note_told, untold
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

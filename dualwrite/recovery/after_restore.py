@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dualwrite.deadline import Deadline
-from dualwrite.looking_back import lost_decisions, lost_detail
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import is_drawn, parsed
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
+from dualwrite.recovery.look_back import lost_decisions, lost_detail
 
 logger = logging.getLogger(__name__)
 

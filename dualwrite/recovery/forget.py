@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from dualwrite import recovery
 from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
 from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.recovery import recover
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.forgetting import Forgetting, before
 from dualwrite.stores.schema import check_schema
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.recovery_plan import IdStatus
+    from dualwrite.recovery.plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
 _RUN_AT_LEAST_S: Final = 86400.0
@@ -103,7 +103,7 @@ def forget(
         now = forgetting.now()
         rows = {row.transactional_id: row for row in _select(store, transactional_id, prefix)}
         # Read before Kafka is asked: a row written since then is not deleted.
-        found = recovery.status(
+        found = recover.status(
             transactional_id, kafka=kafka, engine=used, schema=schema, prefix=prefix, timeout_s=timeout_s
         )
         unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from dualwrite.looking import Unsettled
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import SettleStep
+from dualwrite.recovery.inspect import Unsettled
 
 _MATTERS: Final = frozenset(
     {

@@ -12,11 +12,11 @@ from typing import Final
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
 
-from dualwrite.claiming import Ground
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep, next_doubt_step
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.recovery.claim import Ground
 
 logger = logging.getLogger(__name__)
 

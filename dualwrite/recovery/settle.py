@@ -21,8 +21,6 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.looking import Asking, Unsettled, unsettled
-from dualwrite.looking_back import lost_decisions, lost_detail
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back
@@ -37,6 +35,8 @@ from dualwrite.protocol.settle import (
     retired,
     to_end,
 )
+from dualwrite.recovery.inspect import Asking, Unsettled, unsettled
+from dualwrite.recovery.look_back import lost_decisions, lost_detail
 
 logger = logging.getLogger(__name__)
 
