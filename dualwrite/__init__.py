@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dualwrite.recovery.blocking import blocking_transactions
     from dualwrite.recovery.forget import ForgetReport, forget
     from dualwrite.recovery.recover import RecoveryReport, recover
-    from dualwrite.transaction import Transaction
-    from dualwrite.writer import DualWriter
+    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.writer import DualWriter
 
 __all__ = [
     "BlockingTransaction",
@@ -57,10 +57,10 @@ __all__ = [
 
 _LAZY = {
     "BlockingTransaction": "dualwrite.kafka.blocking",
-    "DualWriter": "dualwrite.writer",
+    "DualWriter": "dualwrite.writing.writer",
     "ForgetReport": "dualwrite.recovery.forget",
     "RecoveryReport": "dualwrite.recovery.recover",
-    "Transaction": "dualwrite.transaction",
+    "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",
     "blocking_transactions": "dualwrite.recovery.blocking",
     "forget": "dualwrite.recovery.forget",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.lane import Lane
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.sinks.spark.owners import settle_leases
@@ -19,6 +18,7 @@ from dualwrite.sinks.spark.slot import Slot, leased_slot
 from dualwrite.stores.ledger import Ledger
 from dualwrite.stores.runs import Runs
 from dualwrite.stores.slots import SlotPool
+from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

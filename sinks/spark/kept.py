@@ -1,8 +1,8 @@
 """What a reused Python worker keeps from task to task: its connections, and lanes whose producers may go on.
 
 A task then needs no claim and no new producer. Nothing rests on what is kept: a lane goes on only where its row says that it
-may (:meth:`dualwrite.lane.Lane.may_go_on`), and is claimed anew otherwise. It all ends with the process, which Spark ends
-when the worker has been idle for a minute.
+may (:meth:`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. It all ends with the process, which Spark
+ends when the worker has been idle for a minute.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pyspark import TaskContext
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
 from dualwrite.recovery.claim import Ground, unique_owner
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
     from dualwrite.protocol.rows import StateRow

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Encoded, Layout
     from dualwrite.sinks.spark.serializing import Serializing
-    from dualwrite.transaction import Transaction
+    from dualwrite.writing.transaction import Transaction
 
 _BYTES: Final = pa.binary()
 

@@ -12,7 +12,6 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from dualwrite import failpoints
-from dualwrite.block import dual_write
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
@@ -32,16 +31,17 @@ from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.rows import row_batches
 from dualwrite.sinks.spark.whole_input import whole_input
 from dualwrite.sinks.spark.writing import write_rows
+from dualwrite.writing.block import dual_write
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
     from pyspark.sql import types as spark
     from sqlalchemy import Connection
 
-    from dualwrite.lane import Lane
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
     from dualwrite.stores.runs import Run
+    from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
 

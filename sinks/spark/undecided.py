@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dualwrite import failpoints
-from dualwrite.block import Ending, dual_write
 from dualwrite.errors import TransactionAborted
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -29,6 +28,7 @@ from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
 from dualwrite.sinks.spark.writing import write_rows
 from dualwrite.stores.ledger import WHOLE_BATCH
+from dualwrite.writing.block import Ending, dual_write
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

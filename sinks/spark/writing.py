@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.progress import Progress
     from dualwrite.sinks.spark.settings import SinkOptions
-    from dualwrite.transaction import Transaction
+    from dualwrite.writing.transaction import Transaction
 
 
 def write_rows(

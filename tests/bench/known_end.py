@@ -15,7 +15,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, in
 
 from bench.servers import Ground, p50, p95
 from dualwrite import DualWriter
-from dualwrite.lane import Lane
+from dualwrite.writing.lane import Lane
 
 ROWS = Table(
     "known_end_rows", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text)
@@ -47,7 +47,7 @@ def run(
         for name in (WITH, WITHOUT):
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             if name == WITHOUT:
-                patch.setattr("dualwrite.writer.Lane", BelievingLane)
+                patch.setattr("dualwrite.writing.writer.Lane", BelievingLane)
             writer = DualWriter(name.replace(" ", "-"), kafka=ground.kafka, engine=engine, max_lanes=THREADS)
             writer.open()
             stack.enter_context(closing(writer))

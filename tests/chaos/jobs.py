@@ -25,12 +25,10 @@ from dualwrite import (
     Unavailable,
     recover,
 )
-from dualwrite.block import dual_write
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
 from dualwrite.migrations import upgrade
 from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.stores.ledger import Ledger
@@ -38,6 +36,8 @@ from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
+from dualwrite.writing.block import dual_write
+from dualwrite.writing.lane import Lane
 
 Tell = Callable[[str], None]
 

@@ -9,13 +9,13 @@ from harness.orders import write
 from sqlalchemy import create_engine, insert, select, update
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
-from dualwrite.lanes import Lanes
 from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.lane_pool import Lanes
 
 STATE = declare_tables(None).state
 

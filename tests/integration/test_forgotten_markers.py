@@ -13,18 +13,19 @@ from confluent_kafka.cimpl import NewTopic
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, lanes, recover
+from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, recover
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.instance import ProducerInstance
-from dualwrite.lane import Lane
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, read_committed
+from dualwrite.writing import lane_pool
+from dualwrite.writing.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -123,7 +124,7 @@ class Stage:
 def idle():
     """No writer does anything in the background: who is dead does nothing, and who lives is to find all by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "_see_to", lambda *_: None)
+        patch.setattr(lane_pool, "_see_to", lambda *_: None)
         patch.setattr(Lane, "watch_end", lambda *_: None)
         yield
 

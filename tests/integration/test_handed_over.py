@@ -5,14 +5,12 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import insert, select, text
 
-from dualwrite.block import Ending, dual_write
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
@@ -20,6 +18,8 @@ from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 PATIENT = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}

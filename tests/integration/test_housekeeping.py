@@ -12,11 +12,11 @@ from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
-from dualwrite.lanes import Lanes
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.proxy_postgresql import PostgresProxy
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

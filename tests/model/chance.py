@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from dualwrite.block import Ending
 from dualwrite.testing.simulator.database import Kind
 from dualwrite.testing.simulator.process import Server
+from dualwrite.writing.block import Ending
 from model.owners import TOPIC
 from model.world import PARTITIONS, World
 

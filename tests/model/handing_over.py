@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dualwrite.block import Ending, dual_write
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     DualWriteError,
@@ -18,8 +17,6 @@ from dualwrite.errors import (
     TransactionInDoubt,
 )
 from dualwrite.jobs.complete import complete_handed_over
-from dualwrite.lane import Lane
-from dualwrite.losses import Losses
 from dualwrite.recovery.claim import Ground, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.participants import name_of
@@ -27,6 +24,9 @@ from dualwrite.testing.simulator.connection import SimulatedConnection
 from dualwrite.testing.simulator.database import ConnectionLost
 from dualwrite.testing.simulator.outside import SimulatedCoordinator
 from dualwrite.testing.simulator.store import SimulatedStore
+from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.losses import Losses
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
 
 if TYPE_CHECKING:

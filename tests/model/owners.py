@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.block import Ending, dual_write
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
@@ -20,8 +19,6 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
-from dualwrite.losses import Losses
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import Ground, claim_lanes
 from dualwrite.recovery.recover import recover_rows
@@ -36,6 +33,9 @@ from dualwrite.testing.simulator.database import (
 from dualwrite.testing.simulator.handle import make_handle
 from dualwrite.testing.simulator.outside import SimulatedCoordinator
 from dualwrite.testing.simulator.store import SimulatedStore
+from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.losses import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

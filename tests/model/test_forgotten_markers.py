@@ -8,10 +8,10 @@ import pytest
 
 from dualwrite.jobs import complete as completing
 from dualwrite.kafka.instance import ProducerInstance
-from dualwrite.lane import Lane
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.recovery.settle import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore
+from dualwrite.writing.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines
 from model.world import World

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dualwrite.block import Ending
 from dualwrite.testing.simulator import environment
 from dualwrite.testing.simulator.broker import handle
 from dualwrite.testing.simulator.database import Database, Kind
@@ -20,6 +19,7 @@ from dualwrite.testing.simulator.process import Process, Server
 from dualwrite.testing.simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
 from dualwrite.testing.simulator.scheduler import Held, Simulation
 from dualwrite.testing.simulator.state import new_broker, transaction
+from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
 from model.handing_over import Decision, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write

@@ -1,4 +1,4 @@
-"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.dual_write``, ``Lane.complete``."""
+"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.writing.dual_write``, ``Lane.complete``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from harness.interruption import Interruption
 
 from dualwrite.deadline import Deadline
-from dualwrite.turns import NoTurn, Place, Turns, longest_free
+from dualwrite.writing.turns import NoTurn, Place, Turns, longest_free
 
 NOW = Deadline(0)
 

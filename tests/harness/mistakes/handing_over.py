@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import lane
 from dualwrite.errors import DualWriteError
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.lane import Lane
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.settle import belongs
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery import settle
+from dualwrite.writing import lane
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
 
 _TESTS = "integration/test_handed_over.py"

@@ -12,9 +12,9 @@ from dualwrite.kafka.handle import Handle
 from dualwrite.kafka.instance import ProducerInstance
 from dualwrite.kafka.log import Scan
 from dualwrite.kafka.partitions import Place
-from dualwrite.lane import Lane
 from dualwrite.recovery import inspect
 from dualwrite.stores import rows, state
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
 

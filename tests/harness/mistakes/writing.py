@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite import dual_write, lane
-from dualwrite.dual_write import DualWrite
 from dualwrite.errors import Fenced
-from dualwrite.lane import Lane
-from dualwrite.losses import Losses
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
@@ -16,7 +12,11 @@ from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.witness import PsycopgWitness
-from dualwrite.turns import Turns
+from dualwrite.writing import dual_write, lane
+from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.losses import Losses
+from dualwrite.writing.turns import Turns
 from harness.mistakes.registry import Check, mistake, performed
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from dualwrite.dual_write import DualWrite
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
+    from dualwrite.writing.dual_write import DualWrite
 
 
 class Transaction:

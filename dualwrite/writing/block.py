@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
-from dualwrite.dual_write import DualWrite
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.recovery.reported import noting_told
-from dualwrite.transaction import Transaction
+from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.transaction import Transaction
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.lane import Lane
     from dualwrite.recovery.claim import Ground
+    from dualwrite.writing.lane import Lane
 
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 

@@ -17,7 +17,6 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.ends import know_end
-from dualwrite.losses import FoundLoss, Losses
 from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lost_decisions import contradiction
@@ -31,13 +30,14 @@ from dualwrite.recovery.claim import Ground, claim_rows
 from dualwrite.recovery.reported import note_told
 from dualwrite.recovery.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
-from dualwrite.turns import NoTurn, Turns
+from dualwrite.writing.losses import FoundLoss, Losses
+from dualwrite.writing.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
-    from dualwrite.end_watcher import EndWatcher
     from dualwrite.kafka.ends import PendingEnd
     from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.recovery.settle import SettleReport
+    from dualwrite.writing.end_watcher import EndWatcher
 
 logger = logging.getLogger(__name__)
 

@@ -28,15 +28,15 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.recovery.commit_in_doubt import resolve_commit
-from dualwrite.sending import Sending
+from dualwrite.writing.sending import Sending
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.lane import Lane
     from dualwrite.ports.savepoints import Message
     from dualwrite.recovery.claim import Ground
+    from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class DualWrite:
     """One dual write, driven by its block: begun, then committed, aborted or handed over, then released. Used by one thread.
 
-    The block gives the user a :class:`dualwrite.transaction.Transaction`, which exposes none of these methods.
+    The block gives the user a :class:`dualwrite.writing.transaction.Transaction`, which exposes none of these methods.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class DualWrite:
 
     @property
     def connection(self) -> Connection:
-        """See :attr:`dualwrite.transaction.Transaction.connection`."""
+        """See :attr:`dualwrite.writing.transaction.Transaction.connection`."""
         self._machine.apply(WriteEvent.EXECUTE)
         return self._connection
 
     @property
     def session(self) -> Session:
-        """See :attr:`dualwrite.transaction.Transaction.session`."""
+        """See :attr:`dualwrite.writing.transaction.Transaction.session`."""
         self._machine.apply(WriteEvent.EXECUTE)
         if self._session is None:
             self._session = self._session_factory(bind=self._connection)

@@ -29,7 +29,7 @@ class Sending:
         self.savepoints: SavepointWatch | None = None
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None) -> None:
-        """Take a message; see :meth:`dualwrite.dual_write.DualWrite.send`."""
+        """Take a message; see :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
         try:
             if self.savepoints is None or self.savepoints.direct:
                 self._hand_over(message)

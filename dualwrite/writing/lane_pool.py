@@ -16,8 +16,8 @@ from typing import Final
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
-from dualwrite.lane import Lane
-from dualwrite.turns import NoTurn, Place, Ticket, Turns
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.turns import NoTurn, Place, Ticket, Turns
 
 logger = logging.getLogger(__name__)
 

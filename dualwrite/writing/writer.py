@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, exc
 from sqlalchemy.orm import Session
 
-from dualwrite import entered
-from dualwrite.block import dual_write, session_of_block
 from dualwrite.deadline import Deadline
-from dualwrite.end_watcher import EndWatcher
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -27,9 +24,6 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.lane import Lane
-from dualwrite.lanes import Lanes
-from dualwrite.losses import Losses, OnLoss
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import Ground, claim_lanes, unique_owner
 from dualwrite.recovery.reported import noting_told, telling_at_open
@@ -37,8 +31,14 @@ from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.transaction import Transaction
-from dualwrite.turns import Turns
+from dualwrite.writing import entered
+from dualwrite.writing.block import dual_write, session_of_block
+from dualwrite.writing.end_watcher import EndWatcher
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.losses import Losses, OnLoss
+from dualwrite.writing.transaction import Transaction
+from dualwrite.writing.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
