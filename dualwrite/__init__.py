@@ -22,8 +22,8 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.blocking import BlockingTransaction
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.coordinator.blocking import BlockingTransaction
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.recovery.blocking import blocking_transactions
     from dualwrite.recovery.forget import ForgetReport, forget
     from dualwrite.recovery.recover import RecoveryReport, recover
@@ -56,12 +56,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BlockingTransaction": "dualwrite.kafka.blocking",
+    "BlockingTransaction": "dualwrite.kafka.coordinator.blocking",
     "DualWriter": "dualwrite.writing.writer",
     "ForgetReport": "dualwrite.recovery.forget",
     "RecoveryReport": "dualwrite.recovery.recover",
     "Transaction": "dualwrite.writing.transaction",
-    "TransactionalProducer": "dualwrite.kafka.producer",
+    "TransactionalProducer": "dualwrite.kafka.producer.transactional",
     "blocking_transactions": "dualwrite.recovery.blocking",
     "forget": "dualwrite.recovery.forget",
     "recover": "dualwrite.recovery.recover",

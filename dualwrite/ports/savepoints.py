@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
 
 Message: TypeAlias = "Callable[[TransactionalProducer], None]"
 """Hands one message, many, or offsets to the producer that it is called with."""

@@ -8,9 +8,9 @@ from typing import Final
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 
 _OFFSETS: Final = "__consumer_offsets"
 _SIGN_BIT: Final = 0x8000_0000

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DatabaseWentBack, Fenced
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back, other_cluster

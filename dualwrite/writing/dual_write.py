@@ -33,7 +33,7 @@ from dualwrite.writing.sending import Sending
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
     from dualwrite.recovery.claim import Ground
     from dualwrite.writing.lane import Lane

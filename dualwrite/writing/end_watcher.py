@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.deadline import Deadline, GrowingPause
-from dualwrite.kafka.ends import PendingEnd, ask_for_ends
+from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.known_end import EndStep
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.coordinator import KafkaCoordinator
+    from dualwrite.kafka.coordinator.client import KafkaCoordinator
 
 logger = logging.getLogger(__name__)
 

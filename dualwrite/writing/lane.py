@@ -16,7 +16,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.kafka.ends import know_end
+from dualwrite.kafka.producer.ends import know_end
 from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lost_decisions import contradiction
@@ -34,8 +34,8 @@ from dualwrite.writing.losses import FoundLoss, Losses
 from dualwrite.writing.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.ends import PendingEnd
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer.ends import PendingEnd
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.recovery.settle import SettleReport
     from dualwrite.writing.end_watcher import EndWatcher
 

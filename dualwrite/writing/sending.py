@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message, SavepointWatch
 
 

@@ -22,8 +22,8 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import Ground, claim_lanes, unique_owner
 from dualwrite.recovery.reported import noting_told, telling_at_open

@@ -19,7 +19,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import Ground, unique_owner

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from pyspark import TaskContext
 
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery.claim import Ground, unique_owner
 from dualwrite.sinks.spark.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore

@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, make_url, text
 
 from bench.processors import KINDS, processor_s, used
 from bench.servers import Ground, p50
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.batches import projected_batches, without_unused
 from dualwrite.sinks.spark.connecting import connect_engine

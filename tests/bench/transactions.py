@@ -21,10 +21,10 @@ from typing_extensions import Self
 from bench.servers import Ground
 from dualwrite.deadline import Deadline
 from dualwrite.jobs.complete import complete_handed_over
-from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.network import Network
+from dualwrite.kafka.coordinator.brokers import Brokers
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.coordinator.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import Ground as Claimant

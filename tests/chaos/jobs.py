@@ -27,8 +27,8 @@ from dualwrite import (
 )
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.stores.ledger import Ledger

@@ -14,7 +14,7 @@ from confluent_kafka import Producer
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, insert, select
 
 from dualwrite import DualWriter, failpoints
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 METADATA: Final = MetaData()

@@ -12,7 +12,7 @@ import psycopg  # noqa: F401 - imported once, before the forks
 from confluent_kafka import Consumer, TopicPartition
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
-import dualwrite.kafka.coordinator  # noqa: F401 - imported once, before the forks
+import dualwrite.kafka.coordinator.client  # noqa: F401 - imported once, before the forks
 from dualwrite import (
     CompletionPending,
     ConfigurationError,
@@ -24,7 +24,7 @@ from dualwrite import (
     failpoints,
 )
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 
 OPERATIONS = Table(
     "operations",

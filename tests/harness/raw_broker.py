@@ -28,8 +28,8 @@ from kafka.protocol.producer import (
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.testing.simulator import requests as sim
 from dualwrite.testing.simulator.requests import ErrorCode
 from dualwrite.testing.simulator.state import OFFSETS_TOPIC

@@ -10,8 +10,8 @@ from sqlalchemy import create_engine, select
 
 from dualwrite import DualWriter, failpoints
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.testing.reading import read_committed
 

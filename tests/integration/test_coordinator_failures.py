@@ -11,7 +11,7 @@ from harness.transactions import PlainProducer
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
 from dualwrite.testing import Api, EmbeddedKafka, KafkaProxy, read_committed
 

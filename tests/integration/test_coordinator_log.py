@@ -16,9 +16,9 @@ from kafka.structs import TopicPartition as Place
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka import log
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator import log
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import LogProof, TransactionStatus
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.testing import EmbeddedKafka

@@ -19,7 +19,7 @@ from kafka.net.transport import KafkaTCPTransport
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.protocol.observations import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka

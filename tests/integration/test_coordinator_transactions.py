@@ -15,7 +15,7 @@ from harness.transactions import PlainProducer, fresh_id
 from dualwrite.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.testing import read_committed
 
@@ -103,7 +103,7 @@ def test_another_process_commits_the_transaction_of_an_abandoned_producer(coordi
 import json, sys
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.prepared_state import PreparedTxnState
 config, kafka_id, state = json.loads(sys.argv[1])
 with KafkaCoordinator(KafkaConfig.parse(config)) as coordinator:

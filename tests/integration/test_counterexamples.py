@@ -23,7 +23,7 @@ from dualwrite import (
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore

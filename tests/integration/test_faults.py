@@ -26,9 +26,9 @@ from dualwrite import (
 )
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
-from dualwrite.kafka import evidence, instance
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.librdkafka import evidence, instance
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore

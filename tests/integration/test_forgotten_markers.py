@@ -17,8 +17,8 @@ from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, r
 from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status

@@ -9,8 +9,8 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle

@@ -15,9 +15,9 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka import transaction_timeout
-from dualwrite.kafka.kept import Completion
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import transaction_timeout
+from dualwrite.kafka.producer.abandoned_transaction import Completion
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing.reading import read_committed
@@ -363,7 +363,7 @@ def test_the_time_a_transaction_is_open_counts_from_its_first_message(ready, dua
 
 def test_the_brokers_maximum_is_asked_for_and_warned_of_when_it_is_short(make_producer, caplog, monkeypatch):
     monkeypatch.setattr(transaction_timeout, "_warned", set())
-    caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
+    caplog.set_level(logging.INFO, "dualwrite.kafka.producer.transactional")
     for _ in range(2):
         producer = make_producer()
         producer.init_transactions()
@@ -412,13 +412,15 @@ def test_a_broker_that_is_not_there_is_unavailable_at_the_deadline(dualwrite_kaf
 
 
 def test_every_line_of_the_log_names_the_transactional_id(ready, dualwrite_topic, caplog, kafka_id):
-    caplog.set_level(logging.DEBUG, "dualwrite.kafka.producer")
+    caplog.set_level(logging.DEBUG, "dualwrite.kafka.producer.transactional")
     producer = ready({"debug": "eos"})
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"x")
     producer.commit_transaction()
     producer.poll()
-    lines = [record.getMessage() for record in caplog.records if record.name == "dualwrite.kafka.producer"]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "dualwrite.kafka.producer.transactional"
+    ]
     assert any("TXNAPI" in line for line in lines), "librdkafka's own lines are routed, too"
     assert all(line.startswith(kafka_id) for line in lines)
 
@@ -450,7 +452,7 @@ def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_top
     script = textwrap.dedent(f"""
         import os, sys
         from dualwrite.errors import IllegalStateError
-        from dualwrite.kafka.producer import TransactionalProducer
+        from dualwrite.kafka.producer.transactional import TransactionalProducer
 
         producer = TransactionalProducer({kafka!r}, {kafka_id!r})
         producer.init_transactions()

@@ -20,10 +20,10 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.failures import Phase
-from dualwrite.kafka.kept import Completion
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.abandoned_transaction import Completion
+from dualwrite.kafka.producer.librdkafka.failures import Phase
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing import EmbeddedKafka

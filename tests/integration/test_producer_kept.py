@@ -9,7 +9,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
-from dualwrite.kafka.kept import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState
@@ -30,7 +30,7 @@ def killed_after(kafka, kafka_id, dualwrite_topic):
     def run(lines, bulk=False):
         head = f"""
             import os, signal
-            from dualwrite.kafka.producer import TransactionalProducer
+            from dualwrite.kafka.producer.transactional import TransactionalProducer
             topic = {dualwrite_topic!r}
             producer = TransactionalProducer({kafka!r}, {kafka_id!r}, bulk={bulk})
             producer.init_transactions()

@@ -8,9 +8,9 @@ from harness.patience import patient
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.transaction_timeout import GREATEST_TIMEOUT_MS, NEVER_MS
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS, NEVER_MS
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 

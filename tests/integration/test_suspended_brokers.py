@@ -22,7 +22,7 @@ from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 from dualwrite import DualWriteError, DualWriter, failpoints, recover
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery.recover import status

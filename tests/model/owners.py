@@ -18,7 +18,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import Ground, claim_lanes
 from dualwrite.recovery.recover import recover_rows

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from dualwrite.jobs import complete as completing
-from dualwrite.kafka.instance import ProducerInstance
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.recovery.settle import _Settling
 from dualwrite.testing.simulator.store import SimulatedStore

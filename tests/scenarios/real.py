@@ -25,7 +25,7 @@ from sqlalchemy import create_engine, delete, insert, select, text
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.stores.state import SqlStateStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dualwrite.kafka.log import Scan, combined
+from dualwrite.kafka.coordinator.log import Scan, combined
 from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import OpenPlaces
@@ -58,7 +58,7 @@ def proofs_now(broker: Broker, state: PreparedTxnState) -> dict[sim.TopicPartiti
 
 
 def prove(broker: Broker, state: PreparedTxnState) -> LogProof:
-    """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show.
+    """As ``dualwrite.kafka.coordinator.log.prove``: its own scan of each partition, and its own combination of what they show.
 
     Raises:
         AssertionError: Its glance and its scan tell different things.

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from dualwrite.kafka import blocking
-from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.partitions import Place
+from dualwrite.kafka.coordinator import blocking
+from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.recovery.blocking import offsets_partition
 

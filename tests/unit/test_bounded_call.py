@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.bounded_call import BoundedCaller, NoAnswer
+from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
 
 LONG_S = 30.0
 

@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import KafkaError, Message
 
-from dualwrite.kafka.deliveries import Deliveries
+from dualwrite.kafka.producer.librdkafka.deliveries import Deliveries
 
 
 def message(partition=0, offset=0, topic="orders"):

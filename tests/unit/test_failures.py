@@ -13,8 +13,8 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
-from dualwrite.kafka.handle import IdLogger
+from dualwrite.kafka.producer.librdkafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.producer.librdkafka.handle import IdLogger
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualwrite.kafka.log import Scan
+from dualwrite.kafka.coordinator.log import Scan
 from dualwrite.protocol.observations import LogProof
 from dualwrite.protocol.prepared_state import FirstOffset
 from dualwrite.testing.simulator import partition as rules

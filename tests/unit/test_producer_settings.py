@@ -4,8 +4,8 @@ import pytest
 from confluent_kafka import Producer
 
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.handle import producer_settings
-from dualwrite.kafka.transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.producer.librdkafka.handle import producer_settings
+from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}
 

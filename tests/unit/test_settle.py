@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from dualwrite.kafka.log import combined
-from dualwrite.kafka.partitions import Place
+from dualwrite.kafka.coordinator.log import combined
+from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import (

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import transaction_timeout
-from dualwrite.kafka.transaction_timeout import (
+from dualwrite.kafka.producer import transaction_timeout
+from dualwrite.kafka.producer.transaction_timeout import (
     GREATEST_TIMEOUT_MS,
     NEVER_MS,
     choose_transaction_timeout_ms,
@@ -54,7 +54,7 @@ def test_what_is_chosen_is_never_above_what_the_broker_allows(requested, maximum
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(transaction_timeout, "_warned", set())
-    caplog.set_level(logging.WARNING, "dualwrite.kafka.producer")
+    caplog.set_level(logging.WARNING, "dualwrite.kafka.producer.transactional")
     return caplog
 
 

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Final, cast
 from confluent_kafka import KafkaException
 
 from dualwrite.deadline import Deadline, now_s
-from dualwrite.kafka.bounded_call import NoAnswer
+from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.testing.simulator.client import SimulatedProducer
 from dualwrite.testing.simulator.scheduler import Simulation
 
 if TYPE_CHECKING:
     from confluent_kafka import Producer
 
-    from dualwrite.kafka.handle import Handle
+    from dualwrite.kafka.producer.librdkafka.handle import Handle
 
 _LEFT_BEHIND_S: Final = 5.0
 """The caller has given up on a call that returns this much too late."""
 
 
 class SimulatedHandle:
-    """Stands in for :class:`dualwrite.kafka.handle.Handle`.
+    """Stands in for :class:`dualwrite.kafka.producer.librdkafka.handle.Handle`.
 
     Args:
         simulation: The simulation with the broker.

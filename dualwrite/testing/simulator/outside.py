@@ -1,6 +1,6 @@
 """The coordinator's port over the simulated broker: observes and ends transactions from outside their producers.
 
-As ``dualwrite.kafka.coordinator`` does over the wire, it retries unanswered requests with growing waits, until the
+As ``dualwrite.kafka.coordinator.client`` does over the wire, it retries unanswered requests with growing waits, until the
 deadline. That package's own code reads the proof of an outcome.
 """
 
@@ -11,9 +11,9 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.later import LaterScan, joined
-from dualwrite.kafka.log import Scan, combined
-from dualwrite.kafka.partitions import Place
+from dualwrite.kafka.coordinator.later import LaterScan, joined
+from dualwrite.kafka.coordinator.log import Scan, combined
+from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState

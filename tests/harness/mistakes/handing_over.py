@@ -6,7 +6,7 @@ import pytest
 
 from dualwrite.errors import DualWriteError
 from dualwrite.jobs.complete import complete_handed_over
-from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.settle import belongs
 from dualwrite.protocol.tables.producer_life import ProducerState

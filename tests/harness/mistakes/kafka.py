@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-from dualwrite.kafka import log
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.evidence import Evidence
-from dualwrite.kafka.handle import Handle
-from dualwrite.kafka.instance import ProducerInstance
-from dualwrite.kafka.log import Scan
-from dualwrite.kafka.partitions import Place
+from dualwrite.kafka.coordinator import log
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.coordinator.log import Scan
+from dualwrite.kafka.coordinator.partitions import Place
+from dualwrite.kafka.producer.librdkafka.evidence import Evidence
+from dualwrite.kafka.producer.librdkafka.handle import Handle
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.recovery import inspect
 from dualwrite.stores import rows, state
 from dualwrite.writing.lane import Lane

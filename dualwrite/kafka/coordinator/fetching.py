@@ -7,10 +7,10 @@ from typing import Final
 import kafka.errors as kafka_errors
 from kafka.protocol.consumer.fetch import FetchRequest
 
-from dualwrite.kafka.brokers import verdict
-from dualwrite.kafka.network import Message, NotYet
-from dualwrite.kafka.partitions import Place
-from dualwrite.kafka.routing import Leader
+from dualwrite.kafka.coordinator.brokers import verdict
+from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.partitions import Place
+from dualwrite.kafka.coordinator.routing import Leader
 
 CHUNK_BYTES: Final = 1_048_576
 AT_ONCE: Final = 16  # partitions: limits the memory

@@ -20,7 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
+from dualwrite.kafka.coordinator.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

@@ -22,15 +22,15 @@ from confluent_kafka import TopicPartition
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.deliveries import DeliveryCallback
-from dualwrite.kafka.ends import PendingEnd
-from dualwrite.kafka.evidence import Evidence
-from dualwrite.kafka.forks import ForkGuard
-from dualwrite.kafka.handle import Handle, MakeHandle, producer_settings
-from dualwrite.kafka.instance import ProducerInstance
-from dualwrite.kafka.kept import Completion, KeptTransaction
-from dualwrite.kafka.transaction_timeout import agree_on_transaction_timeout_ms
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.ends import PendingEnd
+from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
+from dualwrite.kafka.producer.librdkafka.evidence import Evidence
+from dualwrite.kafka.producer.librdkafka.forks import ForkGuard
+from dualwrite.kafka.producer.librdkafka.handle import Handle, MakeHandle, producer_settings
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
+from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -144,7 +144,7 @@ class TransactionalProducer:
         """Take the next step for :attr:`pending_end`: the producer goes on, or becomes doubtful.
 
         Args:
-            step: The result of :func:`dualwrite.kafka.ends.ask_for_ends`.
+            step: The result of :func:`dualwrite.kafka.producer.ends.ask_for_ends`.
         """
         self._instance.note_end(step)
 

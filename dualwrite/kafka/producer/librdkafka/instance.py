@@ -17,13 +17,13 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.bounded_call import NoAnswer
-from dualwrite.kafka.deliveries import DeliveryCallback
-from dualwrite.kafka.ends import PendingEnd, know_end
-from dualwrite.kafka.evidence import OLD_S
-from dualwrite.kafka.failures import Failure, Phase, failure_of, kafka_error
-from dualwrite.kafka.handle import MakeHandle
-from dualwrite.kafka.judged import INIT_MAY_COME, JudgedProducer, Transaction, judged_whole
+from dualwrite.kafka.producer.ends import PendingEnd, know_end
+from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
+from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
+from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, Transaction, judged_whole
+from dualwrite.kafka.producer.librdkafka.evidence import OLD_S
+from dualwrite.kafka.producer.librdkafka.failures import Failure, Phase, failure_of, kafka_error
+from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from confluent_kafka import TopicPartition
     from confluent_kafka._types import HeadersType
 
-    from dualwrite.kafka.evidence import Evidence
+    from dualwrite.kafka.producer.librdkafka.evidence import Evidence
     from dualwrite.ports.coordinator import TransactionCoordinator
 
 _SERVE_EVERY: Final = 256

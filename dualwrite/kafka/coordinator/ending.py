@@ -9,13 +9,13 @@ import kafka.errors as kafka_errors
 from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.brokers import verdict
-from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.coordinator.brokers import verdict
+from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.protocol.observations import EndAnswer
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
-    from dualwrite.kafka.routing import Coordinators, Partition
+    from dualwrite.kafka.coordinator.routing import Coordinators, Partition
     from dualwrite.protocol.prepared_state import PreparedTxnState
 
 # Version 5 would raise the producer's epoch: the broker would refuse every repetition and fence the owner.
@@ -54,7 +54,7 @@ def end(
     committed: bool,
     once: bool,
 ) -> Mapping[str, EndAnswer]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.end`."""
+    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.end`."""
 
     def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
         for kafka_id in ids:
@@ -82,7 +82,7 @@ def end(
 def retire(
     coordinators: Coordinators, kafka_ids: Collection[str], timeouts_ms: Mapping[str, int], deadline: Deadline
 ) -> Mapping[str, tuple[int, int]]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.retire`."""
+    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.retire`."""
     timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms)
 
     def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
@@ -116,7 +116,7 @@ def add_partitions(
     transactions: Mapping[str, tuple[int, int, Collection[Partition]]],
     deadline: Deadline,
 ) -> Mapping[str, bool]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.add_partitions`."""
+    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.add_partitions`."""
 
     def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
         for kafka_id in ids:

@@ -20,12 +20,12 @@ from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.blocking import HeldBack
-from dualwrite.kafka.brokers import Brokers, until_answered
-from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
-from dualwrite.kafka.network import Message, NotYet
-from dualwrite.kafka.partitions import Place, end_offsets, leader_epochs
-from dualwrite.kafka.routing import Leader, Partition, Topics
+from dualwrite.kafka.coordinator.blocking import HeldBack
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
+from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
+from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.partitions import Place, end_offsets, leader_epochs
+from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
 from dualwrite.protocol.observations import LogProof
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 

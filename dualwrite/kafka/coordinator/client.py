@@ -11,13 +11,13 @@ from kafka.protocol.admin.configs import DescribeConfigsRequest
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka import ending, later, log
-from dualwrite.kafka.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.network import Message, NotYet
-from dualwrite.kafka.partitions import Place, open_offsets
-from dualwrite.kafka.routing import Coordinators, Partition, Topic, Topics
+from dualwrite.kafka.coordinator import ending, later, log
+from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.partitions import Place, open_offsets
+from dualwrite.kafka.coordinator.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -282,7 +282,7 @@ class KafkaCoordinator:
         ]
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.
+        """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.coordinator.log.prove`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.
@@ -293,7 +293,7 @@ class KafkaCoordinator:
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[Partition, LogProof | None]]:
-        """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`.
+        """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.coordinator.log.prove_now`.
 
         Raises:
             ConfigurationError: We may not read or describe a topic.
@@ -303,7 +303,7 @@ class KafkaCoordinator:
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
-        """Transactions that hold back these partitions' readers; see :func:`dualwrite.kafka.blocking.find_blocking`.
+        """Transactions that hold back readers; see :func:`~dualwrite.kafka.coordinator.blocking.find_blocking`.
 
         Raises:
             Unavailable: Some leaders or coordinators did not answer in time.
@@ -340,7 +340,7 @@ class KafkaCoordinator:
         return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.later.later_commits`.
+        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.coordinator.later.later_commits`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.

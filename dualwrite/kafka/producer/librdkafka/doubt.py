@@ -15,10 +15,17 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka.bounded_call import NoAnswer
-from dualwrite.kafka.deliveries import Deliveries
-from dualwrite.kafka.failures import NOT_ANSWERED, Failure, Phase, failure_of, kafka_error, kafka_exception_behind
-from dualwrite.kafka.handle import Handle, IdLogger
+from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
+from dualwrite.kafka.producer.librdkafka.deliveries import Deliveries
+from dualwrite.kafka.producer.librdkafka.failures import (
+    NOT_ANSWERED,
+    Failure,
+    Phase,
+    failure_of,
+    kafka_error,
+    kafka_exception_behind,
+)
+from dualwrite.kafka.producer.librdkafka.handle import Handle, IdLogger
 from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.machine import Machine

@@ -10,9 +10,9 @@ from kafka.protocol.admin.transactions import DescribeProducersRequest
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.network import Message, NotYet
-from dualwrite.kafka.routing import Leader, Partition, Topic, Topics
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.routing import Leader, Partition, Topic, Topics
 
 _NO_TRANSACTION: Final = -1
 OpenOffsets = Mapping[tuple[int, int], int]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.deadline import Deadline, now_s
-from dualwrite.kafka.bounded_call import BoundedCaller, NoAnswer
 from dualwrite.kafka.config import KafkaConfig, Setting
+from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-logger = logging.getLogger("dualwrite.kafka.producer")
+logger = logging.getLogger("dualwrite.kafka.producer.transactional")
 
 _DESTROY_WAIT_S = 2.0
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from confluent_kafka import KafkaError
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.failures import Phase, failure_of
+from dualwrite.kafka.producer.librdkafka.failures import Phase, failure_of
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
 
 
 def refuse_early(

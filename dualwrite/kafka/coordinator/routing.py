@@ -13,8 +13,8 @@ from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.coordinator.network import Message, NotYet
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]

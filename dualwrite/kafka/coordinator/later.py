@@ -14,11 +14,11 @@ from typing import Final, Protocol
 from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.deadline import Deadline
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.fetching import AT_ONCE, fetch, fetched
-from dualwrite.kafka.network import Message, NotYet
-from dualwrite.kafka.partitions import Place, describe_producers
-from dualwrite.kafka.routing import Leader, Partition, Topics
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
+from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.partitions import Place, describe_producers
+from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 

@@ -16,9 +16,9 @@ from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import OFFSETS_TOPIC
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.judged import Transaction
+    from dualwrite.kafka.producer.librdkafka.doubt import Transaction
 
-logger = logging.getLogger("dualwrite.kafka.producer")
+logger = logging.getLogger("dualwrite.kafka.producer.transactional")
 
 _TOPIC_ID_LIFE_S: Final = 10.0
 _ASK_S: Final = 2.0
