@@ -9,8 +9,8 @@ import click
 from dualwrite.cli.connection import database_options
 from dualwrite.cli.exit_codes import exit_code_for_errors
 from dualwrite.cli.report import batch_json, batch_table, report_console
-from dualwrite.stores.batches import read_batches, read_nobody_at_work
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.jobs.batches import read_batches, read_nobody_at_work
 from dualwrite.stores.schema import check_schema
 
 

@@ -15,7 +15,7 @@ from dualwrite.recovery.after_restore import Forgotten
 from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.recovery.settle import Loss
-from dualwrite.stores.batches import Batch
+from dualwrite.stores.jobs.batches import Batch
 
 _WIDTH_OF_A_PIPE = 400
 

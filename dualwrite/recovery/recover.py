@@ -37,8 +37,8 @@ from dualwrite.recovery.plan import IdStatus, Plan, describe
 from dualwrite.recovery.reported import note_told, untold
 from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.jobs.slots import living_leases
 from dualwrite.stores.schema import check_schema
-from dualwrite.stores.slots import living_leases
 from dualwrite.stores.state import SqlStateStore
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.dialects.dialect import Dialect
     from dualwrite.stores.tables import Tables
 
 

@@ -186,7 +186,7 @@ def map_database_error(
 ) -> DualWriteError:
     """The error to raise, ``from error``, for a database error of one of our own statements.
 
-    Not for errors of COMMIT: :func:`dualwrite.stores.committing.commit` handles those.
+    Not for errors of COMMIT: :func:`dualwrite.stores.dialects.committing.commit` handles those.
 
     Args:
         error: SQLAlchemy's error.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.dialects.dialect import Dialect
     from dualwrite.stores.tables import Tables
 
 

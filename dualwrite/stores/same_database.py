@@ -12,7 +12,7 @@ from dualwrite.stores.failures import map_database_error, shown_url
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.stores.dialect import Dialect, Identity
+    from dualwrite.stores.dialects.dialect import Dialect, Identity
     from dualwrite.stores.short_transactions import ShortTransactions
     from dualwrite.stores.tables import Tables
 

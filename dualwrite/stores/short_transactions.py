@@ -9,15 +9,15 @@ from sqlalchemy import exc
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.stores.committing import rollback
+from dualwrite.stores.dialects.committing import rollback
+from dualwrite.stores.dialects.postgresql import PostgreSQL
+from dualwrite.stores.dialects.sqlite import SQLite
 from dualwrite.stores.failures import Meaning, map_database_error, meaning_of
-from dualwrite.stores.postgresql import PostgreSQL
-from dualwrite.stores.sqlite import SQLite
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.dialects.dialect import Dialect
     from dualwrite.stores.tables import Tables
 
 Result = TypeVar("Result")

@@ -12,15 +12,16 @@ from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, sele
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.rows import Participant
-from dualwrite.stores import committing, participants
+from dualwrite.stores import participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.dialects import committing
+from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
 from dualwrite.stores.same_database import SameDatabase
-from dualwrite.stores.savepoints import SavepointWatch
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
     PAUSED_OWNER_TIMEOUT_S,

@@ -15,17 +15,17 @@ from dualwrite.protocol.naming import owner_prefix
 from dualwrite.recovery.claim import Ground, default_owner
 from dualwrite.sinks.spark.owners import settle_leases
 from dualwrite.sinks.spark.slot import Slot, leased_slot
-from dualwrite.stores.ledger import Ledger
-from dualwrite.stores.runs import Runs
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.ledger import Ledger
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.sinks.spark.kept import Servers
-    from dualwrite.stores.ledger import WrittenPartition
-    from dualwrite.stores.runs import Run
+    from dualwrite.stores.jobs.ledger import WrittenPartition
+    from dualwrite.stores.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ from dualwrite.sinks.spark.prepared import choose_staging
 from dualwrite.sinks.spark.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.table import read_table
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.ledger import Ledger
+from dualwrite.stores.jobs.ledger import Ledger
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.rows import check_name
-from dualwrite.stores.runs import Runs
 from dualwrite.stores.schema import check_schema
-from dualwrite.stores.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.rows import Incident, StateRow
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
-    from dualwrite.stores.runs import Run
+    from dualwrite.stores.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

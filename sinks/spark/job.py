@@ -23,7 +23,7 @@ from dualwrite.sinks.spark.driver import DriverSide
 from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.task import PartitionReport, PartitionTask
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.ledger import BEGUN
+from dualwrite.stores.jobs.ledger import BEGUN
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark

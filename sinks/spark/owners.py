@@ -11,7 +11,7 @@ from dualwrite.recovery.settle import settle
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
-    from dualwrite.stores.slots import Lease, SlotPool
+    from dualwrite.stores.jobs.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)
 

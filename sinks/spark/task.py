@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
-    from dualwrite.stores.runs import Run
+    from dualwrite.stores.jobs.runs import Run
     from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from dualwrite.sinks.spark.prepared import bound_waiting, ran_out, require_room,
 from dualwrite.sinks.spark.progress import Progress, shown
 from dualwrite.sinks.spark.staging import StagingTable, create_staging
 from dualwrite.sinks.spark.writing import write_rows
-from dualwrite.stores.ledger import WHOLE_BATCH
+from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 from dualwrite.writing.block import Ending, dual_write
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.attempt import Workplace
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.settings import SinkOptions
-    from dualwrite.stores.runs import Run
+    from dualwrite.stores.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

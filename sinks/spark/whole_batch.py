@@ -26,7 +26,7 @@ from dualwrite.sinks.spark.progress import shown
 from dualwrite.sinks.spark.row_names import table_key
 from dualwrite.sinks.spark.staging import drop_dead_staging, drop_staging, empty, take_over
 from dualwrite.sinks.spark.table import require_types
-from dualwrite.stores.ledger import WHOLE_BATCH
+from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

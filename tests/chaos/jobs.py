@@ -31,8 +31,8 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.recovery.claim import Ground, default_owner
-from dualwrite.stores.ledger import Ledger
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.ledger import Ledger
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal

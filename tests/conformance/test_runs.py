@@ -8,8 +8,8 @@ from harness.databases import Database
 from dualwrite.errors import Fenced
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink
 from dualwrite.stores.forgetting import Forgetting, before
-from dualwrite.stores.runs import Run, Runs
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.runs import Run, Runs
+from dualwrite.stores.jobs.slots import SlotPool
 
 
 @pytest.fixture

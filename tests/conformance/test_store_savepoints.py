@@ -14,7 +14,7 @@ from harness.databases import Database
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
-from dualwrite.stores.savepoints import SavepointWatch
+from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark.task import PartitionTask
-from dualwrite.stores.batches import Batch, read_batches
+from dualwrite.stores.jobs.batches import Batch, read_batches
 from dualwrite.testing.jars import fetched_jars
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment

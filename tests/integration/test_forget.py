@@ -10,8 +10,8 @@ from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
 from dualwrite.cli.group import commands
-from dualwrite.stores.runs import Runs
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 

@@ -14,7 +14,7 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed

@@ -17,8 +17,8 @@ from dualwrite import DualWriteError, Fenced, failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
 from dualwrite.sinks.spark.spark_jobs import SparkJobs
-from dualwrite.stores.runs import Runs
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])

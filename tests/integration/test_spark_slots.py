@@ -15,7 +15,7 @@ from dualwrite import DecidedTransactionLost, Unavailable
 from dualwrite.deadline import Deadline
 from dualwrite.sinks.spark import foreach_partition, job, write_batch
 from dualwrite.sinks.spark.slot import leased_slot
-from dualwrite.stores.slots import SlotPool
+from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 
 

@@ -18,7 +18,7 @@ from pyspark.sql import functions
 
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
-from dualwrite.stores.ledger import WHOLE_BATCH
+from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 
 
 def thorough(*points):

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.dialects.postgresql import PostgreSQL
 from dualwrite.stores.failures import (
     Meaning,
     conflict_behind,
@@ -23,7 +24,6 @@ from dualwrite.stores.failures import (
     migrate_command,
     shown_url,
 )
-from dualwrite.stores.postgresql import PostgreSQL
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import declare_tables
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dualwrite.stores.watchdog import Watchdog
+from dualwrite.stores.dialects.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_many_at_once_use_one_thread():
 @pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads: that is what is tried
 def test_a_forked_process_watches_by_a_thread_of_its_own(pair):
     ours, theirs = pair
-    from dualwrite.stores.watchdog import WATCHDOG
+    from dualwrite.stores.dialects.watchdog import WATCHDOG
 
     with WATCHDOG.watching(theirs.fileno(), 600), WATCHDOG._changed:  # the lock is held in the moment of the fork
         if (child := os.fork()) == 0:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores import postgresql, state
+from dualwrite.stores import state
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.dialect import Standing
-from dualwrite.stores.postgresql import PostgreSQL
+from dualwrite.stores.dialects import postgresql
+from dualwrite.stores.dialects.dialect import Standing
+from dualwrite.stores.dialects.postgresql import PostgreSQL
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable
 from dualwrite.stores.state import SqlStateStore

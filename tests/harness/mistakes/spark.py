@@ -57,7 +57,7 @@ _REFUSED = "integration/test_spark_refused.py::"
 def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A batch that is for another table than its former run, under the same names, counts as begun there."""
     from dualwrite.protocol.batches.entry import Entry
-    from dualwrite.stores import ledger
+    from dualwrite.stores.jobs import ledger
 
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)
 
@@ -121,7 +121,7 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
     """Giving up does not wait for a task that was let through, and looks for what it leaves before it is there."""
     from sqlalchemy.sql.selectable import Select
 
-    from dualwrite.stores.runs import Runs
+    from dualwrite.stores.jobs.runs import Runs
 
     real = Runs.require
 

@@ -9,9 +9,9 @@ from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
 from dualwrite.recovery.settle import SettleReport
-from dualwrite.stores.savepoints import SavepointWatch
+from dualwrite.stores.dialects.savepoints import SavepointWatch
+from dualwrite.stores.dialects.witness import PsycopgWitness
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.witness import PsycopgWitness
 from dualwrite.writing import dual_write, lane
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane

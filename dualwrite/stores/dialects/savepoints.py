@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
-from dualwrite.stores.dialect import Standing
+from dualwrite.stores.dialects.dialect import Standing
 from dualwrite.stores.failures import map_database_error
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction
 
     from dualwrite.ports.savepoints import Message
-    from dualwrite.stores.dialect import Dialect
+    from dualwrite.stores.dialects.dialect import Dialect
 
 _STEP: Final = (
     "use connection.begin_nested() or session.begin_nested(), or execute SAVEPOINT, RELEASE and ROLLBACK TO one by one through "

@@ -20,15 +20,15 @@ from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.dialect import Identity, Standing
-from dualwrite.stores.witness import SqliteWitness
+from dualwrite.stores.dialects.dialect import Identity, Standing
+from dualwrite.stores.dialects.witness import SqliteWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
-    from dualwrite.stores.witness import Witness
 
 _OLDEST: Final = (3, 35, 0)  # RETURNING
 _FULL: Final = 2
@@ -53,7 +53,7 @@ class SQLite:
     quotes_keep_case = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Waits for the write lock up to the driver's ``timeout``."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Waits for the write lock up to the driver's ``timeout``."""
         driver = _driver(connection)
         if _autocommit(driver) is True:
             raise _in_autocommit()
@@ -72,12 +72,12 @@ class SQLite:
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
         del lock_timeout_s
         self.begin(connection, tables)
 
     def begin_reading(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         connection.begin()
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
@@ -93,7 +93,7 @@ class SQLite:
         return [literal_column("1")]
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. There is no name: the row itself shows the outcome."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. There is no name: the row itself shows the outcome."""
         del values
         try:
             connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
@@ -121,7 +121,7 @@ class SQLite:
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Limits waits for the file's other users, not for the disk."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Limits waits for other users, not for the disk."""
         if seconds is None:
             yield
             return
@@ -135,11 +135,11 @@ class SQLite:
                 driver.execute(f"PRAGMA busy_timeout = {present_ms}").fetchall()
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
         return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Independent of the name or link that opened the file."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Independent of the name or link that opened the file."""
         schema = tables.schema or "main"
         file = _files(_driver(connection)).get(schema)
         try:
@@ -149,22 +149,22 @@ class SQLite:
         return Identity((found.st_dev, found.st_ino) if found else (file,), schema if file else None)
 
     def witness(self, connection: Connection) -> Witness:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return SqliteWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return sqlite.insert(table).on_conflict_do_nothing()
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         try:
             return Standing.OPEN if cast("sqlite3.Connection", driver).in_transaction else Standing.ENDED
         except sqlite3.ProgrammingError:  # closed
             return Standing.BROKEN
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. A lock or constraint failure of COMMIT leaves it open."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. A lock or constraint failure of COMMIT leaves it open."""
         if self.standing(driver) is Standing.OPEN:
             return True
         orig = getattr(error, "orig", None)

@@ -12,9 +12,9 @@ from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists
 
 from dualwrite import failpoints
 from dualwrite.protocol.batches.entry import Destination, Entry, Recorded, Way, next_entry
-from dualwrite.stores.batch_refusals import check_partition_count, other_destination
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.jobs.batch_refusals import check_partition_count, other_destination
 from dualwrite.stores.rows import check_name
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import declare_tables

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+    from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
-    from dualwrite.stores.witness import Witness
 
 
 class Standing(Enum):

@@ -17,18 +17,18 @@ from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.dialect import Identity, Standing
+from dualwrite.stores.dialects.dialect import Identity, Standing
+from dualwrite.stores.dialects.watchdog import WATCHDOG
+from dualwrite.stores.dialects.witness import PsycopgWitness
 from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
-from dualwrite.stores.watchdog import WATCHDOG
-from dualwrite.stores.witness import PsycopgWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
-    from dualwrite.stores.witness import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class PostgreSQL:
         self._warned = False
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
         driver = _driver(connection)
         if driver.autocommit:
@@ -173,14 +173,14 @@ class PostgreSQL:
         connection.info[_STARTED] = None
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
         lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
         self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
 
     def begin_reading(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self._check_server(connection)
 
@@ -210,7 +210,7 @@ class PostgreSQL:
         ]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         read_only, started, _ = values
         if read_only == "on":
             raise ConfigurationError(
@@ -230,16 +230,16 @@ class PostgreSQL:
     def limits(
         self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Sequence[ColumnElement[object]]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
         return [_lower_idle_limit(idle_ms), _limit_transaction(within_ms)]
 
     def run_deferred(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. No ``statement_timeout`` would limit them during COMMIT."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. No ``statement_timeout`` would limit them during COMMIT."""
         connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Shuts the connection when the time is up."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Shuts the connection when the time is up."""
         if seconds is None:
             yield
             return
@@ -249,7 +249,7 @@ class PostgreSQL:
             connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         started, name, *_ = values
         if connection.info[_STARTED] is None:
             connection.info[_STARTED] = started
@@ -262,29 +262,29 @@ class PostgreSQL:
         return cast("str", name)
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.dialect.Dialect`. Any role may read it; copies of a server started later."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Any role may read it; copies of a server started later."""
         name = connection.dialect.identifier_preparer.format_table(tables.state)
         started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
         return Identity((started, database), table)
 
     def witness(self, connection: Connection) -> Witness:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return PsycopgWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return postgresql.insert(table).on_conflict_do_nothing()
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return _STANDINGS[cast("_Psycopg", driver).pgconn.transaction_status]
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         state = sqlstate_of(getattr(error, "orig", None))
         if state in _CERTAIN:
             return True
@@ -298,7 +298,7 @@ class PostgreSQL:
         return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        """See :class:`~dualwrite.stores.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:

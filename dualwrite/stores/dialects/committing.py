@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import event, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
-from dualwrite.stores.dialect import Dialect, Standing
+from dualwrite.stores.dialects.dialect import Dialect, Standing
 from dualwrite.stores.failures import Meaning, driver_words, meaning_of
 
 if TYPE_CHECKING:
