@@ -129,4 +129,4 @@ wheel: venv
 	@$(PY) -m pip install --quiet --no-deps --target $(INSTALLED) $(WHEEL)/dist/*.whl
 
 jars: venv
-	@$(PY) -c 'from dualwrite.testing.jars import kafka_jars; kafka_jars()'
+	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

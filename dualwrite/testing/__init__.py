@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from dualwrite.testing.checker import Checker
     from dualwrite.testing.follower import Follower
     from dualwrite.testing.journal import History, Journal
-    from dualwrite.testing.kafka import EmbeddedKafka
-    from dualwrite.testing.postgresql import EmbeddedPostgres
-    from dualwrite.testing.proxy_kafka import Api, KafkaProxy
-    from dualwrite.testing.proxy_postgresql import PostgresProxy
+    from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+    from dualwrite.testing.proxy.postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
+    from dualwrite.testing.servers.kafka import EmbeddedKafka
+    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
     from dualwrite.testing.verdict import Finding, Kind, Verdict
 
 __all__ = [
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Api": "dualwrite.testing.proxy_kafka",
+    "Api": "dualwrite.testing.proxy.kafka",
     "Checker": "dualwrite.testing.checker",
-    "EmbeddedKafka": "dualwrite.testing.kafka",
-    "EmbeddedPostgres": "dualwrite.testing.postgresql",
+    "EmbeddedKafka": "dualwrite.testing.servers.kafka",
+    "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
     "Finding": "dualwrite.testing.verdict",
     "Follower": "dualwrite.testing.follower",
     "History": "dualwrite.testing.journal",
     "Journal": "dualwrite.testing.journal",
     "Kind": "dualwrite.testing.verdict",
-    "KafkaProxy": "dualwrite.testing.proxy_kafka",
-    "PostgresProxy": "dualwrite.testing.proxy_postgresql",
+    "KafkaProxy": "dualwrite.testing.proxy.kafka",
+    "PostgresProxy": "dualwrite.testing.proxy.postgresql",
     "Record": "dualwrite.testing.reading",
     "Verdict": "dualwrite.testing.verdict",
     "read_committed": "dualwrite.testing.reading",

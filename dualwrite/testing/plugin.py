@@ -13,8 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dualwrite.testing.kafka import EmbeddedKafka
-    from dualwrite.testing.postgresql import EmbeddedPostgres
+    from dualwrite.testing.servers.kafka import EmbeddedKafka
+    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
 
 PARTITIONS = 2
 
@@ -22,7 +22,7 @@ PARTITIONS = 2
 @pytest.fixture(scope="session")
 def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
     """A Kafka broker for the session: embedded, or the servers of ``DUALWRITE_TEST_KAFKA``."""
-    from dualwrite.testing.kafka import EmbeddedKafka  # noqa: PLC0415 - import only on demand
+    from dualwrite.testing.servers.kafka import EmbeddedKafka  # noqa: PLC0415 - import only on demand
 
     with EmbeddedKafka() as kafka:
         yield kafka
@@ -31,7 +31,7 @@ def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
 @pytest.fixture(scope="session")
 def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
     """A PostgreSQL server for the session: embedded, or the one of ``DUALWRITE_TEST_POSTGRES``."""
-    from dualwrite.testing.postgresql import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
+    from dualwrite.testing.servers.postgresql import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
 
     with EmbeddedPostgres() as server:
         yield server

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from dualwrite.testing import Api
-from dualwrite.testing.proxy_rules import Rule
+from dualwrite.testing.proxy.rules import Rule
 from faults.stage import Owner, Slot, Stage
 from faults.work import BOTH, MESSAGES, Operation
 

@@ -19,8 +19,8 @@ from sqlalchemy import create_engine, text
 from dualwrite import failpoints
 from dualwrite.sinks.spark.task import PartitionTask
 from dualwrite.stores.jobs.batches import Batch, read_batches
-from dualwrite.testing.jars import fetched_jars
 from dualwrite.testing.reading import read_committed
+from dualwrite.testing.servers.jars import fetched_jars
 from harness.planting import plant_from_environment
 
 TESTS = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made

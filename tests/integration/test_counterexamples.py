@@ -28,8 +28,8 @@ from dualwrite.protocol.observations import EndAnswer, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
-from dualwrite.testing.proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.postgresql import PostgresProxy
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state

@@ -14,12 +14,12 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.testing import EmbeddedKafka, read_committed
-from dualwrite.testing.ports import accepts_connections
+from dualwrite.testing.servers.ports import accepts_connections
 
 pytestmark = pytest.mark.kafka
 
 FETCH = """
-from dualwrite.testing.jars import kafka_jars
+from dualwrite.testing.servers.jars import kafka_jars
 print(len(list(kafka_jars().glob("*.jar"))))
 """
 

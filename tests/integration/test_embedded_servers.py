@@ -14,7 +14,7 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-from dualwrite.testing.ports import accepts_connections
+from dualwrite.testing.servers.ports import accepts_connections
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql]
 

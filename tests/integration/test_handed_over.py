@@ -16,7 +16,7 @@ from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lane import Lane

@@ -14,8 +14,8 @@ from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
-from dualwrite.testing.proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

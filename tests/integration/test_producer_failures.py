@@ -27,7 +27,7 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}

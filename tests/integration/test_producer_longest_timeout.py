@@ -12,7 +12,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS, NEVER_MS
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 
 HELD_S = 2.5  # librdkafka looks for requests that have timed out once a second
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-    from dualwrite.testing.proxy_rules import Rule
+    from dualwrite.testing.proxy.rules import Rule
 
 PATIENCE_S = 120.0
 TIMEOUT_MS = 6_000

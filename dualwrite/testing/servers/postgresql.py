@@ -16,9 +16,9 @@ from sqlalchemy.engine import URL, make_url
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.testing.ports import LOOPBACK, ReservedPort
-from dualwrite.testing.postgresql_binaries import binaries, unprivileged_user
-from dualwrite.testing.server_process import ServerProcess
+from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.postgresql_binaries import binaries, unprivileged_user
+from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

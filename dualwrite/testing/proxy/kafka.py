@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.testing.ports import LOOPBACK
-from dualwrite.testing.proxy import Proxy
-from dualwrite.testing.proxy_rules import Choice
-from dualwrite.testing.proxy_units import Answer, Unit
+from dualwrite.testing.proxy.rules import Choice
+from dualwrite.testing.proxy.tcp import Proxy
+from dualwrite.testing.proxy.units import Answer, Unit
+from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     import asyncio
 
-    from dualwrite.testing.kafka import EmbeddedKafka
+    from dualwrite.testing.servers.kafka import EmbeddedKafka
 
 
 class Api(enum.IntEnum):

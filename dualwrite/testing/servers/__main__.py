@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.testing.kafka import SERVERS_VARIABLE, EmbeddedKafka
-from dualwrite.testing.postgresql import SERVER_VARIABLE, EmbeddedPostgres
+from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
+from dualwrite.testing.servers.postgresql import SERVER_VARIABLE, EmbeddedPostgres
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Generic
 
 from dualwrite.errors import Unavailable
-from dualwrite.testing.proxy_units import RequestT, Unit
+from dualwrite.testing.proxy.units import RequestT, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

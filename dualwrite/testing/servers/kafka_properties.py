@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.testing.ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -8,9 +8,9 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Generic
 
-from dualwrite.testing.ports import LOOPBACK
-from dualwrite.testing.proxy_rules import Action, Rule
-from dualwrite.testing.proxy_units import Answer, Codec, RequestT, Unit
+from dualwrite.testing.proxy.rules import Action, Rule
+from dualwrite.testing.proxy.units import Answer, Codec, RequestT, Unit
+from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

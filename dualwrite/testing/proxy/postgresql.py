@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from sqlalchemy.engine import make_url
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.testing.ports import LOOPBACK
-from dualwrite.testing.proxy import Proxy
-from dualwrite.testing.proxy_rules import Choice
-from dualwrite.testing.proxy_units import Answer, Unit
+from dualwrite.testing.proxy.rules import Choice
+from dualwrite.testing.proxy.tcp import Proxy
+from dualwrite.testing.proxy.units import Answer, Unit
+from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     import asyncio
 
-    from dualwrite.testing.postgresql import EmbeddedPostgres
+    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
 
 ENCRYPTION_REQUESTS = {80877103, 80877104}  # SSLRequest, GSSENCRequest
 STARTUP = 0

@@ -22,11 +22,11 @@ from confluent_kafka.admin import (
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.testing import kafka_topics
-from dualwrite.testing.jars import kafka_jars
-from dualwrite.testing.kafka_broker import Broker
-from dualwrite.testing.kafka_properties import ADMIN, server_properties
-from dualwrite.testing.ports import LOOPBACK
+from dualwrite.testing.servers import kafka_topics
+from dualwrite.testing.servers.jars import kafka_jars
+from dualwrite.testing.servers.kafka_broker import Broker
+from dualwrite.testing.servers.kafka_properties import ADMIN, server_properties
+from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

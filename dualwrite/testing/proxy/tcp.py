@@ -15,10 +15,10 @@ import threading
 from typing import TYPE_CHECKING, Generic
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.testing.ports import LOOPBACK
-from dualwrite.testing.proxy_connection import Connection
-from dualwrite.testing.proxy_rules import Action, Rule
-from dualwrite.testing.proxy_units import Codec, RequestT, Unit
+from dualwrite.testing.proxy.connection import Connection
+from dualwrite.testing.proxy.rules import Action, Rule
+from dualwrite.testing.proxy.units import Codec, RequestT, Unit
+from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.testing.jars import java
-from dualwrite.testing.kafka_properties import Ports, render
-from dualwrite.testing.ports import accepts_connections
-from dualwrite.testing.server_process import ServerProcess
+from dualwrite.testing.servers.jars import java
+from dualwrite.testing.servers.kafka_properties import Ports, render
+from dualwrite.testing.servers.ports import accepts_connections
+from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
