@@ -6,12 +6,12 @@ Install ``dualwrite[spark]``, on the driver and on the executors.
 from __future__ import annotations
 
 from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
-from dualwrite.sinks.spark.descriptors import descriptor_set
-from dualwrite.sinks.spark.job import BatchReport
-from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.driver.task_errors import JobFailed
+from dualwrite.sinks.spark.formats.descriptors import descriptor_set
+from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.options.source_options import SourceOptions
+from dualwrite.sinks.spark.per_partition.job import BatchReport
 from dualwrite.sinks.spark.source import DualWriteDataSource, register
-from dualwrite.sinks.spark.source_options import SourceOptions
-from dualwrite.sinks.spark.task_errors import JobFailed
 
 __all__ = [
     "BatchReport",

@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.batches import without_unused
-from dualwrite.sinks.spark.digests import (
+from dualwrite.sinks.spark.columns.digests import (
     left_out,
     may_mix,
     require_deterministic,
     require_deterministic_stream,
     with_digest,
 )
-from dualwrite.sinks.spark.job import BatchJob, BatchReport
-from dualwrite.sinks.spark.progress import described
-from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
-from dualwrite.sinks.spark.spark_jobs import SparkJobs
-from dualwrite.sinks.spark.task import PartitionReport
-from dualwrite.sinks.spark.task_errors import named_failures
+from dualwrite.sinks.spark.columns.from_arrow import without_unused
+from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
+from dualwrite.sinks.spark.driver.task_errors import named_failures
+from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
+from dualwrite.sinks.spark.per_partition.task import PartitionReport
+from dualwrite.sinks.spark.writing.progress import described
 
 if TYPE_CHECKING:
     from pyspark import RDD
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
 
-    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.columns.layout import Layout
 
 logger = logging.getLogger(__name__)
 

@@ -21,15 +21,15 @@ from pyspark.sql.datasource import (
 )
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.driver import present_run, read_plan
-from dualwrite.sinks.spark.progress import log_to_stderr
-from dualwrite.sinks.spark.rows import row_batches
-from dualwrite.sinks.spark.source_options import SourceOptions
-from dualwrite.sinks.spark.task_errors import shown_first
-from dualwrite.sinks.spark.undecided import Undecided, prepare_partition
-from dualwrite.sinks.spark.whole_batch import WholeBatch
-from dualwrite.sinks.spark.whole_input import whole_input
+from dualwrite.sinks.spark.columns.from_arrow import projected_batches
+from dualwrite.sinks.spark.columns.from_rows import row_batches
+from dualwrite.sinks.spark.driver.plan import present_run, read_plan
+from dualwrite.sinks.spark.driver.task_errors import shown_first
+from dualwrite.sinks.spark.options.source_options import SourceOptions
+from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided, prepare_partition
+from dualwrite.sinks.spark.writing.progress import log_to_stderr
+from dualwrite.sinks.spark.writing.whole_input import whole_input
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql import types as spark
 
-    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.stores.jobs.runs import Run
 
 try:

@@ -24,11 +24,11 @@ from sqlalchemy import create_engine, text
 
 from bench.servers import Ground, machine, servers
 from bench.transactions import measure
-from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.driver import read_layout
-from dualwrite.sinks.spark.settings import SinkOptions
-from dualwrite.sinks.spark.undecided import prepare_partition
-from dualwrite.sinks.spark.whole_batch import WholeBatch
+from dualwrite.sinks.spark.columns.from_arrow import projected_batches
+from dualwrite.sinks.spark.driver.plan import read_layout
+from dualwrite.sinks.spark.options.settings import SinkOptions
+from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+from dualwrite.sinks.spark.whole_batch.prepared_partition import prepare_partition
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from line_chart import line_chart, linear

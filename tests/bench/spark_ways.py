@@ -23,13 +23,13 @@ from bench.processors import KINDS, processor_s, used
 from bench.servers import Ground, p50
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
-from dualwrite.sinks.spark.batches import projected_batches, without_unused
-from dualwrite.sinks.spark.connecting import connect_engine
-from dualwrite.sinks.spark.copying import copying
-from dualwrite.sinks.spark.driver import read_layout
-from dualwrite.sinks.spark.messages import produce_batch
-from dualwrite.sinks.spark.serializing import serializing
-from dualwrite.sinks.spark.settings import SinkOptions
+from dualwrite.sinks.spark.columns.from_arrow import projected_batches, without_unused
+from dualwrite.sinks.spark.driver.plan import read_layout
+from dualwrite.sinks.spark.formats.serializing import serializing
+from dualwrite.sinks.spark.options.connecting import connect_engine
+from dualwrite.sinks.spark.options.settings import SinkOptions
+from dualwrite.sinks.spark.writing.copying import copying
+from dualwrite.sinks.spark.writing.messages import produce_batch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from flights import KEY, TABLE, read_flights, write_parquet  # the examples' own data

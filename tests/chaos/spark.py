@@ -26,7 +26,8 @@ from chaos.results import Results
 from chaos.servers import Servers
 from dualwrite.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
-from dualwrite.sinks.spark import job, write_batch
+from dualwrite.sinks.spark import write_batch
+from dualwrite.sinks.spark.per_partition import job
 
 DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.begun"]
 NOT_IN_A_TASK = {"ledger.begun", "write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}

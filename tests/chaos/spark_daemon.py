@@ -4,7 +4,7 @@ import pandas as pd  # noqa: F401 - imported for the workers, as are the next tw
 import pyarrow as pa  # noqa: F401
 from pyspark.daemon import manager
 
-import dualwrite.sinks.spark.task  # noqa: F401
+import dualwrite.sinks.spark.per_partition.task  # noqa: F401
 
 if __name__ == "__main__":
     manager()

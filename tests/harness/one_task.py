@@ -5,11 +5,11 @@ import pytest
 from pyspark.sql.types import LongType, StringType, StructType
 
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.batches import projected_batches
-from dualwrite.sinks.spark.job import BatchJob
-from dualwrite.sinks.spark.task import write_partition
-from dualwrite.sinks.spark.undecided import prepare_partition
-from dualwrite.sinks.spark.whole_batch import WholeBatch
+from dualwrite.sinks.spark.columns.from_arrow import projected_batches
+from dualwrite.sinks.spark.per_partition.job import BatchJob
+from dualwrite.sinks.spark.per_partition.task import write_partition
+from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+from dualwrite.sinks.spark.whole_batch.prepared_partition import prepare_partition
 
 SCHEMA = StructType().add("id", LongType()).add("name", StringType())
 ROWS = 100

@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession, functions
 from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints
-from dualwrite.sinks.spark.task import PartitionTask
+from dualwrite.sinks.spark.per_partition.task import PartitionTask
 from dualwrite.stores.jobs.batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers.jars import fetched_jars

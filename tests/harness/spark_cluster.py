@@ -16,7 +16,8 @@ import psutil
 from pyspark import SparkConf, SparkContext, TaskContext
 from pyspark.sql import SparkSession, functions
 
-from dualwrite.sinks.spark import job, register, write_batch
+from dualwrite.sinks.spark import register, write_batch
+from dualwrite.sinks.spark.per_partition import job
 from harness.driver_process import DriverProcess
 from harness.drivers import paused_below
 from harness.spark import ArmedTask, SparkCase, numbers, session, set_environment

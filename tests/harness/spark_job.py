@@ -5,7 +5,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dualwrite.sinks.spark import foreach_batch, job, write_batch
+from dualwrite.sinks.spark import foreach_batch, write_batch
+from dualwrite.sinks.spark.per_partition import job
 from harness.spark import ArmedTask, numbers, session
 from harness.spark_source import ArmedSource
 

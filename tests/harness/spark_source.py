@@ -9,11 +9,11 @@ from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
+from dualwrite.sinks.spark.options.source_options import OPTION_NAMES
 from dualwrite.sinks.spark.source import (  # not every PySpark has them
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
 )
-from dualwrite.sinks.spark.source_options import OPTION_NAMES
 from harness.spark import attempt_number, leave_group
 
 PARTITION = 1

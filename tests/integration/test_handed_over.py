@@ -225,7 +225,7 @@ def test_who_comes_after_a_decider_claims_what_it_has_decided(
     dualwrite_kafka, ground_of, ground, engine, lane, hand_over, decide, shown
 ):
     """As a driver does that finds a slot leased to a batch of another one: what that one has sent may be on its way."""
-    from dualwrite.sinks.spark.owners import settle_leases  # imports PySpark
+    from dualwrite.sinks.spark.worker.owners import settle_leases  # imports PySpark
 
     with KafkaProxy(dualwrite_kafka) as proxy:
         through = ground_of(proxy.client_config())

@@ -10,11 +10,12 @@ from harness.spark import numbers as numbered
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError, Fenced, TransactionAborted, failpoints
-from dualwrite.sinks.spark import foreach_partition, job, write_batch
-from dualwrite.sinks.spark.job import BatchJob
-from dualwrite.sinks.spark.rows import row_batches
-from dualwrite.sinks.spark.settings import SinkOptions
-from dualwrite.sinks.spark.task import write_partition
+from dualwrite.sinks.spark import foreach_partition, write_batch
+from dualwrite.sinks.spark.columns.from_rows import row_batches
+from dualwrite.sinks.spark.options.settings import SinkOptions
+from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark.per_partition.job import BatchJob
+from dualwrite.sinks.spark.per_partition.task import write_partition
 
 TASK_POINTS = [
     "spark.task_started",

@@ -7,7 +7,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import LEGS, nothing_is_left, write_by
 
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.connecting import connect_engine
+from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -5,7 +5,7 @@ from harness.one_task import OneTask
 from harness.spark_source import nothing_is_left
 
 from dualwrite import ConfigurationError, TransactionAborted, failpoints
-from dualwrite.sinks.spark import prepared
+from dualwrite.sinks.spark.driver import prepared_limit
 
 
 @pytest.mark.parametrize("way", ["write_batch", "staging"])
@@ -55,7 +55,7 @@ def test_a_key_that_another_table_lacks_is_named(numbers):
 def test_a_database_without_room_for_prepared_transactions_is_told_before_rows_are_written(numbers, monkeypatch):
     job = OneTask(numbers, "prepared")
     job.begin()
-    monkeypatch.setattr(prepared, "_ROOM", prepared.text("SELECT 0, 0"))
+    monkeypatch.setattr(prepared_limit, "_ROOM", prepared_limit.text("SELECT 0, 0"))
     passed = []
     with (
         failpoints.watched(passed.append),

@@ -12,7 +12,8 @@ from harness.spark import ROWS, ArmedTask
 from harness.spark import numbers as numbered
 from py4j.protocol import Py4JJavaError
 
-from dualwrite.sinks.spark import job, write_batch
+from dualwrite.sinks.spark import write_batch
+from dualwrite.sinks.spark.per_partition import job
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.slow

@@ -24,10 +24,11 @@ from harness.spark_source import options_of
 from pyspark.sql.types import StringType, StructField, StructType
 
 from dualwrite import ConfigurationError, Unavailable
-from dualwrite.sinks.spark import foreach_batch, foreach_partition, job, register, write_batch
-from dualwrite.sinks.spark.formats import Format, Given, Part, module_of
-from dualwrite.sinks.spark.registry import latest, registered, task_registry
-from dualwrite.sinks.spark.registry_settings import RegistrySettings
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
+from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
+from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark.schemas.parts import Format, Given, Part, module_of
+from dualwrite.sinks.spark.schemas.registry import latest, registered, task_registry
 
 UTC = dt.timezone.utc
 MOMENT = dt.datetime(2013, 7, 1, 12, 0, 0, 123456, UTC)

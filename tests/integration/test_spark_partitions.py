@@ -9,7 +9,8 @@ from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, staging_tables, write_with
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import job, register, write_batch
+from dualwrite.sinks.spark import register, write_batch
+from dualwrite.sinks.spark.per_partition import job
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

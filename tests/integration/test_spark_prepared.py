@@ -21,8 +21,8 @@ from dualwrite import PreparedTxnState, recover
 from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
-from dualwrite.sinks.spark.prepared import require_prepared
-from dualwrite.sinks.spark.undecided import Undecided
+from dualwrite.sinks.spark.driver.prepared_limit import require_prepared
+from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

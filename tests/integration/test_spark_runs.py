@@ -16,7 +16,7 @@ from pyspark import TaskContext
 from dualwrite import DualWriteError, Fenced, failpoints
 from dualwrite.deadline import Deadline
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
-from dualwrite.sinks.spark.spark_jobs import SparkJobs
+from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 

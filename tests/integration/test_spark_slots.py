@@ -13,8 +13,9 @@ from sqlalchemy import create_engine
 
 from dualwrite import DecidedTransactionLost, Unavailable
 from dualwrite.deadline import Deadline
-from dualwrite.sinks.spark import foreach_partition, job, write_batch
-from dualwrite.sinks.spark.slot import leased_slot
+from dualwrite.sinks.spark import foreach_partition, write_batch
+from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark.worker.slot import leased_slot
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 

@@ -279,7 +279,7 @@ class Settler:
 def claim_and_settle(ground: Ground, slots: Collection[str], told: Told) -> bool:
     """What a driver does with slots whose transactions it cannot complete otherwise; false where it could not.
 
-    As ``dualwrite.sinks.spark.owners.settle_leases``.
+    As ``dualwrite.sinks.spark.worker.owners.settle_leases``.
     """
     if not slots:
         return True

@@ -12,10 +12,11 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import descriptor_set, formats
-from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form
-from dualwrite.sinks.spark.formats import Format, Given, Part, module_of, natural_arrow
-from dualwrite.sinks.spark.rows import converter
+from dualwrite.sinks.spark import descriptor_set
+from dualwrite.sinks.spark.columns.column_types import TYPE_TABLE, Form
+from dualwrite.sinks.spark.columns.from_rows import converter
+from dualwrite.sinks.spark.schemas import parts
+from dualwrite.sinks.spark.schemas.parts import Format, Given, Part, module_of, natural_arrow
 
 LONG, STRING = spark.LongType(), spark.StringType()
 ROW = StructType([StructField("x", LONG)])
@@ -315,7 +316,7 @@ def test_a_generated_class_is_taken_by_its_descriptors():
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(formats._MODULES, Format.AVRO, "no_such_module")
+    monkeypatch.setitem(parts._MODULES, Format.AVRO, "no_such_module")
     with pytest.raises(ConfigurationError, match=r"needs the package .*dualwrite\[schema-registry\]"):
         module_of(Format.AVRO)
 

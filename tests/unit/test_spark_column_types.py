@@ -13,11 +13,11 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form, row_of
-from dualwrite.sinks.spark.layout import WHOLE_ROW, plan_layout
-from dualwrite.sinks.spark.rows import row_batches
-from dualwrite.sinks.spark.settings import SinkOptions
-from dualwrite.sinks.spark.table import Table, TableColumn
+from dualwrite.sinks.spark.columns.column_types import TYPE_TABLE, Form, row_of
+from dualwrite.sinks.spark.columns.from_rows import row_batches
+from dualwrite.sinks.spark.columns.layout import WHOLE_ROW, plan_layout
+from dualwrite.sinks.spark.columns.table import Table, TableColumn
+from dualwrite.sinks.spark.options.settings import SinkOptions
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "spark.md"
 SQL_NAMES = {

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as spark
 
-from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_form, may_mix, other_rows
+from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, hashed_form, may_mix, other_rows
 
 HASHES = np.random.default_rng(1).integers(-(2**63), 2**63, 1000)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pyspark.sql import types as spark
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.formats import natural_arrow
-from dualwrite.sinks.spark.json_texts import json_rows, json_texts
-from dualwrite.sinks.spark.rows import json_converter
+from dualwrite.sinks.spark.columns.from_rows import json_converter
+from dualwrite.sinks.spark.columns.json_texts import json_rows, json_texts
+from dualwrite.sinks.spark.schemas.parts import natural_arrow
 
 texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(['"', "\\", '",', "\n\x00", "\x7f", "😀"])
 micros = st.datetimes()

@@ -9,7 +9,7 @@ pytest.importorskip("pyspark")
 import pyarrow as pa
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.messages import produce_batch
+from dualwrite.sinks.spark.writing.messages import produce_batch
 
 
 def produced(partitions):

@@ -7,8 +7,8 @@ import sys
 import pyarrow as pa
 import pytest
 
-from dualwrite.sinks.spark.job import what_stays
-from dualwrite.sinks.spark.progress import Progress
+from dualwrite.sinks.spark.per_partition.job import what_stays
+from dualwrite.sinks.spark.writing.progress import Progress
 
 BATCH = pa.RecordBatch.from_pydict({"id": pa.array(range(1000), pa.int64())})
 
@@ -46,7 +46,7 @@ def test_nothing_is_told_before_it_is_time(caplog):
 )
 def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(before, environment, told):
     code = (
-        "import logging; from dualwrite.sinks.spark.progress import log_to_stderr\n"
+        "import logging; from dualwrite.sinks.spark.writing.progress import log_to_stderr\n"
         f"{before}\n"
         "log_to_stderr(); log_to_stderr()\n"
         "logging.getLogger('dualwrite.sinks.x').info('one')\n"

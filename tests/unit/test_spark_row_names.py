@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from dualwrite.sinks.spark import row_names
-from dualwrite.sinks.spark.column_types import Form
-from dualwrite.sinks.spark.layout import Copied, MessageColumns, Projected
-from dualwrite.sinks.spark.row_names import RowNames, table_key
+from dualwrite.sinks.spark.columns import row_names
+from dualwrite.sinks.spark.columns.column_types import Form
+from dualwrite.sinks.spark.columns.layout import Copied, MessageColumns, Projected
+from dualwrite.sinks.spark.columns.row_names import RowNames, table_key
 
 
 def layout(key):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.registry_settings import NAMES
-from dualwrite.sinks.spark.settings import SinkOptions, SinkSettings
-from dualwrite.sinks.spark.source_options import SourceOptions
+from dualwrite.sinks.spark.options.registry_settings import NAMES
+from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.options.source_options import SourceOptions
 
 CANARY = "canary-7f3a91"
 KAFKA = {

@@ -6,7 +6,7 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
-from dualwrite.sinks.spark.task_errors import JobFailed, named_failures, told_by_task
+from dualwrite.sinks.spark.driver.task_errors import JobFailed, named_failures, told_by_task
 
 SHOWN = """An error occurred while calling o81.collectToPython.
 : org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times

@@ -70,7 +70,7 @@ def claiming_nothing_decided(claim):
 @mistake(Check(f"{_TESTS}::test_who_comes_after_a_decider_claims_what_it_has_decided[postgresql]", "the owner went on"))
 def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     """A driver completes without a claim what another one has decided, and perhaps begun to complete."""
-    from dualwrite.sinks.spark import owners
+    from dualwrite.sinks.spark.worker import owners
 
     patch.setattr(owners, "claim_rows", claiming_nothing_decided(owners.claim_rows))
 

@@ -12,7 +12,7 @@ _DIES = "integration/test_spark_batch.py::test_a_task_that_dies_at_any_point_is_
 @mistake(Check(f"{_DIES}[write.recorded-kill]", "missing"))
 def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     """A task writes its row of the ledger in a transaction of its own, before the decision."""
-    from dualwrite.sinks.spark.task import _Writing
+    from dualwrite.sinks.spark.per_partition.task import _Writing
 
     real = _Writing._record
 
@@ -31,7 +31,7 @@ def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
 )
 def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     """A task takes the end of its input for the end of its partition, though Spark may have cut it short."""
-    from dualwrite.sinks.spark import job, task
+    from dualwrite.sinks.spark.per_partition import job, task
     from harness.spark import SameTask
 
     patch.setattr(task, "whole_input", iter)
@@ -41,8 +41,8 @@ def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
 @mistake(Check(f"{_DIES}[write.decided-kill]", "too many|missing|IntegrityError|0 of 4 partitions are in the ledger"))
 def no_ledger(patch: pytest.MonkeyPatch) -> None:
     """A task does not look whether its partition is written already: Spark runs tasks again that have succeeded."""
-    from dualwrite.sinks.spark.attempt import Attempt
-    from dualwrite.sinks.spark.task import _Writing
+    from dualwrite.sinks.spark.per_partition.task import _Writing
+    from dualwrite.sinks.spark.worker.attempt import Attempt
 
     patch.setattr(Attempt, "seen", lambda *_: False)
     patch.setattr(_Writing, "_record", lambda *_: None)
@@ -75,15 +75,15 @@ def _without(name, function, *arguments, **options):
 @mistake(Check(f"{_GOES_ON}[staging-write.prepared]", "left: (staging tables|leases)"))
 def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
     """A task hands its rows over without a look whether its run was given up meanwhile."""
-    from dualwrite.sinks.spark import undecided
+    from dualwrite.sinks.spark.whole_batch import prepared_partition
 
-    patch.setattr(undecided, "dual_write", partial(_without, "permit", undecided.dual_write))
+    patch.setattr(prepared_partition, "dual_write", partial(_without, "permit", prepared_partition.dual_write))
 
 
 @mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "DID NOT RAISE"))
 def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     """A task leases a slot without a look whether its run was given up before."""
-    from dualwrite.sinks.spark import attempt
+    from dualwrite.sinks.spark.worker import attempt
 
     patch.setattr(attempt, "leased_slot", partial(_without, "require", attempt.leased_slot))
 
@@ -91,7 +91,7 @@ def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
 @mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "DID NOT RAISE"))
 def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
     """A task goes on with a slot that it has claimed after whoever settles had, without a look at its lease."""
-    from dualwrite.sinks.spark.attempt import SlotPool
+    from dualwrite.sinks.spark.worker.attempt import SlotPool
 
     patch.setattr(SlotPool, "renew", lambda _, lease, *__: lease)
 
@@ -104,7 +104,8 @@ def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A task takes the rows that it has sent for the rows that the table has taken."""
-    from dualwrite.sinks.spark import copying, job
+    from dualwrite.sinks.spark.per_partition import job
+    from dualwrite.sinks.spark.writing import copying
     from harness.spark import SameTask
 
     patch.setattr(copying, "require_all_taken", lambda *_, **__: None)
@@ -141,7 +142,8 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
 )
 def other_rows_taken_for_the_same(patch: pytest.MonkeyPatch) -> None:
     """A run takes a partition that is written for its own, whatever rows it has for it."""
-    from dualwrite.sinks.spark import digests, job
+    from dualwrite.sinks.spark.columns import digests
+    from dualwrite.sinks.spark.per_partition import job
     from harness.spark import SameTask
 
     patch.setattr(digests.Fingerprint, "differs_from", lambda *_: False)

@@ -1,0 +1,255 @@
+"""What every way into the sink does on the driver: check the servers, settle what tasks have left, tell what was lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import exc
+
+from dualwrite.deadline import Deadline, pause
+from dualwrite.errors import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    OutcomeUnverifiable,
+    Unavailable,
+)
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.protocol.naming import owner_prefix
+from dualwrite.protocol.observations import Outcome
+from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.recovery.settle import end_participants
+from dualwrite.sinks.spark.columns.layout import plan_layout
+from dualwrite.sinks.spark.columns.table import read_table
+from dualwrite.sinks.spark.driver.prepared_limit import choose_staging
+from dualwrite.sinks.spark.formats.registering import given_schemas, registered_layout
+from dualwrite.sinks.spark.options.connecting import connect_engine
+from dualwrite.sinks.spark.worker.owners import settle_leases
+from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.jobs.ledger import Ledger
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.rows import check_name
+from dualwrite.stores.schema import check_schema
+from dualwrite.stores.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from pyspark.sql import types as spark
+    from sqlalchemy import Engine
+    from typing_extensions import Self
+
+    from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.rows import Incident, StateRow
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+    from dualwrite.stores.jobs.runs import Run
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_AGAIN_S: Final = 0.05
+
+
+class DriverSide:
+    """One batch as the driver sees it. A context manager.
+
+    Attributes:
+        name: Sink and batch, for logs.
+        run: The run that may write, since :meth:`settle_left`; None where runs are not known.
+
+    Args:
+        options: The sink's settings.
+        batch_id: Name of the batch.
+        run_name: What is run: the batch, or the stream that it belongs to; None where nobody knows the stream.
+
+    Raises:
+        ConfigurationError: From entering: a name, a right, or the schema is not as it should be.
+        Unavailable: From entering: the database does not answer.
+    """
+
+    run: Run | None = None
+
+    def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None) -> None:
+        check_name(batch_id, "the name of a batch")
+        self._options = options
+        self._batch_id = batch_id
+        self._run_name = run_name
+        self.name = f"sink {options.sink!r} batch {batch_id!r}"
+        self._engine = connect_engine(options)
+        self._coordinator = KafkaCoordinator(options.kafka_config())
+        self._store = SqlStateStore(self._engine, schema=options.schema)
+        self._ledger = Ledger(options.schema)
+        self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+        self._runs = Runs(self._engine, options.schema)
+        self._known_incidents: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Self:
+        try:
+            check_schema(self._engine, self._options.schema)
+            self._known_incidents = {_identity(incident) for incident in self._incidents()}
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def settle_left(self) -> None:
+        """End the present run, settle what it has left, also tasks that still run, and slots that nobody holds any more.
+
+        From its return on, no task of a former run can write, and :attr:`run` is the one whose tasks can.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run goes on.
+            Unavailable: A server does not answer.
+        """
+        logger.info("%s: settling what tasks have left", self.name)
+        self._settle()
+        self._raise_new_incidents()
+
+    def _close(self) -> None:
+        self._coordinator.close()
+        self._engine.dispose()
+
+    def layout(self, schema: spark.StructType) -> Layout:
+        """As :func:`read_layout`."""
+        return _read_layout(self._options, schema, self._engine, self._coordinator)
+
+    def _note_failed(self) -> None:
+        """For people who look at batches; nothing rests on it, so it may fail."""
+        try:
+            self._ledger.fail(self._engine, self._options.sink, self._batch_id)
+        except DualWriteError as error:
+            logger.warning("%s: failed, and that could not be noted in the ledger: %s", self.name, error)
+
+    def _settle(self) -> Sequence[StateRow]:
+        """Begin the next run; settle the slots that nobody holds any more, and those that former runs have left.
+
+        Tasks that still run, of a former driver or of a job that has failed, are fenced: on their slots by the claim, where
+        they have none yet by the run's end. What is prepared holds a lock on the run until it is ended here; a task that is
+        handing over holds it until it has, and then that is found here, too.
+
+        Returns:
+            The rows of all the sink's slots, as they are after that.
+        """
+        deadline = Deadline(self._options.timeout_s)
+        while True:
+            has_begun = self._begin_run()
+            rows = self._settle_slots(deadline)
+            if has_begun:
+                return rows
+            if deadline.expired:
+                raise Unavailable(f"{self.name}: a task of a former run stands still where it hands its rows over")
+            pause(_LOOKS_AGAIN_S)
+
+    def _begin_run(self) -> bool:
+        if self._run_name is None:
+            return True
+        self.run = self._runs.replace(self._options.sink, self._run_name)
+        return self.run is not None
+
+    def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
+        prefix = owner_prefix(self._run_name or self._batch_id)
+        leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
+        ground = Ground(self._coordinator, self._store, unique_owner())
+        settle_leases(ground, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
+        # A task that was paused may have prepared something after its slot was settled.
+        rows = self._store.find(f"{self._pool.pool}#")
+        found = self._store.participants(rows)
+        end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
+        return rows
+
+    def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
+        """For people who look at batches; nothing rests on it, so it may fail."""
+        sink, batch_id = self._options.sink, self._batch_id
+        try:
+            self._ledger.complete(self._engine, sink, batch_id, partition_id, decided_ago_s=decided_ago_s)
+        except DualWriteError as error:
+            logger.warning("%s: completed, and that could not be noted in the ledger: %s", self.name, error)
+
+    def _incidents(self) -> list[Incident]:
+        return list(self._store.incidents(f"{self._pool.pool}#"))
+
+    def _raise_new_incidents(self) -> None:
+        for incident in self._incidents():
+            if _identity(incident) not in self._known_incidents:
+                kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
+                raise kind(
+                    incident.detail,
+                    transactional_id=incident.transactional_id,
+                    state=incident.prepared_transaction_state,
+                )
+
+
+def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
+    """Check topic, table and every column, and register the messages' schemas; nothing else is written.
+
+    Raises:
+        ConfigurationError: What does not fit; it names the column and the type. Or the registry refuses a schema.
+        Unavailable: A server does not answer.
+    """
+    with _servers(options) as (engine, coordinator):
+        return _read_layout(options, schema, engine, coordinator)
+
+
+def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) -> tuple[Layout, bool]:
+    """As :func:`read_layout`, and whether tasks bring rows in through staging tables; see :func:`choose_staging`.
+
+    Raises:
+        ConfigurationError: What does not fit.
+        Unavailable: A server does not answer.
+    """
+    with _servers(options) as (engine, coordinator):
+        layout = _read_layout(options, schema, engine, coordinator)
+        return layout, choose_staging(engine, options.database_leg, layout.table[0], moves=moves)
+
+
+def present_run(options: SinkOptions, name: str) -> Run:
+    """The run of a stream whose tasks may write now: that of its present micro-batch, which nothing replaces but its end.
+
+    Raises:
+        ConfigurationError, Unavailable: As :meth:`Runs.present`.
+    """
+    engine = connect_engine(options)
+    try:
+        check_schema(engine, options.schema)
+        return Runs(engine, options.schema).present(options.sink, name)
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def _servers(options: SinkOptions) -> Generator[tuple[Engine, KafkaCoordinator], None, None]:
+    engine = connect_engine(options)
+    try:
+        with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
+            yield engine, coordinator
+    finally:
+        engine.dispose()
+
+
+def _read_layout(
+    options: SinkOptions, schema: spark.StructType, engine: Engine, coordinator: TransactionCoordinator
+) -> Layout:
+    if options.topic is not None:
+        found = coordinator.topic_ids([options.topic], Deadline(options.timeout_s))
+        if options.topic not in found:
+            raise ConfigurationError(f"there is no topic {options.topic!r}", next_step="create it")
+    try:
+        with engine.connect() as connection:
+            table = read_table(connection, options.table)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, options.schema) from error
+    planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
+    return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
+
+
+def _identity(incident: Incident) -> tuple[str, str]:
+    return incident.transactional_id, incident.prepared_transaction_state

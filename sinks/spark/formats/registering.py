@@ -1,0 +1,69 @@
+"""The driver's part with the schema registry: what is given for the messages' parts, and their schemas' registration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dualwrite.sinks.spark.columns.layout import Encoded
+from dualwrite.sinks.spark.formats.descriptors import read_descriptor
+from dualwrite.sinks.spark.schemas.parts import REGISTERED, Format, Given, module_of
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+
+
+def given_schemas(options: SinkOptions) -> Mapping[str, Given]:
+    """What the user gives for the parts that are written with a schema, or the registry where its latest ones are wanted.
+
+    Raises:
+        ConfigurationError: A package is missing, the descriptor set cannot be read, or a latest schema cannot be used.
+        Unavailable: The registry does not answer.
+    """
+    parts = {"key": Format(options.key_format), "value": options.format_of_value}
+    return {
+        field: _given(options, field, part_format) for field, part_format in parts.items() if part_format in REGISTERED
+    }
+
+
+def _given(options: SinkOptions, field: str, part_format: Format) -> Given:
+    module_of(part_format)  # a missing package is told of before anything else
+    settings = options.registry_settings()
+    if settings.use_latest:
+        from dualwrite.sinks.spark.schemas.registry import latest  # noqa: PLC0415 - an optional package
+
+        assert options.topic is not None
+        return latest(settings, field, part_format, options.topic)
+    if part_format is not Format.PROTOBUF:
+        return Given(schema=options.value_schema if field == "value" else options.key_schema)
+    assert options.descriptor is not None
+    message = options.value_message if field == "value" else options.key_message
+    return Given(message=message, descriptor=read_descriptor(options.descriptor))
+
+
+def registered_layout(options: SinkOptions, layout: Layout) -> Layout:
+    """The layout with its schemas registered, or found in the registry: durable there on return.
+
+    Raises:
+        ConfigurationError: The registry refuses a schema.
+        Unavailable: The registry does not answer.
+    """
+    message = layout.message
+    value = _registered(options, message.value) if isinstance(message.value, Encoded) else message.value
+    key = _registered(options, message.key) if isinstance(message.key, Encoded) else message.key
+    return replace(layout, message=replace(message, value=value, key=key))
+
+
+def _registered(options: SinkOptions, part: Encoded) -> Encoded:
+    from dualwrite.sinks.spark.schemas.registry import registered  # noqa: PLC0415 - an optional package
+
+    settings = options.registry_settings()
+    if options.topic is not None:
+        topics: tuple[str, ...] = (options.topic,)
+    elif settings.strategy == "record":
+        topics = ("",)  # subjects have no topic in their names
+    else:
+        topics = settings.topics
+    return replace(part, registered=registered(settings, part.schema, topics))

@@ -1,0 +1,31 @@
+"""Connections to the database, made alike on the driver and in the tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine
+
+from dualwrite.stores.connecting import liveness_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+
+
+def connect_engine(options: SinkOptions) -> Engine:
+    """An engine for the sink's database; connects at first use. To be disposed of by the caller.
+
+    Raises:
+        ConfigurationError: The URL refers to an environment variable that is not set.
+    """
+    url = options.database_url()
+    return create_engine(
+        url,
+        # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
+        connect_args={**liveness_of(url), "client_encoding": "utf8", "prepare_threshold": None},
+        isolation_level="READ COMMITTED",  # the ledger and the catalog as they are, not as they were when it began
+        hide_parameters=True,
+        pool_pre_ping=True,  # a worker that is used again may find its connection gone
+    )

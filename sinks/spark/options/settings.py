@@ -1,0 +1,366 @@
+"""What a sink is told: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
+from urllib.parse import quote, unquote
+
+from sqlalchemy import exc, make_url
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.naming import pool_of_sink
+from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
+from dualwrite.sinks.spark.schemas.parts import KEY_FORMATS, REGISTERED, Format
+from dualwrite.stores.failures import shown_url
+from dualwrite.stores.rows import check_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+_LONGEST_SINK_NAME: Final = 200
+_REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_DEFAULTS: Final = {
+    # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks.
+    "queue.buffering.max.kbytes": 64 * 1024,
+    # As Java's producers, Spark's own among them: librdkafka's default puts the same key into another partition.
+    "partitioner": "murmur2_random",
+}
+_FORMATS: Final = tuple(str(item) for item in Format)
+_DRIVER: Final = ("postgresql", "psycopg")
+
+
+DATABASE_LEGS: Final = ("auto", "staging", "prepared")
+
+
+class _Needed(TypedDict):
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+
+
+class SinkSettings(_Needed, total=False):
+    """The keyword arguments of every sink. `SinkOptions` says what each of them means."""
+
+    topic: str | None
+    topic_column: str | None
+    key: str | None
+    value: str | None
+    headers: str | None
+    partition: str | None
+    timestamp: str | None
+    key_format: str
+    value_format: str | None
+    key_schema: str | None
+    value_schema: str | None
+    key_message: str | None
+    value_message: str | None
+    descriptor: str | bytes | None
+    schema_registry: Mapping[str, object] | None
+    columns: Mapping[str, str] | Sequence[str] | None
+    schema: str | None
+    max_slots: int
+    lease_s: float
+    timeout_s: float
+    margin_s: float
+    progress_s: float
+    decide_within_s: float
+    database_leg: str
+    keep_slots: bool
+    allow_nondeterministic: bool
+
+
+@dataclass(frozen=True, repr=False)
+class SinkOptions:
+    """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
+
+    It pickles, because the tasks have to connect. The pickle masks what may be secret, so that it cannot be read off a dump;
+    that is no encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of ``kafka``:
+    driver and executors then each take it from their own environment, when they connect.
+
+    Args:
+        sink: Name of the sink: stable over restarts, unique among the jobs that write at the same time. With the batch id
+            and the partition it decides what is already written. Kafka's transactional ids begin with it, for ACLs.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Keys that run code are refused.
+        url: SQLAlchemy URL of the PostgreSQL database, ``postgresql+psycopg://...``.
+        table: The table to write into, written as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
+        topic: The topic of all messages; it must exist. Either this or ``topic_column``.
+        topic_column: Column with each message's topic.
+        key: Column with the message's key: text, binary, or whole numbers (their decimal text).
+        value: Column with the message's value, text or binary. By default the value is the JSON object of the columns that
+            go into the table, by their DataFrame names.
+        headers: Column with headers: ``map<string,string|binary>`` or ``array<struct<key:string,value:string|binary>>``.
+        partition: Column with the partition number.
+        timestamp: Column of type ``timestamp`` with the message's time, in ms in Kafka.
+        key_format: ``raw``, or with a schema registry ``avro``, ``jsonschema`` or ``protobuf``. The key is the column ``key``.
+        value_format: ``json`` (the default), ``raw`` (the default where ``value`` is given), ``avro``, ``jsonschema`` or
+            ``protobuf``. The last three write the columns that go into the table as one record, or the column ``value``.
+        key_schema: Avro or JSON Schema of the key, as text. By default derived from the column's type.
+        value_schema: Avro or JSON Schema of the value, as text. By default derived from the columns' types.
+        key_message: Full name of the key's Protobuf message.
+        value_message: Full name of the value's Protobuf message.
+        descriptor: For Protobuf: the path of a descriptor set, as ``protoc --include_imports --descriptor_set_out`` writes
+            it, read on the driver; or its bytes, which :func:`descriptor_set` makes of a generated class.
+        schema_registry: ``url`` at least; see the documentation. Settings that run code are refused.
+        columns: Which columns go into the table: a list of names, or a mapping from DataFrame column to table column. By
+            default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
+            into columns of the same name.
+        schema: The database schema of the library's own tables, where it is not the default one.
+        max_slots: The most tasks of this sink that write at the same time.
+        lease_s: How long a dead task's slot stays taken, in seconds.
+        timeout_s: Bounds settling, claiming, and the ending of each dual write, in seconds.
+        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        progress_s: Time between two progress lines in the log of the driver, and of each task, in seconds.
+        decide_within_s: For a batch that is decided as one: how long what the first task has prepared waits for the last one,
+            in seconds. Bounded by the broker's transaction timeout as well.
+        database_leg: For a batch that is decided as one: how its tasks bring rows in undecided. "staging": into tables beside
+            the target, moved when it is decided; on every server, the rows show all at once. "prepared": into the target,
+            by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server needs
+            max_prepared_transactions. "auto": staging where tables may be made, otherwise prepared.
+        keep_slots: Whether a Python worker that Spark uses again keeps its connections, slots and producers from task to
+            task, so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
+        allow_nondeterministic: For a batch that is written partition by partition: take a DataFrame whose plan may give other
+            rows when it is computed again, and do not compare the rows of partitions that are skipped with those that were
+            written. A batch that is decided as one may give other rows each time.
+
+    Raises:
+        ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
+    """
+
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+    topic: str | None = None
+    topic_column: str | None = None
+    key: str | None = None
+    value: str | None = None
+    headers: str | None = None
+    partition: str | None = None
+    timestamp: str | None = None
+    key_format: str = "raw"
+    value_format: str | None = None
+    key_schema: str | None = None
+    value_schema: str | None = None
+    key_message: str | None = None
+    value_message: str | None = None
+    descriptor: str | bytes | None = None
+    schema_registry: Mapping[str, object] | None = None
+    columns: Mapping[str, str] | Sequence[str] | None = None
+    schema: str | None = None
+    max_slots: int = 1000
+    lease_s: float = 60.0
+    timeout_s: float = 120.0
+    margin_s: float = 10.0
+    progress_s: float = 5.0
+    decide_within_s: float = 3600.0
+    database_leg: str = "auto"
+    keep_slots: bool = True
+    allow_nondeterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.sink, "the name of a sink")
+        if len(self.sink) > _LONGEST_SINK_NAME or "#" in self.sink:
+            raise ConfigurationError(
+                f"{self.sink!r} cannot be the name of a sink",
+                next_step=f"use at most {_LONGEST_SINK_NAME} characters without '#'",
+            )
+        if (self.topic is None) == (self.topic_column is None):
+            raise ConfigurationError("give either topic or topic_column")
+        for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be greater than 0")
+        if self.database_leg not in DATABASE_LEGS:
+            raise ConfigurationError(
+                f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"
+            )
+        _parse_url(self.url)
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        if self.value_format is not None and self.value_format not in _FORMATS:
+            raise ConfigurationError(f"value_format must be one of {', '.join(_FORMATS)}")
+        if self.key_format not in KEY_FORMATS:
+            raise ConfigurationError(f"key_format must be one of {', '.join(KEY_FORMATS)}")
+        if self.format_of_value is Format.RAW and self.value is None:
+            raise ConfigurationError("value_format raw needs a column: name it with value")
+        if self.format_of_value is Format.JSON and self.value is not None:
+            raise ConfigurationError("value_format json is for whole rows: leave value out, or use raw")
+        if self.key is None and Format(self.key_format) in REGISTERED:
+            raise ConfigurationError(f"key_format {self.key_format} needs a column: name it with key")
+        self._check_part("key", Format(self.key_format), self.key_schema, self.key_message)
+        self._check_part("value", self.format_of_value, self.value_schema, self.value_message)
+        if self.schema_registry is not None:
+            self._check_registry(RegistrySettings.parse(self.schema_registry))
+
+    def _check_part(self, part: str, part_format: Format, schema: str | None, message: str | None) -> None:
+        if schema is not None and part_format not in {Format.AVRO, Format.JSON_SCHEMA}:
+            raise ConfigurationError(f"{part}_schema is for {part}_format avro and jsonschema")
+        if (message is not None) != (part_format is Format.PROTOBUF):
+            raise ConfigurationError(f"{part}_message and {part}_format protobuf need each other")
+        if part_format is Format.PROTOBUF and self.descriptor is None:
+            raise ConfigurationError(
+                f"{part}_format protobuf needs a descriptor",
+                next_step="give the path of what protoc --include_imports --descriptor_set_out has written",
+            )
+        if part_format in REGISTERED and self.schema_registry is None:
+            raise ConfigurationError(f"{part}_format {part_format} needs schema.registry.url")
+
+    def _check_registry(self, settings: RegistrySettings) -> None:
+        if settings.use_latest and self.topic is None:
+            raise ConfigurationError("use.latest.version needs one topic for all messages, and topic_column has many")
+        if settings.use_latest and (self.key_schema is not None or self.value_schema is not None):
+            raise ConfigurationError("use.latest.version and a schema of your own exclude each other")
+
+    @property
+    def format_of_value(self) -> Format:
+        """The value's format, where none is given too."""
+        if self.value_format is None:
+            return Format.JSON if self.value is None else Format.RAW
+        return Format(self.value_format)
+
+    def registry_settings(self) -> RegistrySettings:
+        """The checked settings, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set, or there are no settings.
+        """
+        return RegistrySettings.parse(_resolved_values(self.schema_registry or {}))
+
+    @property
+    def pool(self) -> str:
+        """The pool of slots."""
+        return pool_of_sink(self.sink)
+
+    def kafka_config(self) -> KafkaConfig:
+        """The checked configuration, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A key is refused, or a variable is not set.
+        """
+        return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
+
+    def database_url(self) -> URL:
+        """The URL, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set.
+        """
+        url = _parse_url(self.url)
+        return url.set(
+            username=_resolved(url.username),
+            password=_resolved(url.password),
+            host=_resolved(url.host and unquote(url.host)),
+            database=_resolved(url.database),
+            query={
+                name: _resolve(value, "url") if isinstance(value, str) else [_resolve(one, "url") for one in value]
+                for name, value in url.query.items()
+            },
+        )
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["url"] = shown_url(readable_url(self.url))
+        shown["kafka"] = f"<{len(self.kafka)} settings>"
+        if self.schema_registry is not None:
+            shown["schema_registry"] = f"<{len(self.schema_registry)} settings>"
+        if isinstance(self.descriptor, bytes):
+            shown["descriptor"] = f"<{len(self.descriptor)} bytes>"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        masked = {
+            "kafka": _masked(self.kafka),
+            "schema_registry": None if self.schema_registry is None else _masked(self.schema_registry),
+            "url": Masked.of(self.url),
+        }
+        return _unmask, ({**plain, **masked},)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A text that cannot be read off a pickle: its bytes, each changed by a random byte that stands beside it."""
+
+    pad: bytes
+    body: bytes
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """The text masked; what is no text as it is."""
+        if not isinstance(value, str):
+            return value
+        plain = value.encode()
+        pad = secrets.token_bytes(len(plain))
+        return cls(pad, bytes(left ^ right for left, right in zip(plain, pad, strict=True)))
+
+    def text(self) -> str:
+        """The text."""
+        return bytes(left ^ right for left, right in zip(self.pad, self.body, strict=True)).decode()
+
+
+def _masked(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: Masked.of(value) for key, value in settings.items()}
+
+
+def _unmask(settings: dict[str, object]) -> SinkOptions:
+    return SinkOptions(**{name: _plain(value) for name, value in settings.items()})  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.text() if isinstance(value, Masked) else value
+
+
+def _resolved_values(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: _resolve(value, key) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _resolve(text: str, setting: str) -> str:
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if value is None:
+            raise ConfigurationError(
+                f"{setting} refers to the environment variable {match[1]}, which is not set here",
+                next_step="set it for the driver, and for the executors with spark.executorEnv",
+            )
+        return value
+
+    return _REFERENCE.sub(value_of, text)
+
+
+def _resolved(part: str | None) -> str | None:
+    return None if part is None else _resolve(part, "url")
+
+
+def readable_url(text: str) -> str:
+    """The URL so that SQLAlchemy takes references before its path for names: their braces and colons are quoted."""
+    scheme, mark, rest = text.partition("://")
+    before_path, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{_REFERENCE.sub(lambda found: quote(found[0], safe=''), before_path)}{slash}{path}"
+
+
+def _parse_url(text: str) -> URL:
+    try:
+        url = make_url(readable_url(text))
+        dialect = url.get_dialect()
+    except (exc.SQLAlchemyError, ValueError):  # the port is no number
+        _refuse_url()
+    if (dialect.name, dialect.driver) != _DRIVER:
+        _refuse_url()
+    return url
+
+
+def _refuse_url() -> NoReturn:
+    # Without its cause: SQLAlchemy's message repeats the URL, password included.
+    raise ConfigurationError(
+        "url is not the URL of a PostgreSQL database through psycopg 3",
+        next_step="write postgresql+psycopg://user:password@host:port/database",
+    ) from None

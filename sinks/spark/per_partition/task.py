@@ -1,0 +1,272 @@
+"""One task: one partition, one dual write. Whatever becomes of its attempts, the ledger lets one of them count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriteError,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+)
+from dualwrite.protocol.batches.entry import Way
+from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, other_rows
+from dualwrite.sinks.spark.columns.from_arrow import awaited, projected_batches
+from dualwrite.sinks.spark.columns.from_rows import row_batches
+from dualwrite.sinks.spark.worker.attempt import Attempt
+from dualwrite.sinks.spark.worker.destinations import destination_of
+from dualwrite.sinks.spark.worker.worker_cache import servers
+from dualwrite.sinks.spark.writing.both_legs import write_rows
+from dualwrite.sinks.spark.writing.progress import Progress, shown
+from dualwrite.sinks.spark.writing.whole_input import whole_input
+from dualwrite.writing.block import dual_write
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+    from pyspark.sql import types as spark
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.writing.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """What became of one partition.
+
+    Attributes:
+        partition: Its number.
+        rows: Rows that this task has written.
+        bytes: Their size, as :class:`Progress` counts it.
+        written: False if an earlier or a faster attempt had written it.
+        empty: Whether it has no rows, and the ledger was neither asked nor told: that is left to the driver.
+    """
+
+    partition: int
+    rows: int
+    bytes: int
+    written: bool
+    empty: bool = False
+
+
+REPORT_SCHEMA: Final = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("rows", pa.int64()),
+        ("bytes", pa.int64()),
+        ("written", pa.bool_()),
+        ("empty", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class PartitionTask:
+    """What a task does; pickled, and run once for each attempt at each partition.
+
+    Attributes:
+        options: The sink's settings.
+        layout: Which column goes where.
+        schema: The DataFrame's own schema.
+        batch_id: Name of the batch.
+        run: The run of the batch.
+    """
+
+    options: SinkOptions
+    layout: Layout
+    schema: spark.StructType
+    batch_id: str
+    run: Run
+
+    def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields what became of it."""
+        taken = Fingerprinted(whole_input(batches), len(self.schema.fields))
+        report = self._run(projected_batches(taken, self.schema, self.layout), taken)
+        yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
+
+    def run_rows(self, rows: Iterator[Row]) -> None:
+        """For ``foreachPartition``, on the DataFrame's own rows."""
+        self._run(row_batches(whole_input(rows), self.schema, self.layout))
+
+    def _run(self, batches: Iterable[pa.RecordBatch], taken: Fingerprinted | None = None) -> PartitionReport:
+        context = TaskContext.get()
+        if context is None:
+            raise IllegalStateError("this function runs in a Spark task only")
+        return write_partition(self, context.partitionId(), context.attemptNumber(), batches, taken)
+
+
+def write_partition(
+    task: PartitionTask,
+    partition: int,
+    attempt: int,
+    batches: Iterable[pa.RecordBatch],
+    taken: Fingerprinted | None = None,
+) -> PartitionReport:
+    """Write one partition, unless that is done already. Durable on both sides on return.
+
+    Args:
+        task: What to do.
+        partition: Number of the partition.
+        attempt: Number of the attempt, for people.
+        batches: The projected rows; its normal end means that they are all.
+        taken: The rows that they are made of, to be compared with those of an earlier run if the partition is already written,
+            and where the driver records partitions without rows; None where nothing is compared, and the task records them.
+            Then nothing is taken from ``batches`` of a partition that is written.
+
+    Raises:
+        ConfigurationError: The partition is already written, with other rows.
+        DualWriteError: This attempt did not write the partition. The next one finds out by itself whether it must.
+        DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database, the messages are not, or nobody knows. It
+            is recorded; the next attempt finds the partition written.
+    """
+    failpoints.hit("spark.task_started")
+    if taken is not None:
+        rows = awaited(batches)
+        if rows is None:
+            # Without a connection: most partitions of a shuffle may be empty.
+            return PartitionReport(partition, 0, 0, written=False, empty=True)
+        batches = rows
+    with servers(task.options) as found:
+        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run), taken).run(batches)
+    failpoints.hit("spark.task_done")
+    return report
+
+
+class _WrittenByOther(Exception):
+    """Another attempt has written the partition: leaves the dual write, so that both sides abort."""
+
+
+class _Writing:
+    def __init__(self, task: PartitionTask, attempt: Attempt, taken: Fingerprinted | None) -> None:
+        self._task = task
+        self._attempt = attempt
+        self._taken = taken
+        self._progress = Progress(attempt.name, task.options.progress_s)
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
+        attempt, partition = self._attempt, self._attempt.partition
+        if self._is_written():
+            logger.info("%s: already written", attempt.name)
+            return PartitionReport(partition, 0, 0, written=False)
+        try:
+            self._write(batches)
+        except CompletionPending as error:
+            # Decided. The slot stays leased, so that the driver finds and completes it.
+            logger.warning("%s: %s", attempt.name, error)
+        except (DecidedTransactionLost, OutcomeUnverifiable):
+            raise
+        except _WrittenByOther:
+            logger.info("%s: another attempt was faster", attempt.name)
+            self._is_written()  # and it had the same rows
+            return PartitionReport(partition, 0, 0, written=False)
+        except Exception as error:
+            # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
+            if not attempt.seen_after(error, partition):
+                if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
+                    error.next_step = "nothing of this partition was written on either side; others may be, and stay"
+                raise
+            return PartitionReport(partition, 0, 0, written=False)
+        rows, size = self._progress.rows, self._progress.bytes
+        logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
+        return PartitionReport(partition, rows, size, written=True)
+
+    def _is_written(self) -> bool:
+        """Whether the partition is written; if so, with the rows that this run has for it, too.
+
+        Raises:
+            ConfigurationError: With other rows.
+        """
+        written = self._attempt.written()
+        if written is None:
+            return False
+        taken = None if self._task.options.allow_nondeterministic else self._taken
+        if taken is not None and written.rows_digest is not None:
+            ours, theirs = taken.take_all(), Fingerprint(written.rows, written.rows_digest)
+            if ours.differs_from(theirs):
+                raise other_rows(self._attempt.name, ours, theirs)
+        return True
+
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
+        rows = awaited(batches)
+        if rows is None:
+            self._write_nothing()
+        else:
+            self._write_rows(rows)
+
+    def _write_nothing(self) -> None:
+        """Of a partition without rows only the ledger knows: it needs no slot and no producer."""
+        with self._attempt.engine.begin() as connection:
+            self._attempt.require_run(connection)
+            self._record(connection, None)
+
+    def _write_rows(self, batches: Iterable[pa.RecordBatch]) -> None:
+        attempt, options, layout = self._attempt, self._task.options, self._task.layout
+        with attempt.workplace() as place:
+            with (
+                attempt.engine.connect() as connection,
+                dual_write(
+                    place.lane,
+                    place.ground,
+                    connection,
+                    margin_s=options.margin_s,
+                    timeout_s=options.timeout_s,
+                    savepoints=False,
+                ) as transaction,
+            ):
+                write_rows(
+                    transaction,
+                    batches,
+                    layout,
+                    layout.table,
+                    options,
+                    partition=attempt.partition,
+                    progress=self._progress,
+                )
+                self._record(transaction.connection, place.slot.leased_at)
+            self._record_completed(place.lane)
+
+    def _record(self, connection: Connection, started_at: datetime | None) -> None:
+        attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
+        destination = destination_of(self._task.options, self._task.layout, Way.PARTITIONS)
+        partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
+        if partition_count is None or attempt.partition >= partition_count:
+            raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
+        if not attempt.ledger.insert(
+            connection,
+            sink,
+            batch_id,
+            attempt.partition,
+            row_count=self._progress.rows,
+            message_count=self._progress.rows,
+            partition_count=partition_count,
+            started_at=started_at,
+            rows_digest=None if self._taken is None else self._taken.fingerprint().digest,
+        ):
+            raise _WrittenByOther
+
+    def _record_completed(self, lane: Lane) -> None:
+        try:
+            lane.record_completed()
+            if lane.unrecorded is not None and lane.needs_settling:
+                # The log does not show its end everywhere. Readers wait there, and nobody may use this slot for long.
+                lane.settle(Deadline(self._task.options.timeout_s))
+        except DualWriteError as error:
+            logger.warning(
+                "%s: completion was not recorded, the next claim will prove it: %s", self._attempt.name, error
+            )

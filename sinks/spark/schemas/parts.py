@@ -1,0 +1,207 @@
+"""The formats of messages' keys and values, and what a part that is written with a schema is made of."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
+
+import pyarrow as pa
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+    from confluent_kafka.serialization import SerializationContext
+
+
+class Format(str, Enum):
+    """How a message's key or value is written."""
+
+    JSON = "json"
+    RAW = "raw"
+    AVRO = "avro"
+    JSON_SCHEMA = "jsonschema"
+    PROTOBUF = "protobuf"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+REGISTERED: Final = frozenset({Format.AVRO, Format.JSON_SCHEMA, Format.PROTOBUF})
+"""The formats that are written with a schema from the registry."""
+KEY_FORMATS: Final = tuple(str(item) for item in Format if item is not Format.JSON)
+
+Serialize: TypeAlias = "Callable[[object, SerializationContext], bytes | None]"
+"""One of confluent-kafka's serializers."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A message's key or value that is to be written with a schema.
+
+    Attributes:
+        field: ``key`` or ``value``.
+        name: What its record is called where nobody has named it.
+        columns: Name and type of the DataFrame's columns that it is made of.
+        whole: Whether its one column is the part itself, and not a field of a record.
+    """
+
+    field: str
+    name: str
+    columns: tuple[tuple[str, spark.DataType], ...]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user, or the registry, has given for a part; nothing where it is to be derived.
+
+    Attributes:
+        schema: Avro or JSON Schema.
+        message: Full name of a Protobuf message.
+        descriptor: A serialized ``FileDescriptorSet``.
+    """
+
+    schema: str | None = None
+    message: str | None = None
+    descriptor: bytes | None = None
+
+
+@dataclass(frozen=True)
+class PartSchema:
+    """A part's schema, as it is planned on the driver and shipped to the tasks. Pickles.
+
+    Attributes:
+        part: The part.
+        format: Its format.
+        text: Avro or JSON Schema; empty for Protobuf.
+        record: The record's full name, which subjects may be named by; None if it has none.
+        given: What it was made from.
+        arrow: The Arrow types that the columns are cast to; a value that does not fit fails the task.
+    """
+
+    part: Part
+    format: Format
+    text: str
+    record: str | None
+    given: Given
+    arrow: tuple[pa.DataType, ...]
+
+
+class FormatModule(Protocol):
+    """What each of the modules ``format_*`` has."""
+
+    def plan(self, part: Part, given: Given) -> PartSchema:
+        """Match the part's columns with its schema; nothing is connected.
+
+        Raises:
+            ConfigurationError: A column cannot be written with the schema. It names the column and the type.
+        """
+        ...
+
+    def datums(self, schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
+        """What the serializer takes, row by row.
+
+        Raises:
+            ConfigurationError: A value cannot be written; it names the column.
+        """
+        ...
+
+    def registry_schema(self, schema: PartSchema) -> Schema | None:
+        """What to register; None if the serializer itself makes it."""
+        ...
+
+    def serializer(self, schema: PartSchema, client: SchemaRegistryClient, conf: Mapping[str, object]) -> Serialize:
+        """One of confluent-kafka's serializers."""
+        ...
+
+
+_MODULES: Final = {
+    Format.AVRO: "avro",
+    Format.JSON_SCHEMA: "json_schema",
+    Format.PROTOBUF: "protobuf",
+}
+
+
+def module_of(part_format: Format) -> FormatModule:
+    """The module of a format that is written with a schema.
+
+    Raises:
+        ConfigurationError: A package that it needs is not installed here.
+    """
+    try:
+        found = importlib.import_module(f"dualwrite.sinks.spark.formats.{_MODULES[part_format]}")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the format {part_format} needs the package {error.name!r}, which is not installed here",
+            next_step="pip install 'dualwrite[schema-registry]', on the driver and on the executors",
+        ) from error
+    return cast("FormatModule", found)
+
+
+_NATURAL: Final[Mapping[str, pa.DataType]] = {
+    "BooleanType": pa.bool_(),
+    "ByteType": pa.int8(),
+    "ShortType": pa.int16(),
+    "IntegerType": pa.int32(),
+    "LongType": pa.int64(),
+    "FloatType": pa.float32(),
+    "DoubleType": pa.float64(),
+    "StringType": pa.string(),
+    "CharType": pa.string(),
+    "VarcharType": pa.string(),
+    "BinaryType": pa.binary(),
+    "DateType": pa.date32(),
+    "TimestampType": pa.timestamp("us", "UTC"),
+    "TimestampNTZType": pa.timestamp("us"),
+    "TimeType": pa.time64("us"),
+    "DayTimeIntervalType": pa.duration("us"),
+    "VariantType": pa.struct([("value", pa.binary()), ("metadata", pa.binary())]),
+}
+
+
+def natural_arrow(data_type: spark.DataType) -> pa.DataType:
+    """The Arrow type that holds every value of a type that some format takes."""
+    if isinstance(data_type, spark.DecimalType):
+        return pa.decimal128(data_type.precision, data_type.scale)
+    if isinstance(data_type, spark.ArrayType):
+        return pa.list_(natural_arrow(data_type.elementType))
+    if isinstance(data_type, spark.MapType):
+        return pa.map_(natural_arrow(data_type.keyType), natural_arrow(data_type.valueType))
+    if isinstance(data_type, spark.StructType):
+        return pa.struct([(inner.name, natural_arrow(inner.dataType)) for inner in data_type.fields])
+    return _NATURAL[type(data_type).__name__]
+
+
+def refused(
+    part: Part, column: str, data_type: spark.DataType, why: str, advice: str = "cast it"
+) -> ConfigurationError:
+    """The error for a column that cannot be written with a schema."""
+    return ConfigurationError(
+        f"column {column!r} of type {data_type.simpleString()} cannot be put into the message's {part.field}: {why}",
+        next_step=advice,
+    )
+
+
+def plain_values(array: pa.Array) -> list[object]:
+    """A column's values as Python's own."""
+    kind = array.type
+    if pa.types.is_string(kind) or (
+        not array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind))
+    ):
+        # Through numpy: several times as fast as to_pylist, which makes a scalar object of each value first.
+        return cast("list[object]", array.to_numpy(zero_copy_only=False).tolist())
+    return cast("list[object]", array.to_pylist())
+
+
+def rows_of(schema: PartSchema, columns: Iterable[Iterable[object]]) -> Iterable[object]:
+    """Columns of values as datums: records by name, or the one column itself."""
+    if schema.part.whole:
+        [only] = columns
+        return only
+    names = [name for name, _ in schema.part.columns]
+    return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))

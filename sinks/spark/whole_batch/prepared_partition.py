@@ -1,0 +1,196 @@
+"""A task of a batch that is decided as one: it brings its rows and messages to both servers, and decides nothing.
+
+Its rows stand committed in a staging table, which nobody reads; or in the target, in a prepared transaction, which nobody
+sees. Its messages are flushed in a Kafka transaction that stays open, which no ``read_committed`` consumer sees. What it hands
+to the driver names both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dualwrite import failpoints
+from dualwrite.errors import TransactionAborted
+from dualwrite.protocol.batches.entry import Way
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.sinks.spark.columns.from_arrow import awaited
+from dualwrite.sinks.spark.driver.prepared_limit import bound_waiting, ran_out, require_room, waited_in_vain
+from dualwrite.sinks.spark.worker.attempt import Attempt
+from dualwrite.sinks.spark.worker.destinations import destination_of
+from dualwrite.sinks.spark.worker.worker_cache import servers
+from dualwrite.sinks.spark.writing.both_legs import write_rows
+from dualwrite.sinks.spark.writing.progress import Progress, shown
+from dualwrite.sinks.spark.writing.staging import StagingTable, create_staging
+from dualwrite.stores.jobs.ledger import WHOLE_BATCH
+from dualwrite.writing.block import Ending, dual_write
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+    from dualwrite.sinks.spark.worker.attempt import Workplace
+    from dualwrite.stores.jobs.runs import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """What one task has prepared. Pickles; holds no secret.
+
+    Attributes:
+        partition: Number of the partition.
+        rows: Rows in the database, and messages in the Kafka transaction.
+        bytes: Their size, as :class:`Progress` counts it.
+        started_at: When the attempt began to write, by the database's clock.
+        owner: Who holds the slot's lease.
+        transactional_id: The slot.
+        incarnation: Of the slot's row; whose prepared transaction has the rows, where there is no staging table.
+        namespace: Of the slot's row.
+        prepared: The Kafka transaction.
+        staged: The staging table that has the rows; None where they are prepared in the target.
+        rests: Whether the worker keeps the slot's lane, and could go on with it.
+    """
+
+    partition: int
+    rows: int
+    bytes: int
+    started_at: datetime
+    owner: str
+    transactional_id: str
+    incarnation: int
+    namespace: str
+    prepared: PreparedTxnState
+    staged: StagingTable | None
+    rests: bool
+
+
+def prepare_partition(
+    options: SinkOptions,
+    layout: Layout,
+    batch_id: str,
+    batches: Iterable[pa.RecordBatch],
+    *,
+    partition: int,
+    number: int,
+    run: Run | None,
+    staging: bool,
+) -> Undecided | None:
+    """Bring one partition to both servers, undecided.
+
+    On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased
+    for as long as the broker surely keeps that transaction open, less the margin, and ``decide_within_s`` at most.
+
+    Args:
+        options: The sink's settings.
+        layout: Which column goes where.
+        batch_id: Name of the batch.
+        batches: The projected rows; its normal end means that they are all.
+        partition: Number of the partition.
+        number: Number of the attempt, from 0.
+        run: The run that the task belongs to; None where nobody knows it.
+        staging: Whether the rows go into a staging table, rather than into the target in a prepared transaction.
+
+    Returns:
+        What is for the driver to decide. None if the batch is written already, or the partition is empty.
+
+    Raises:
+        ConfigurationError: The batch was written to another destination.
+        DualWriteError: This attempt has prepared nothing that could be decided.
+    """
+    failpoints.hit("spark.task_started")
+    rows = awaited(batches)
+    if rows is None:
+        return None  # without a connection: most partitions of a shuffle may be empty
+    with servers(options) as found:
+        attempt = Attempt(found, batch_id, partition, number, run)
+        # Of a stream no driver can: it learns the batch's name from the tasks.
+        attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
+        if attempt.seen(WHOLE_BATCH):
+            logger.info("%s: the batch is already written", attempt.name)
+            return None
+        undecided = _prepare(attempt, layout, rows, staging=staging)
+    failpoints.hit("spark.task_done")
+    return undecided
+
+
+def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool) -> Undecided:
+    options = attempt.options
+    progress = Progress(attempt.name, options.progress_s)
+    try:
+        with attempt.workplace() as place:
+            row = place.lane.row
+            with (
+                attempt.engine.connect() as connection,
+                dual_write(
+                    place.lane,
+                    place.ground,
+                    connection,
+                    margin_s=options.margin_s,
+                    timeout_s=options.timeout_s,
+                    savepoints=False,
+                    ending=Ending.HAND_OVER if staging else Ending.PREPARE,
+                    permit=attempt.require_run,
+                ) as transaction,
+            ):
+                staged = _staging_for(transaction.connection, layout, place) if staging else None
+                if staged is None:
+                    require_room(transaction.connection)
+                    bound_waiting(transaction.connection)
+                table = layout.table if staged is None else staged.table
+                write_rows(transaction, batches, layout, table, options, partition=attempt.partition, progress=progress)
+            assert transaction.prepared is not None
+            place.slot.keep_for(_lifetime_s(attempt, place))
+    except TransactionAborted as error:
+        if not staging and waited_in_vain(error):
+            attempt.settle_former()
+        if (no_room := ran_out(error)) is not None:
+            raise no_room from error
+        raise
+    logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
+    return Undecided(
+        partition=attempt.partition,
+        rows=progress.rows,
+        bytes=progress.bytes,
+        started_at=place.slot.leased_at,
+        owner=place.slot.lease.owner,
+        transactional_id=row.transactional_id,
+        incarnation=row.incarnation,
+        namespace=row.namespace,
+        prepared=transaction.prepared,
+        staged=staged,
+        rests=place.slot.rests,
+    )
+
+
+def _staging_for(connection: Connection, layout: Layout, place: Workplace) -> StagingTable:
+    row = place.lane.row
+    return create_staging(
+        connection,
+        layout.table,
+        layout.table_column_names,
+        transactional_id=row.transactional_id,
+        incarnation=row.incarnation,
+        owner=place.slot.lease.owner,
+    )
+
+
+def _lifetime_s(attempt: Attempt, place: Workplace) -> float:
+    """How long the driver has to decide. From here on the database's clock counts, for all partitions alike."""
+    producer, options = place.lane.producer, attempt.options
+    left_s = producer.transaction_timeout_ms / 1000 - producer.begun_for_s - options.margin_s
+    if left_s <= 0:
+        raise TransactionAborted(
+            f"the partition took {producer.begun_for_s:.0f} s, and after {producer.transaction_timeout_ms / 1000:.0f} s the "
+            "broker aborts it",
+            next_step="make partitions smaller, or raise the broker's transaction.max.timeout.ms",
+            retryable=False,
+        )
+    return min(left_s, options.decide_within_s)

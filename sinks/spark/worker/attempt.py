@@ -1,0 +1,147 @@
+"""One attempt of a task at its partition: who it is, what is already written, and a lane of its own to write in."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import DualWriteError
+from dualwrite.protocol.naming import owner_prefix
+from dualwrite.recovery.claim import Ground, default_owner
+from dualwrite.sinks.spark.worker.owners import settle_leases
+from dualwrite.sinks.spark.worker.slot import Slot, leased_slot
+from dualwrite.stores.jobs.ledger import Ledger
+from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.writing.lane import Lane
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.worker.worker_cache import Servers
+    from dualwrite.stores.jobs.ledger import WrittenPartition
+    from dualwrite.stores.jobs.runs import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What an attempt writes with.
+
+    Attributes:
+        lane: Ready for one dual write.
+        ground: The two servers.
+        slot: The slot that the lane stands on.
+    """
+
+    lane: Lane
+    ground: Ground
+    slot: Slot
+
+
+class Attempt:
+    """One attempt at one partition.
+
+    Args:
+        servers: What it writes to.
+        batch_id: Name of the batch.
+        partition: Number of the partition.
+        number: Number of the attempt, for people.
+        run: The run of the batch that the attempt belongs to; None where nobody knows it.
+    """
+
+    def __init__(self, servers: Servers, batch_id: str, partition: int, number: int, run: Run | None) -> None:
+        self.options = options = servers.options
+        self.batch_id = batch_id
+        self.partition = partition
+        self.engine = servers.engine
+        self.ledger = Ledger(options.schema)
+        self._servers = servers
+        self._run = run
+        self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
+        who = f"attempt {number} {secrets.token_hex(4)} {default_owner()}"
+        self._prefix = owner_prefix(run.name if run is not None else batch_id, partition)
+        self._owner = self._prefix + who
+
+    def seen(self, partition_id: int) -> bool:
+        """Whether the ledger has that partition of the batch.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`Ledger.seen`.
+        """
+        with self.engine.connect() as connection:
+            return self.ledger.seen(connection, self.options.sink, self.batch_id, partition_id)
+
+    def written(self) -> WrittenPartition | None:
+        """What the ledger has recorded of this partition; None where it is not written.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`Ledger.partition`.
+        """
+        with self.engine.connect() as connection:
+            return self.ledger.partition(connection, self.options.sink, self.batch_id, self.partition)
+
+    def seen_after(self, error: Exception, partition_id: int) -> bool:
+        """Whether the ledger has that partition in spite of the error: another attempt shows as this one's failure."""
+        try:
+            seen = self.seen(partition_id)
+        except DualWriteError as more:
+            logger.warning("%s: the ledger could not be read after a failure: %s", self.name, more)
+            return False
+        if seen:
+            logger.info("%s: written all the same; this attempt failed: %s", self.name, error)
+        return seen
+
+    def require_run(self, connection: Connection) -> None:
+        """Go on only while the run has not been given up; as :meth:`Runs.require`.
+
+        Raises:
+            Fenced, ConfigurationError, Unavailable, TransactionAborted: As there.
+        """
+        if self._run is not None:
+            Runs(self.engine, self.options.schema).require(connection, self._run)
+
+    def settle_former(self) -> None:
+        """Settle what other attempts at this partition have left: they are fenced, and what they have prepared is undone.
+
+        Raises:
+            ConfigurationError, Unavailable: It could not be settled.
+        """
+        pool = self._pool()
+        former = pool.held_by(self._prefix)
+        deadline = Deadline(self.options.timeout_s)
+        settle_leases(self._servers.ground, pool, former, deadline, name=self.name, prefix=self._prefix)
+
+    def _pool(self) -> SlotPool:
+        options = self.options
+        return SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+
+    @contextmanager
+    def workplace(self) -> Generator[Workplace, None, None]:
+        """Lease a slot, and go on with the lane that rests here for it; else claim it, and make a producer.
+
+        When the block has ended well, the lane rests again. After an error it is thrown away.
+
+        Raises:
+            Unavailable, ConfigurationError: It could not be had.
+            Fenced: The run was given up, or the slot was settled meanwhile.
+        """
+        servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
+        with leased_slot(pool, self._owner, lease_s, preferred=servers.resting(), require=self.require_run) as slot:
+            lane = servers.take(slot.lease.transactional_id)
+            slot.rests = servers.has_room
+            try:
+                lane.ready(Deadline(self.options.timeout_s))
+                # If it is not ours any more, whoever settles may have claimed the slot before us, and would not come again.
+                pool.renew(slot.lease, lease_s)
+                yield Workplace(lane, servers.ground, slot)
+            except BaseException:
+                lane.discard()
+                raise
+            servers.keep(lane)

@@ -1,0 +1,171 @@
+"""What a reused Python worker keeps from task to task: its connections, and lanes whose producers may go on.
+
+A task then needs no claim and no new producer. Nothing rests on what is kept: a lane goes on only where its row says that it
+may (:meth:`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. It all ends with the process, which Spark
+ends when the worker has been idle for a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from pyspark import TaskContext
+
+from dualwrite.errors import DualWriteError
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.sinks.spark.options.connecting import connect_engine
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.writing.lane import Lane
+
+if TYPE_CHECKING:
+    from dualwrite.protocol.rows import StateRow
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+
+logger = logging.getLogger(__name__)
+
+_MOST_LANES: Final = 8
+_MOST_SINKS: Final = 4
+
+
+class Servers:
+    """One sink's connections in this process, and the lanes that rest there. For one task at a time.
+
+    Attributes:
+        options: The sink's settings.
+        engine: The database.
+        ground: The two servers.
+
+    Raises:
+        ConfigurationError: A setting refers to an environment variable that is not set.
+    """
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.options = options
+        self._config = options.kafka_config()
+        self.engine = connect_engine(options)
+        store = SqlStateStore(self.engine, schema=options.schema)
+        self.ground = Ground(KafkaCoordinator(self._config), store, unique_owner())
+        self._resting: dict[str, Lane] = {}
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has made it: another one inherits nothing by a fork."""
+        return self._pid == os.getpid()
+
+    @property
+    def outlives_its_task(self) -> bool:
+        """Whether it is kept for the next task in this process."""
+        return self.options.keep_slots and TaskContext.get() is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more lane can rest here."""
+        return self.outlives_its_task and len(self._resting) < _MOST_LANES
+
+    def resting(self) -> tuple[str, ...]:
+        """The transactional ids of the lanes that rest here, the last one used first.
+
+        Those whose row somebody else has claimed are thrown away: they would only stand in the way of who uses it now.
+
+        Raises:
+            ConfigurationError, Unavailable: The rows could not be read.
+        """
+        if self._resting:
+            found = {row.transactional_id: row for row in self.ground.store.read(list(self._resting))}
+            for name, lane in list(self._resting.items()):
+                row = found.get(name)
+                if row is None or (row.namespace, row.incarnation) != (lane.row.namespace, lane.row.incarnation):
+                    self._resting.pop(name).discard()
+        return tuple(reversed(self._resting))
+
+    def take(self, transactional_id: str) -> Lane:
+        """The lane that rests here, if it may go on; else a new one, to be claimed."""
+        lane = self._resting.pop(transactional_id, None)
+        if lane is None:
+            return self._new_lane(transactional_id)
+        try:
+            if lane.may_go_on():
+                return lane
+        except DualWriteError as error:
+            logger.info("%s: the row could not be read: %s", transactional_id, error)
+        lane.discard()
+        return self._new_lane(transactional_id)
+
+    def keep(self, lane: Lane) -> None:
+        """Let a lane rest here, if there is room; else throw it away."""
+        if self.has_room:
+            self._resting[lane.transactional_id] = lane
+        else:
+            lane.discard()
+
+    def close(self) -> None:
+        """Close everything. What was handed over stays as it is."""
+        for lane in self._resting.values():
+            lane.discard()
+        self._resting.clear()
+        self.ground.coordinator.close()
+        self.engine.dispose()
+
+    def _new_lane(self, transactional_id: str) -> Lane:
+        return Lane(transactional_id, self.ground, self._make_producer)
+
+    def _make_producer(self, row: StateRow) -> TransactionalProducer:
+        return TransactionalProducer(
+            self._config,
+            row.kafka_id(row.incarnation),
+            coordinator=self.ground.coordinator,
+            incarnation=row.incarnation,
+            call_timeout_s=self.options.timeout_s,
+            bulk=True,
+        )
+
+
+_kept: Final[dict[str, Servers]] = {}
+"""By pool; what is in use is not in it."""
+
+
+@contextmanager
+def servers(options: SinkOptions) -> Generator[Servers, None, None]:
+    """The sink's connections and lanes: those that an earlier task has left here, or new ones.
+
+    Outside of a Spark task, where the sink keeps nothing, and after an error they are closed when the block ends.
+
+    Raises:
+        ConfigurationError: As `Servers`.
+    """
+    found = _taken(options) or Servers(options)
+    try:
+        yield found
+    except BaseException:
+        found.close()
+        raise
+    if found.outlives_its_task:
+        _keep(found)
+    else:
+        found.close()
+
+
+def _taken(options: SinkOptions) -> Servers | None:
+    found = _kept.pop(options.pool, None)
+    if found is None or not found.is_ours:
+        return None
+    if found.options != options:
+        found.close()
+        return None
+    return found
+
+
+def _keep(found: Servers) -> None:
+    former = _kept.pop(found.options.pool, None)
+    if former is not None:  # of a task that ran at the same time in this process
+        former.close()
+    _kept[found.options.pool] = found
+    if len(_kept) > _MOST_SINKS:
+        _kept.pop(next(iter(_kept))).close()

@@ -1,0 +1,57 @@
+"""Both legs in one pass: each batch of rows goes into the table and into Kafka before the next one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dualwrite import failpoints
+from dualwrite.sinks.spark.columns.row_names import RowNames
+from dualwrite.sinks.spark.formats.serializing import serializing
+from dualwrite.sinks.spark.writing.copying import copying
+from dualwrite.sinks.spark.writing.messages import produce_batch
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.options.settings import SinkOptions
+    from dualwrite.sinks.spark.writing.progress import Progress
+    from dualwrite.writing.transaction import Transaction
+
+
+def write_rows(
+    transaction: Transaction,
+    batches: Iterable[pa.RecordBatch],
+    layout: Layout,
+    table: tuple[str, str],
+    options: SinkOptions,
+    *,
+    partition: int,
+    progress: Progress,
+) -> None:
+    """Write projected rows on both sides of a dual write, a batch at a time.
+
+    Args:
+        transaction: The dual write.
+        batches: The rows.
+        layout: Which column goes where.
+        table: Schema and name of the table that the rows go into: the target, or a staging table.
+        options: The sink's settings.
+        partition: Number of the partition.
+        progress: Told of each batch that is written.
+
+    Raises:
+        DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
+    """
+    names = RowNames(partition, layout)
+    with (
+        serializing(options, layout, names) as serializers,
+        copying(transaction.connection, layout, table, names) as copy,
+    ):
+        for batch in batches:
+            names.add(batch)
+            copy.write(batch)
+            produce_batch(transaction, batch, layout, options.topic, serializers)
+            progress.add(batch)
+    failpoints.hit("spark.rows_copied")
