@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.recovery.blocking import blocking_transactions
     from dualwrite.recovery.forget import ForgetReport, forget
-    from dualwrite.recovery.recover import RecoveryReport, recover
+    from dualwrite.recovery.plan import IdStatus
+    from dualwrite.recovery.recover import RecoveryReport, recover, status
+    from dualwrite.recovery.settle import Loss
+    from dualwrite.stores.jobs.batches import Batch, read_batches
     from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
+    "Batch",
     "BlockingTransaction",
     "CompletionPending",
     "ConfigurationError",
@@ -41,7 +45,9 @@ __all__ = [
     "Fenced",
     "FirstOffset",
     "ForgetReport",
+    "IdStatus",
     "IllegalStateError",
+    "Loss",
     "OutcomeUnverifiable",
     "PreparedTxnState",
     "RecoveryReport",
@@ -52,19 +58,26 @@ __all__ = [
     "Unavailable",
     "blocking_transactions",
     "forget",
+    "read_batches",
     "recover",
+    "status",
 ]
 
 _LAZY = {
+    "Batch": "dualwrite.stores.jobs.batches",
     "BlockingTransaction": "dualwrite.kafka.coordinator.blocking",
     "DualWriter": "dualwrite.writing.writer",
     "ForgetReport": "dualwrite.recovery.forget",
+    "IdStatus": "dualwrite.recovery.plan",
+    "Loss": "dualwrite.recovery.settle",
     "RecoveryReport": "dualwrite.recovery.recover",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer.transactional",
     "blocking_transactions": "dualwrite.recovery.blocking",
     "forget": "dualwrite.recovery.forget",
+    "read_batches": "dualwrite.stores.jobs.batches",
     "recover": "dualwrite.recovery.recover",
+    "status": "dualwrite.recovery.recover",
 }
 
 
