@@ -229,7 +229,9 @@ class DualWriter:
                 leaves the block; inside the block that is the driver's own error, which becomes the cause of this one.
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
-            CompletionPending: A success that will become visible. Do not run the work again.
+            CompletionPending: The rows of this block are committed. Do not run the work again: settling completes the messages,
+                or finds that they are lost. ``outcome`` is ``decided`` if Kafka shows that they will become visible, and
+                ``unknown`` if Kafka could not be asked.
             DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or that
                 can no longer be known. Losses of other blocks go to the log and to ``on_loss``.
             ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted. Also raised for a connection to

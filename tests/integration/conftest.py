@@ -1,12 +1,13 @@
 """What the integration tests share: a migrated database and an engine to look with; producers that are closed."""
 
 import secrets
+import shutil
 from contextlib import ExitStack, closing
 
 import pytest
 from harness.orders import Base, Order
 from harness.patience import patient
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, make_url, select, text
 
 from dualwrite import DualWriter, failpoints
 from dualwrite.kafka.config import KafkaConfig
@@ -52,6 +53,43 @@ def orders():
 def writer(kafka, engine):
     with DualWriter("orders", kafka=kafka, engine=engine) as writer:
         yield writer
+
+
+@pytest.fixture
+def engine_of():
+    """Makes engines that are disposed of after the test."""
+    with ExitStack() as later:
+
+        def make(url, **options):
+            made = create_engine(url, **options)
+            later.callback(made.dispose)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def copied(request, url, engine, writer, engine_of, dualwrite_postgres):
+    """An engine of a whole copy of the database, taken once the writer is open: the library's rows are in it."""
+    if engine.dialect.name == "sqlite":
+        target = f"{make_url(url).database}.copy"
+        engine.dispose()
+        shutil.copyfile(make_url(url).database, target)
+        yield engine_of(f"sqlite:///{target}")
+        return
+    engine.dispose()
+    name = f"{make_url(url).database}_copy"
+    admin = engine_of(make_url(url).set(database="postgres"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        source = make_url(url).database
+        connection.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": source}
+        )
+        connection.execute(text(f'CREATE DATABASE "{name}" TEMPLATE "{source}"'))
+    copy = engine_of(make_url(url).set(database=name))
+    yield copy
+    copy.dispose()
+    dualwrite_postgres.drop_database(name)
 
 
 @pytest.fixture

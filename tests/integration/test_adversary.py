@@ -108,11 +108,12 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
         with DualWriter(
             "orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=4
         ) as writer:
-            by_owner, by_settling = (proxy.on(Api.END_TXN, nth=nth).drop_request() for nth in (1, 2))
-            with pytest.raises(CompletionPending):
+            dropped = proxy.on(Api.END_TXN, nth=None).drop_request()  # the owner's, and those of settling
+            with pytest.raises(CompletionPending) as caught:
                 write(writer, dualwrite_topic, orders, 1)
-            by_owner.wait()
-            by_settling.wait()
+            assert caught.value.outcome == "decided"
+            dropped.withdraw()
+            assert len(dropped.taken) > 1
             write(writer, dualwrite_topic, orders, 2)
         assert both() == ([1, 2], [1, 2])
 
@@ -170,8 +171,9 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
                 DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
 
         monkeypatch.setattr(failpoints, "hit", take_over)
-        with pytest.raises(CompletionPending):
+        with pytest.raises(CompletionPending) as caught:
             write(writer, dualwrite_topic, orders, 1)
+        assert caught.value.outcome == "unknown"
     assert both() == ([1], [1])
 
 

@@ -1,11 +1,8 @@
 """One dual write is decided in one database: connections and sessions that lead elsewhere are refused before anything is begun."""
 
-import shutil
-from contextlib import ExitStack
-
 import pytest
 from harness.orders import Order, on_postgresql
-from sqlalchemy import create_engine, event, insert, make_url, select, text
+from sqlalchemy import event, insert, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from dualwrite import ConfigurationError, DualWriter, IllegalStateError, TransactionAborted
@@ -16,43 +13,6 @@ from dualwrite.testing.reading import read_committed
 def writer(kafka, engine):
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         yield writer
-
-
-@pytest.fixture
-def engine_of():
-    """Makes engines that are disposed of after the test."""
-    with ExitStack() as later:
-
-        def make(url, **options):
-            made = create_engine(url, **options)
-            later.callback(made.dispose)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def copied(request, url, engine, writer, engine_of, dualwrite_postgres):
-    """An engine of a whole copy of the database, the library's rows included."""
-    if engine.dialect.name == "sqlite":
-        target = f"{make_url(url).database}.copy"
-        engine.dispose()
-        shutil.copyfile(make_url(url).database, target)
-        yield engine_of(f"sqlite:///{target}")
-        return
-    engine.dispose()
-    name = f"{make_url(url).database}_copy"
-    admin = engine_of(make_url(url).set(database="postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        source = make_url(url).database
-        connection.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": source}
-        )
-        connection.execute(text(f'CREATE DATABASE "{name}" TEMPLATE "{source}"'))
-    copy = engine_of(make_url(url).set(database=name))
-    yield copy
-    copy.dispose()
-    dualwrite_postgres.drop_database(name)
 
 
 def write(writer, connection, topic, orders, number):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.errors import Fenced
+from dualwrite.errors import CompletionPending, Fenced
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
@@ -104,6 +104,21 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
             real(self, state, deadline)
 
     patch.setattr(Lane, "complete", complete)
+
+
+@mistake(
+    Check(
+        "integration/test_unanswered.py::test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded[lost]",
+        "CompletionPending",
+    )
+)
+def unsettled_taken_for_pending(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose decided transaction was neither answered nor settled says that it is pending, and asks no log."""
+
+    def pending(_ground, row, *_):
+        raise CompletionPending("not answered", transactional_id=row.transactional_id)
+
+    patch.setattr(lane, "prove_committed", pending)
 
 
 @mistake(performed("decided_owner_dead", "transaction stays open|shows"))
