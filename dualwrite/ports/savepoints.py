@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
-
-Message: TypeAlias = "Callable[[TransactionalProducer], None]"
+Message: TypeAlias = Callable[..., None]
 """Hands one message, many, or offsets to the producer that it is called with."""
 
 
