@@ -6,12 +6,11 @@ WORKERS ?= 3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-WHEEL := .cache/wheel
-INSTALLED := $(WHEEL)/site
+SOURCE := .cache/source
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv wheel jars
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv source jars
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -28,14 +27,14 @@ test: lint types jars ## all checks: lint, types, tests on real servers (20 minu
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
 	@$(MAKE) --no-print-directory sqlalchemy-oldest
 
-lint: venv wheel ## style, format and the direction of imports
+lint: venv source ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/lint-imports --config $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.import_linter_cache
 
-types: venv wheel ## mypy, strict, on the library as it is installed
-	cd $(INSTALLED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache/wheel -p dualwrite
+types: venv source ## mypy, strict
+	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite
 
 # In front of the one that is installed: no second environment is needed.
 SQLALCHEMY_OLDEST := 2.0.40
@@ -122,11 +121,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >&2
 	@mkdir -p .cache && touch $(READY)
 
-# As users install it: in an editable install no checker sees dualwrite.sinks and dualwrite.migrations.
-wheel: venv
-	@rm -rf $(WHEEL) && mkdir -p $(WHEEL)
-	@$(PY) -m build --outdir $(WHEEL)/dist . >$(WHEEL)/log 2>&1 || { cat $(WHEEL)/log; exit 1; }
-	@$(PY) -m pip install --quiet --no-deps --target $(INSTALLED) $(WHEEL)/dist/*.whl
+# The source tree as it is imported: sinks and migrations stand beside dualwrite, and are installed below it.
+source:
+	@rm -rf $(SOURCE) && mkdir -p $(SOURCE)/dualwrite/sinks
+	@ln -s $(CURDIR)/dualwrite/* $(CURDIR)/migrations $(SOURCE)/dualwrite/
+	@ln -s $(filter-out %/spark_discovery,$(wildcard $(CURDIR)/sinks/*)) $(SOURCE)/dualwrite/sinks/
+	@ln -s $(CURDIR)/sinks/spark_discovery $(SOURCE)/pyspark_dualwrite
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

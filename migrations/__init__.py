@@ -43,6 +43,8 @@ ParentNames: TypeAlias = MutableMapping[
 ]
 Direction: TypeAlias = Literal["upgrade", "downgrade"]
 
+__all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
+
 HEAD: Final = "head"
 BASE: Final = "base"
 _LOCK: Final = 0x6475616C77726974  # "dualwrit": one migration at a time

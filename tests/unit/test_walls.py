@@ -1,0 +1,56 @@
+"""The import contracts: each of them breaks when a module imports what it may not, though for type checkers alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
+PLANTED = {
+    "the rooms point one way": ("errors", "dualwrite.deadline"),
+    "the protocol: batches and decisions over values, tables on their own": (
+        "protocol/naming",
+        "dualwrite.protocol.settle",
+    ),
+    "recovery: calls for people over recipes": ("recovery/settle", "dualwrite.recovery.claim"),
+    "writing: the writer over lanes over one dual write": ("writing/turns", "dualwrite.writing.writer"),
+    "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
+    "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
+    "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
+    "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
+    "the pure core imports no driver and does no I/O": ("protocol/settle", "sqlalchemy"),
+    "the ports import no driver": ("ports/store", "psycopg"),
+    "the simulated broker is pure": ("testing/simulator/broker", "time"),
+}
+
+
+def contracts():
+    return re.findall(r'^name = "(.*?)"(?: #.*)?\ntype = ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The source tree as it is installed."""
+    package = tmp_path / "dualwrite"
+    ignored = shutil.ignore_patterns("__pycache__", "spark_discovery")
+    for folder, place in (("dualwrite", "."), ("sinks", "sinks"), ("migrations", "migrations")):
+        shutil.copytree(ROOT / folder, package / place, dirs_exist_ok=True, ignore=ignored)
+    return tmp_path
+
+
+def test_every_contract_breaks_on_an_import_that_it_forbids(tree):
+    assert sorted(PLANTED) == sorted(contracts())
+    for module, imported in PLANTED.values():
+        with (tree / "dualwrite" / f"{module}.py").open("a", encoding="utf-8") as file:
+            file.write(f"\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {imported}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", LINT, "--config", ROOT / "pyproject.toml", "--no-cache"],
+        cwd=tree, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    held = re.findall(r"^(.*) KEPT$", done.stdout, re.MULTILINE)
+    assert "Contracts: 0 kept" in done.stdout, (held, done.stdout, done.stderr)
