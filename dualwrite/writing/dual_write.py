@@ -165,6 +165,7 @@ class DualWrite:
             TransactionInDoubt: The database's answer is missing, and the doubt could not be resolved.
             CompletionPending: Decided; Kafka will follow.
             DecidedTransactionLost, OutcomeUnverifiable: Decided, but Kafka does not have it, or that can no longer be known.
+            DatabaseWentBack: Decided, then lost by the database.
             IllegalStateError: It has already ended.
         """
         self._machine.check(WriteEvent.PREPARE)

@@ -193,7 +193,7 @@ class Lane:
 
         Raises:
             Fenced: Another owner has taken over.
-            DatabaseWentBack: The database has lost the newest decision. Nothing is begun; the next call goes on.
+            DatabaseWentBack: The database has lost a claim, so this one is refused. Nothing is begun.
             ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
         """
         self.know_end(deadline)
@@ -206,7 +206,13 @@ class Lane:
     def _settle_former(self, deadline: Deadline) -> None:
         """Claim and settle. Losses found here belong to transactions that have ended for their callers."""
         try:
-            report = self._renew(deadline)
+            try:
+                report = self._renew(deadline)
+            except DatabaseWentBack as error:
+                if error.state is None:
+                    raise  # the claim is refused until a person has looked
+                self._tell(error)
+                report = self._renew(deadline)
         except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
             self._tell(loss)
             raise Unavailable(
@@ -241,6 +247,7 @@ class Lane:
         Raises:
             CompletionPending: No answer in time. The next settler completes it, or finds it lost.
             DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known.
+            DatabaseWentBack: The database has lost it meanwhile, and what Kafka did is not known. It is recorded.
         """
         if state.has_transaction:
             self._row = replace(self.row, prepared=state, completed=None)
@@ -259,6 +266,9 @@ class Lane:
         except (DecidedTransactionLost, OutcomeUnverifiable) as error:
             raise error from cause
         except DualWriteError as error:
+            if isinstance(error, DatabaseWentBack) and error.state == str(state):
+                error.outcome = "unknown"
+                raise error from cause
             logger.warning("%s: not settled: %s", self.transactional_id, error)
             self.discard()
             try:

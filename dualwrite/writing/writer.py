@@ -234,6 +234,8 @@ class DualWriter:
                 ``unknown`` if Kafka could not be asked.
             DecidedTransactionLost, OutcomeUnverifiable: The rows of this block are committed; its messages are not, or that
                 can no longer be known. Losses of other blocks go to the log and to ``on_loss``.
+            DatabaseWentBack: The database has lost commits. Nothing was begun; or, with ``outcome`` ``unknown``, this block was
+                committed, and the database lost it before Kafka had answered.
             ConfigurationError, Unavailable: Nothing was begun, or both sides are aborted. Also raised for a connection to
                 another database.
             IllegalStateError: The writer is not open, the argument is not a connection or is in a transaction, or this thread

@@ -8,7 +8,7 @@ from confluent_kafka import Producer
 from harness.orders import write
 from sqlalchemy import create_engine, insert, select, update
 
-from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
+from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
 from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
@@ -70,22 +70,58 @@ def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_rec
     assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
 
 
-def test_a_renewed_lane_finds_it_out(kafka, engine, dualwrite_topic, orders, backup, monkeypatch):
-    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)  # the block renews it, not the background
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+@pytest.fixture
+def renewed_by_blocks(monkeypatch):
+    """The next block renews a lane, not the background."""
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
+
+
+@pytest.mark.usefixtures("renewed_by_blocks")
+def test_a_renewed_lane_finds_it_out_and_the_block_that_renews_it_runs(
+    kafka, engine, dualwrite_topic, orders, backup, both
+):
+    told = []
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=told.append) as writer:
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
         write(writer, dualwrite_topic, orders, 2)
+        forgotten = writer._lanes.first.row.prepared
         with pytest.raises(LookupError), writer.transaction() as tx:
             tx._dual_write._lane.producer._instance.doubt("for the test")
             tx.connection.rollback()
             restore()
             raise LookupError
-        with pytest.raises(ConfigurationError, match="gone back in time"):
-            write(writer, dualwrite_topic, orders, 3)
-        write(writer, dualwrite_topic, orders, 4)
-    assert len(SqlStateStore(engine).incidents("orders")) == 1
-    assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
+        write(writer, dualwrite_topic, orders, 3)
+    [loss] = told
+    assert isinstance(loss, DatabaseWentBack)
+    [incident] = SqlStateStore(engine).incidents("orders")
+    assert incident.prepared_transaction_state == loss.state == str(forgotten)
+    assert incident.told_at is not None
+    assert both()[1] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("renewed_by_blocks")
+def test_a_decision_that_is_lost_before_kafka_has_answered_is_raised_to_its_own_block(
+    kafka, engine, dualwrite_topic, orders, backup
+):
+    told = []
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, on_loss=told.append) as writer:
+        write(writer, dualwrite_topic, orders, 1)
+        restore = backup()
+
+        def fail_over(name):
+            if name == "write.decided":
+                writer._lanes.first.producer._instance.doubt("for the test")
+                restore()
+
+        with failpoints.watched(fail_over), pytest.raises(DatabaseWentBack) as caught:
+            write(writer, dualwrite_topic, orders, 2)
+        assert caught.value.outcome == "unknown"
+        write(writer, dualwrite_topic, orders, 3)
+    [incident] = SqlStateStore(engine).incidents("orders")
+    assert incident.prepared_transaction_state == caught.value.state
+    assert incident.told_at is not None
+    assert told == []
 
 
 def test_a_row_that_lost_the_claim_of_its_living_owner_is_no_other_owner(

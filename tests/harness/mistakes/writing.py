@@ -209,7 +209,12 @@ def connection_of_any_database_accepted(patch: pytest.MonkeyPatch) -> None:
     Check(
         "integration/test_housekeeping.py::test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs[postgresql]",
         "DecidedTransactionLost",
-    )
+    ),
+    Check(
+        "integration/test_database_went_back.py"
+        "::test_a_renewed_lane_finds_it_out_and_the_block_that_renews_it_runs[postgresql]",
+        "DatabaseWentBack",
+    ),
 )
 def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
     """A block that settles its lane raises a loss of the transaction before, and its body never runs."""
