@@ -1,22 +1,19 @@
 """More processes of the model: workers that hand their transactions over, and drivers that decide on several of them at once.
 
-As the Spark sink has them, in the same order: ``kept.py`` and ``undecided.py`` for the worker, ``whole_batch.py`` for the
-driver. What a worker's rows stand in until then is a row of another name, which the decision copies, or a prepared transaction.
+The worker does what a Spark task does, in the same order; the driver runs :class:`dualwrite.jobs.decide.Decision`. Until the
+decision, a worker's rows stand in a row of another name, which the decision copies, or in a prepared transaction.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dualwrite.deadline import Deadline
-from dualwrite.errors import (
-    DualWriteError,
-    Fenced,
-    TransactionAborted,
-    TransactionInDoubt,
-)
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
+from dualwrite.jobs.decide import Decision
+from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import Ground, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.participants import name_of
@@ -51,8 +48,8 @@ class HandedOver:
     prepared: PreparedTxnState
 
     @property
-    def slot(self) -> str:
-        """The transactional id."""
+    def transactional_id(self) -> str:
+        """The slot."""
         return self.write.lane
 
 
@@ -141,7 +138,7 @@ class Worker:
 
 
 @dataclass
-class Decision:
+class Decided:
     """One transaction of a driver: all of these dual writes, or none."""
 
     number: int
@@ -164,103 +161,99 @@ class Driver:
     """
 
     def __init__(
-        self, simulation: Simulation, told: Told, decision: Decision, handed_over: Sequence[HandedOver]
+        self, simulation: Simulation, told: Told, decision: Decided, handed_over: Sequence[HandedOver]
     ) -> None:
         self._simulation = simulation
         self._told = told
         self._decision = decision
-        self._handed_over = sorted(handed_over, key=lambda one: one.slot)
+        self._handed_over = sorted(handed_over, key=lambda one: one.transactional_id)
 
     def run(self, process: Process) -> None:
         ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
-        slots = {one.slot for one in self._handed_over}
+        self._ground = ground
+        decision = Decision(
+            self, self._handed_over, ground, connect=self._connect, timeout_s=TIMEOUT_S, idle_s=TIMEOUT_S / 2
+        )
         try:
-            self._decide(ground.store)
-        except TransactionInDoubt:
-            settled = claim_and_settle(ground, slots, self._told)
-            self._tell(self._look() if settled else "unknown")
-            return
-        except (DualWriteError, *OF_THE_USERS_STATEMENT) as error:
-            if isinstance(error, DualWriteError):
-                self._told.note(error)
-            self._tell("aborted")
-            claim_and_settle(ground, slots, self._told)
-            return
-        self._tell("decided")
-        completed = self._complete(ground)
-        claim_and_settle(ground, slots - completed, self._told)
+            decision.run()
+        except DualWriteError as error:
+            self._told.note(error)
+            if decision.state is BatchState.IN_DOUBT:
+                self._tell("unknown")
+            elif decision.state is BatchState.UNDECIDED:
+                self._give_up()
+        except OF_THE_USERS_STATEMENT:
+            self._give_up()
+        else:
+            self._tell("decided")
 
-    def _decide(self, store: SimulatedStore) -> None:
-        connection = SimulatedConnection(self._simulation)
-        store.begin(connection)
-        try:
-            store.read_incarnation(connection, self._handed_over[0].slot)
-            connection.about(self._decision)
-            connection.insert(self._decision.ledger_row)
-            for one in self._handed_over:
-                ours, _ = store.decide(connection, one.slot, one.incarnation, one.prepared, namespace=one.namespace)
-                if not ours:
-                    raise Fenced("the slot was claimed by somebody else", transactional_id=one.slot)
-            self._require_prepared(connection)
-            for one in self._handed_over:
-                if one.write.rows and one.write.ending is Ending.HAND_OVER:
-                    for name, _ in one.write.messages:
-                        connection.insert(name)
-        except BaseException:
-            store.rollback(connection)
-            raise
-        store.commit(connection)
+    def _connect(self) -> AbstractContextManager[SimulatedConnection]:
+        return nullcontext(SimulatedConnection(self._simulation))
+
+    def _give_up(self) -> None:
+        self._tell("aborted")
+        with suppress(DualWriteError):
+            self.settle(())
+
+    @property
+    def name(self) -> str:
+        return self._decision.ledger_row
+
+    def record(self, connection: SimulatedConnection) -> bool:
+        connection.about(self._decision)
+        connection.insert(self._decision.ledger_row)
+        return True
+
+    def require_held(self, connection: SimulatedConnection) -> None:
+        """The model has no leases: a worker waits until its next task."""
+
+    def bring(self, connection: SimulatedConnection) -> None:
+        self._require_prepared(connection)
+        for one in self._handed_over:
+            if one.write.rows and one.write.ending is Ending.HAND_OVER:
+                for name, _ in one.write.messages:
+                    connection.insert(name)
+
+    def decided(self) -> None:
+        self._tell("decided")
+
+    def settle(self, completed: Collection[str]) -> None:
+        for one in self._handed_over:
+            if one.transactional_id in completed:
+                one.write.told = "completed"
+        self._told.counts["completed without a claim"] += len(completed)
+        claim_and_settle(self._ground, {one.transactional_id for one in self._handed_over} - set(completed), self._told)
 
     def _require_prepared(self, connection: SimulatedConnection) -> None:
         database = self._simulation.database
         wanted = {
-            (name_of(one.namespace, one.prepared), one.slot)
+            (name_of(one.namespace, one.prepared), one.transactional_id)
             for one in self._handed_over
             if one.write.ending is Ending.PREPARE
         }
         if wanted and not connection.run("SELECT", lambda session: database.has_prepared(session, wanted)):
             raise TransactionAborted("somebody has ended what was prepared in the database")
 
-    def _complete(self, ground: Ground) -> set[str]:
-        found = {one.slot: one for one in self._handed_over}
-        try:
-            rows = [
-                row
-                for row in ground.store.read(list(found))
-                if row.prepared == found[row.transactional_id].prepared
-                and row.incarnation == found[row.transactional_id].incarnation
-            ]
-            completed = complete_handed_over(
-                rows, coordinator=ground.coordinator, store=ground.store, deadline=Deadline(TIMEOUT_S)
-            )
-        except DualWriteError as error:
-            self._told.note(error)
-            return set()
-        for row in completed:
-            found[row.transactional_id].write.told = "completed"
-        self._told.counts["completed without a claim"] += len(completed)
-        return {row.transactional_id for row in completed}
-
-    def _look(self) -> str:
-        """Whether the decision was made: by the claim the old session has ended."""
+    def is_written(self) -> bool:
+        """By the claim the old session has ended."""
         database = self._simulation.database
         for _ in range(_LOOKS):
             connection = SimulatedConnection(self._simulation)
             session = connection.session
             try:
-                seen = self._simulation.execute(
+                return self._simulation.execute(
                     session, "SELECT", lambda: self._decision.ledger_row in database.user_rows
                 )
             except ConnectionLost:
                 continue
             finally:
                 connection.close()
-            return "decided" if seen else "aborted"
-        return "unknown"
+        raise Unavailable("the database does not answer")
 
     def _tell(self, told: str) -> None:
         for one in self._handed_over:
-            one.write.told = told
+            if one.write.told != "completed":
+                one.write.told = told
 
 
 class Settler:
@@ -273,21 +266,15 @@ class Settler:
 
     def run(self, process: Process) -> None:
         ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
-        claim_and_settle(ground, self._slots, self._told)
+        try:
+            claim_and_settle(ground, self._slots, self._told)
+        except DualWriteError as error:
+            self._told.note(error)
 
 
-def claim_and_settle(ground: Ground, slots: Collection[str], told: Told) -> bool:
-    """What a driver does with slots whose transactions it cannot complete otherwise; false where it could not.
-
-    As ``dualwrite.sinks.spark.worker.owners.settle_leases``.
-    """
-    if not slots:
-        return True
-    try:
+def claim_and_settle(ground: Ground, slots: Collection[str], told: Told) -> None:
+    """Claim and settle slots whose transactions cannot be completed otherwise; as the Spark sink's ``settle_leases``."""
+    if slots:
         rows: Sequence[StateRow] = claim_rows(ground, sorted(slots), Deadline(TIMEOUT_S))
         report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=Deadline(TIMEOUT_S))
-    except DualWriteError as error:
-        told.note(error)
-        return False
-    told.losses.update(str(loss.row.prepared) for loss in report.losses)
-    return True
+        told.losses.update(str(loss.row.prepared) for loss in report.losses)

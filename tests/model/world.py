@@ -21,7 +21,7 @@ from dualwrite.testing.simulator.scheduler import Held, Simulation
 from dualwrite.testing.simulator.state import new_broker, transaction
 from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
-from model.handing_over import Decision, Driver, HandedOver, Settler, Worker
+from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class World:
         self._happened("drivers", f"{name} decides on the work of {' and '.join(names)}")
         handed_over = [self.inbox.pop(worker) for worker in names]
         self.decisions += 1
-        decision = Decision(self.decisions, [one.write for one in handed_over])
+        decision = Decided(self.decisions, [one.write for one in handed_over])
         return self._spawn(name, Driver(self.simulation, self.told, decision, handed_over))
 
     def do_settle(self, name: str, slots: Iterable[str]) -> Process:
@@ -481,7 +481,7 @@ class World:
         if write.told != "handed over":
             raise Finding(f"the last worker was told {write.told}")
         self.decisions += 1
-        driver = Driver(self.simulation, self.told, Decision(self.decisions, [write]), [self.inbox.pop(worker.name)])
+        driver = Driver(self.simulation, self.told, Decided(self.decisions, [write]), [self.inbox.pop(worker.name)])
         self.simulation.spawn("last driver", driver.run)
         self._run_all()
         if write.told != "completed":

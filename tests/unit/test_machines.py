@@ -6,6 +6,7 @@ import pytest
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables import diagram
+from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
@@ -31,12 +32,21 @@ WRITE_ARROWS = {
     (W.DECIDED, E.FIND_LOST): W.LOST,
 }
 
+B, A = BatchState, BatchEvent
+BATCH_ARROWS = {
+    (B.PREPARED, A.COMMIT): B.DECIDED,
+    (B.PREPARED, A.FIND): B.FOLLOWING,
+    (B.PREPARED, A.LOSE_ANSWER): B.IN_DOUBT,
+    (B.PREPARED, A.ABORT): B.UNDECIDED,
+    (B.IN_DOUBT, A.FIND): B.WRITTEN,
+    (B.IN_DOUBT, A.ABORT): B.UNDECIDED,
+    (B.DECIDED, A.COMPLETE): B.FOLLOWING,
+    (B.FOLLOWING, A.SETTLE): B.WRITTEN,
+}
 
-@pytest.mark.parametrize("state", list(W))
-@pytest.mark.parametrize("event", list(E))
-def test_one_dual_write_moves_as_its_table_says_and_no_other_way(state, event):
-    machine = Machine("dual write", WRITE_LIFE, state)
-    target = WRITE_ARROWS.get((state, event))
+
+def hold_against(machine, arrows, state, event):
+    target = arrows.get((state, event))
     if target is None:
         assert not machine.allows(event)
         with pytest.raises(IllegalStateError, match=event.value):
@@ -46,9 +56,23 @@ def test_one_dual_write_moves_as_its_table_says_and_no_other_way(state, event):
         assert machine.apply(event) is target
 
 
+@pytest.mark.parametrize("state", list(B))
+@pytest.mark.parametrize("event", list(A))
+def test_one_batch_moves_as_its_table_says_and_no_other_way(state, event):
+    hold_against(Machine("batch", BATCH_LIFE, state), BATCH_ARROWS, state, event)
+
+
+@pytest.mark.parametrize("state", list(W))
+@pytest.mark.parametrize("event", list(E))
+def test_one_dual_write_moves_as_its_table_says_and_no_other_way(state, event):
+    hold_against(Machine("dual write", WRITE_LIFE, state), WRITE_ARROWS, state, event)
+
+
 def test_nothing_that_was_decided_can_abort():
     for state in (W.DECIDED, W.COMPLETED, W.LOST):
         assert E.ABORT not in WRITE_LIFE[state]
+    for state in (B.DECIDED, B.FOLLOWING, B.WRITTEN):
+        assert A.ABORT not in BATCH_LIFE[state]
 
 
 def test_nothing_can_be_produced_before_the_check_or_after_prepare():
@@ -66,7 +90,9 @@ def test_prepare_and_keep_freeze_everything_but_commit_abort_complete(state):
     assert allowed == {ProducerEvent.COMMIT, ProducerEvent.ABORT, ProducerEvent.COMPLETE}
 
 
-@pytest.mark.parametrize(("table", "states"), [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState)])
+@pytest.mark.parametrize(
+    ("table", "states"), [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState), (BATCH_LIFE, BatchState)]
+)
 def test_every_state_has_a_row_and_cannot_be_changed(table, states):
     assert set(table) == set(states)
     with pytest.raises(TypeError):

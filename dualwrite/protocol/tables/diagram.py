@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
+from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchState
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteState
 
@@ -32,7 +33,7 @@ def _name(state: Enum) -> str:
 
 
 def page() -> str:
-    """The documentation page that shows both tables."""
+    """The documentation page that shows all tables."""
     return "\n".join(
         [
             "# State diagrams",
@@ -49,6 +50,12 @@ def page() -> str:
             "",
             "```mermaid",
             draw(PRODUCER_LIFE, ProducerState.CREATED),
+            "```",
+            "",
+            "## One batch that many participants write, and that is decided at once",
+            "",
+            "```mermaid",
+            draw(BATCH_LIFE, BatchState.PREPARED),
             "```",
             "",
         ]

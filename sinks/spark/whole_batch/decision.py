@@ -8,17 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
-from dualwrite.deadline import Deadline
-from dualwrite.errors import (
-    CompletionPending,
-    DualWriteError,
-    Fenced,
-    TransactionAborted,
-    TransactionInDoubt,
-    Unavailable,
-)
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.errors import DualWriteError, TransactionAborted
+from dualwrite.jobs.decide import Decision
 from dualwrite.protocol.batches.entry import Way
+from dualwrite.recovery.claim import Ground, unique_owner
 from dualwrite.sinks.spark.columns.row_names import table_key
 from dualwrite.sinks.spark.columns.table import require_types
 from dualwrite.sinks.spark.driver.plan import DriverSide
@@ -79,87 +72,33 @@ class WholeBatch(DriverSide):
             DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka does not have their messages, or
                 nobody can tell. It is recorded.
         """
-        failpoints.hit("batch.prepared")
-        ordered = sorted(prepared, key=lambda one: one.transactional_id)
-        decided = None
-        try:
-            written = self._decide(layout, ordered, truncate=truncate, upsert=upsert)
-            decided = time.monotonic() if written else None
-        except TransactionInDoubt as doubt:
-            written = self._resolve(doubt)
-        failpoints.hit("batch.decided")
-        try:
-            completed = self._complete(ordered) if decided is not None else []
-            slots = self._settle()
-        except Unavailable as error:
-            raise CompletionPending(f"{self.name}: decided, and Kafka has not all of it yet: {error.what}") from error
-        self._note_completed(WHOLE_BATCH, None if decided is None else time.monotonic() - decided)
+        deciding = _Deciding(self, layout, prepared, truncate=truncate, upsert=upsert)
+        decision = Decision(
+            deciding,
+            prepared,
+            Ground(self._coordinator, self._store, unique_owner()),
+            connect=self._engine.connect,
+            timeout_s=self._options.timeout_s,
+            idle_s=self._options.margin_s / 2,  # the other half is for COMMIT and for Kafka
+        )
+        written = decision.run()
+        self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
         logger.info("%s: completed", self.name)
-        self._drop_staging(layout, slots, completed)
+        self._drop_staging(layout, deciding.slots, deciding.released)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
         return written
 
-    def _decide(self, layout: Layout, prepared: Sequence[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
-        names, key = layout.table_column_names, table_key(layout)
-        with self._engine.connect() as connection:
-            self._store.begin(connection)
-            try:
-                if prepared:
-                    # A driver that is paused from here on loses its session, and its locks with it.
-                    self._store.read_incarnation(connection, prepared[0].transactional_id)
-                if not self._record(connection, layout, prepared):
-                    logger.info("%s: already written", self.name)
-                    self._store.rollback(connection)
-                    return False
-                self._require_leases(connection, prepared)
-                for one in prepared:
-                    self._decide_on_slot(connection, one)
-                if truncate:
-                    empty(connection, layout.table)
-                require_prepared(connection, [one for one in prepared if one.staged is None], self.name)
-                for one in prepared:
-                    if one.staged is not None:
-                        take_over(
-                            connection,
-                            one.staged,
-                            layout.table,
-                            names,
-                            rows=one.rows,
-                            partition=one.partition,
-                            key=key,
-                            upsert=upsert,
-                        )
-                if any(
-                    one.staged is not None for one in prepared
-                ):  # the others' tasks have looked, and hold their locks
-                    require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
-                self._store.run_deferred(connection)
-                # Once more: moving many rows takes its time, and after the lease the broker aborts what is decided.
-                self._require_leases(connection, prepared)
-                failpoints.hit("batch.recorded")
-            except BaseException:
-                self._store.rollback(connection)
-                raise
-            self._store.commit(connection, answer_s=self._options.timeout_s)
-        logger.info(
-            "%s: decided, %d rows, %s in %d partitions",
-            self.name,
-            sum(one.rows for one in prepared),
-            shown(sum(one.bytes for one in prepared)),
-            len(prepared),
-        )
-        return True
-
-    def _record(self, connection: Connection, layout: Layout, prepared: Sequence[Undecided]) -> bool:
-        destination = destination_of(self._options, layout, Way.WHOLE)
-        self._ledger.begin(connection, self._options.sink, self._batch_id, destination)
-        if self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH):
+    def record(self, connection: Connection, layout: Layout, prepared: Sequence[Undecided]) -> bool:
+        """Insert the batch's row into the ledger. False if it is there."""
+        options, destination = self._options, destination_of(self._options, layout, Way.WHOLE)
+        self._ledger.begin(connection, options.sink, self._batch_id, destination)
+        if self._ledger.seen(connection, options.sink, self._batch_id, WHOLE_BATCH):
             return False
         rows = sum(one.rows for one in prepared)
         return self._ledger.insert(
             connection,
-            self._options.sink,
+            options.sink,
             self._batch_id,
             WHOLE_BATCH,
             row_count=rows,
@@ -168,7 +107,8 @@ class WholeBatch(DriverSide):
             started_at=min((one.started_at for one in prepared), default=None),
         )
 
-    def _require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
+    def require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
+        """Raise TransactionAborted unless the lease of every part lives; lock them until the transaction ends."""
         held = self._pool.held_in(connection, {one.transactional_id: one.owner for one in prepared})
         late = [one for one in prepared if one.transactional_id not in held]
         if late:
@@ -180,58 +120,26 @@ class WholeBatch(DriverSide):
                 "broker's transaction.max.timeout.ms",
             )
 
-    def _decide_on_slot(self, connection: Connection, one: Undecided) -> None:
-        transactional_id = one.transactional_id
-        ours, _ = self._store.decide(
-            connection,
-            transactional_id,
-            one.incarnation,
-            one.prepared,
-            namespace=one.namespace,
-            idle_s=self._options.margin_s / 2,  # the other half is for COMMIT and for Kafka
-        )
-        if not ours:
-            raise Fenced(
-                f"{self.name}: the slot of partition {one.partition} was claimed by another driver",
-                transactional_id=transactional_id,
-            )
+    def is_written(self) -> bool:
+        """Whether the ledger names the batch."""
+        with self._engine.connect() as connection:
+            return self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
 
-    def _complete(self, prepared: Sequence[Undecided]) -> Sequence[Undecided]:
-        """Complete without a claim what can be, so that the tasks' workers can go on with their producers. Returns that."""
-        found = {one.transactional_id: one for one in prepared}
+    def release(self, completed: Sequence[Undecided]) -> bool:
+        """Give the slots of completed parts back to the pool. False if that failed: they are to be claimed like the others."""
         try:
-            rows = [
-                row
-                for row in self._store.read(list(found))
-                if row.prepared == found[row.transactional_id].prepared
-                and row.incarnation == found[row.transactional_id].incarnation
-            ]
-            completed = complete_handed_over(
-                rows, coordinator=self._coordinator, store=self._store, deadline=Deadline(self._options.timeout_s)
-            )
-            done = [found[row.transactional_id] for row in completed]
             for rests in (True, False):
-                owners = {one.transactional_id: one.owner for one in done if one.rests is rests}
-                self._pool.release(owners, kept=rests)
+                self._pool.release(
+                    {one.transactional_id: one.owner for one in completed if one.rests is rests}, kept=rests
+                )
         except DualWriteError as error:
-            logger.warning("%s: its slots are claimed to complete it: %s", self.name, error)
-            return []
-        return done
-
-    def _resolve(self, doubt: TransactionInDoubt) -> bool:
-        """Claiming all slots waits for the old backend's locks; whatever it was going to do is done then."""
-        try:
-            self._settle()
-            with self._engine.connect() as connection:
-                written = self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
-        except DualWriteError as error:
-            raise doubt from error
-        if not written:
-            raise TransactionAborted(
-                f"{self.name}: the connection broke during COMMIT; the database has rolled back",
-                next_step="run the batch again",
-            ) from doubt
+            logger.warning("%s: its slots are claimed to free them: %s", self.name, error)
+            return False
         return True
+
+    def settle_all(self) -> Sequence[StateRow]:
+        """Settle whatever is left of the batch. Returns the rows of all the sink's slots, as they are after that."""
+        return self._settle()
 
     def give_up(self, layout: Layout) -> None:
         """Abort what tasks have prepared and nobody has decided. What was decided is completed.
@@ -254,3 +162,80 @@ class WholeBatch(DriverSide):
             {row.transactional_id: row.incarnation for row in slots},
             lambda: {lease.transactional_id: lease.owner for lease in self._pool.held_by("")},
         )
+
+
+class _Deciding:
+    """The decision on one batch, as :class:`~dualwrite.jobs.decide.Batch` wants it.
+
+    Attributes:
+        slots: The rows of the sink's slots, after :meth:`settle`.
+        released: The parts whose slots went back to the pool without a claim.
+    """
+
+    def __init__(
+        self,
+        driver: WholeBatch,
+        layout: Layout,
+        prepared: Collection[Undecided],
+        *,
+        truncate: bool,
+        upsert: Sequence[str],
+    ) -> None:
+        self._driver = driver
+        self._layout = layout
+        self._prepared = sorted(prepared, key=lambda one: one.transactional_id)
+        self._truncate = truncate
+        self._upsert = upsert
+        self._decided_at: float | None = None
+        self.name = driver.name
+        self.slots: Sequence[StateRow] = ()
+        self.released: Sequence[Undecided] = ()
+
+    def record(self, connection: Connection) -> bool:
+        return self._driver.record(connection, self._layout, self._prepared)
+
+    def require_held(self, connection: Connection) -> None:
+        self._driver.require_leases(connection, self._prepared)
+
+    def bring(self, connection: Connection) -> None:
+        layout = self._layout
+        if self._truncate:
+            empty(connection, layout.table)
+        staged = [(one, one.staged) for one in self._prepared if one.staged is not None]
+        require_prepared(connection, [one for one in self._prepared if one.staged is None], self.name)
+        for one, table in staged:
+            take_over(
+                connection,
+                table,
+                layout.table,
+                layout.table_column_names,
+                rows=one.rows,
+                partition=one.partition,
+                key=table_key(layout),
+                upsert=self._upsert,
+            )
+        if staged:  # the others' tasks have looked, and hold their locks
+            require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+
+    def decided(self) -> None:
+        self._decided_at = time.monotonic()
+        logger.info(
+            "%s: decided, %d rows, %s in %d partitions",
+            self.name,
+            sum(one.rows for one in self._prepared),
+            shown(sum(one.bytes for one in self._prepared)),
+            len(self._prepared),
+        )
+
+    def decided_ago_s(self) -> float | None:
+        """None if an earlier call has decided."""
+        return None if self._decided_at is None else time.monotonic() - self._decided_at
+
+    def is_written(self) -> bool:
+        return self._driver.is_written()
+
+    def settle(self, completed: Collection[str]) -> None:
+        done = [one for one in self._prepared if one.transactional_id in completed]
+        if done and self._driver.release(done):
+            self.released = done
+        self.slots = self._driver.settle_all()

@@ -1,0 +1,246 @@
+"""The decision over many participants: one database commit decides on every part of a batch; then Kafka follows.
+
+:data:`~dualwrite.protocol.tables.batch_life.BATCH_LIFE` is the order; an engine says through :class:`Batch` what its batch is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    DualWriteError,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
+from dualwrite.protocol.tables.machine import Machine
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.protocol.rows import StateRow
+    from dualwrite.recovery.claim import Ground
+
+logger = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """What one participant has prepared and handed over."""
+
+    @property
+    def transactional_id(self) -> str:
+        """The id that the participant owns."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Of the id's row, when the participant claimed it."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """Of the id's row."""
+        ...
+
+    @property
+    def prepared(self) -> PreparedTxnState:
+        """The Kafka transaction."""
+        ...
+
+
+class Batch(Protocol):
+    """One batch, as its engine knows it. Every method may raise :class:`~dualwrite.errors.DualWriteError`."""
+
+    @property
+    def name(self) -> str:
+        """For logs and errors."""
+        ...
+
+    def record(self, connection: Connection) -> bool:
+        """Insert the batch's own row, in the deciding transaction. False if it is there: the batch is written."""
+        ...
+
+    def require_held(self, connection: Connection) -> None:
+        """Raise unless the decider still holds every part; called before the parts are decided, and before COMMIT."""
+        ...
+
+    def bring(self, connection: Connection) -> None:
+        """Move the parts' rows to where they belong."""
+        ...
+
+    def decided(self) -> None:
+        """The database has committed. Called before anything is sent to Kafka."""
+        ...
+
+    def is_written(self) -> bool:
+        """Read the batch's own row, after :meth:`settle` has ended whoever could still commit it."""
+        ...
+
+    def settle(self, completed: Collection[str]) -> None:
+        """Claim and settle every id of the batch but those that were completed without a claim."""
+        ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Decision(Generic[P]):
+    """One attempt to decide on a batch. Use it once.
+
+    Attributes:
+        completed: The parts whose transactions were committed and recorded without a claim: their owners may go on.
+
+    Args:
+        batch: The engine's part of it.
+        parts: What the participants have handed over.
+        ground: The two servers.
+        connect: Opens the connection of the deciding transaction, and closes it.
+        timeout_s: How long to wait for COMMIT's answer, and for Kafka.
+        idle_s: How long the database lets a paused decider keep its transaction.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        parts: Collection[P],
+        ground: Ground,
+        *,
+        connect: Callable[[], AbstractContextManager[Connection]],
+        timeout_s: float,
+        idle_s: float,
+    ) -> None:
+        self._batch = batch
+        self._parts = sorted(parts, key=lambda part: part.transactional_id)
+        self._ground = ground
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._idle_s = idle_s
+        self._machine = Machine("batch", BATCH_LIFE, BatchState.PREPARED)
+        self.completed: Sequence[P] = ()
+
+    @property
+    def state(self) -> BatchState:
+        """Where the batch stands."""
+        return self._machine.state
+
+    def run(self) -> bool:
+        """Decide on all parts in one database transaction; then bring Kafka in line.
+
+        On return the rows and the batch's own row are committed, and every transaction of the batch has ended in Kafka.
+
+        Returns:
+            Whether this call has written the batch. False if an earlier one had.
+
+        Raises:
+            TransactionAborted: Nothing of the batch is committed. What was prepared stays open until it is settled.
+            Fenced: Another decider has claimed a part. As TransactionAborted.
+            TransactionInDoubt: The answer to COMMIT is missing, and the servers did not answer in time to find it out.
+            CompletionPending: Decided. Kafka has not all of it yet: run the batch again, or settle.
+        """
+        failpoints.hit("batch.prepared")
+        try:
+            event = self._commit()
+        except TransactionInDoubt as doubt:
+            self._machine.apply(BatchEvent.LOSE_ANSWER)
+            self._machine.apply(self._resolve(doubt))
+            if self.state is BatchState.UNDECIDED:
+                raise TransactionAborted(
+                    f"{self._batch.name}: the connection broke during COMMIT; the database has rolled back",
+                    next_step="run the batch again",
+                ) from doubt
+            failpoints.hit("batch.decided")
+            return True
+        except BaseException:
+            self._machine.apply(BatchEvent.ABORT)
+            raise
+        by_this_call = self._machine.apply(event) is BatchState.DECIDED
+        if by_this_call:
+            self._batch.decided()
+        failpoints.hit("batch.decided")
+        try:
+            if by_this_call:
+                self.completed = self._complete()
+                self._machine.apply(BatchEvent.COMPLETE)
+            self._batch.settle({part.transactional_id for part in self.completed})
+        except Unavailable as error:
+            raise CompletionPending(
+                f"{self._batch.name}: decided, and Kafka has not all of it yet: {error.what}"
+            ) from error
+        self._machine.apply(BatchEvent.SETTLE)
+        return by_this_call
+
+    def _commit(self) -> BatchEvent:
+        store = self._ground.store
+        with self._connect() as connection:
+            store.begin(connection)
+            try:
+                if self._parts:
+                    # A decider that is paused from here on loses its session, and its locks with it.
+                    store.read_incarnation(connection, self._parts[0].transactional_id)
+                if not self._batch.record(connection):
+                    logger.info("%s: already written", self._batch.name)
+                    store.rollback(connection)
+                    return BatchEvent.FIND
+                self._batch.require_held(connection)
+                for part in self._parts:
+                    self._decide_on(connection, part)
+                self._batch.bring(connection)
+                store.run_deferred(connection)
+                # Moving many rows takes its time, and after the lease the broker aborts what is decided.
+                self._batch.require_held(connection)
+                failpoints.hit("batch.recorded")
+            except BaseException:
+                store.rollback(connection)
+                raise
+            store.commit(connection, answer_s=self._timeout_s)
+        return BatchEvent.COMMIT
+
+    def _decide_on(self, connection: Connection, part: P) -> None:
+        ours, _ = self._ground.store.decide(
+            connection,
+            part.transactional_id,
+            part.incarnation,
+            part.prepared,
+            namespace=part.namespace,
+            idle_s=self._idle_s,
+        )
+        if not ours:
+            raise Fenced(
+                f"{self._batch.name}: its slot was claimed by another decider", transactional_id=part.transactional_id
+            )
+
+    def _resolve(self, doubt: TransactionInDoubt) -> BatchEvent:
+        """Claiming the ids waits for the old session's locks; whatever it was going to commit is committed then."""
+        try:
+            self._batch.settle(())
+            return BatchEvent.FIND if self._batch.is_written() else BatchEvent.ABORT
+        except DualWriteError as error:
+            raise doubt from error
+
+    def _complete(self) -> Sequence[P]:
+        """Complete without a claim what can be, so that its owners can go on with their producers. Returns that."""
+        found = {part.transactional_id: part for part in self._parts}
+        store = self._ground.store
+        try:
+            rows = [row for row in store.read(list(found)) if _is_decided(found[row.transactional_id], row)]
+            completed = complete_handed_over(
+                rows, coordinator=self._ground.coordinator, store=store, deadline=Deadline(self._timeout_s)
+            )
+        except DualWriteError as error:
+            logger.warning("%s: its slots are claimed to complete it: %s", self._batch.name, error)
+            return ()
+        return [found[row.transactional_id] for row in completed]
+
+
+def _is_decided(part: Part, row: StateRow) -> bool:
+    return (row.prepared, row.incarnation) == (part.prepared, part.incarnation)
