@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(Protocol):
-    """What one participant has prepared and handed over."""
+    """One participant's prepared transaction, handed over to the decider."""
 
     @property
     def transactional_id(self) -> str:
