@@ -50,6 +50,15 @@ class TransactionCoordinator(Protocol):
         """
         ...
 
+    def sequences(
+        self, producer_id: int, epoch: int, firsts: Mapping[tuple[str, int], int], deadline: Deadline
+    ) -> Mapping[tuple[str, int], tuple[int, int] | None]:
+        """By (topic, partition), the sequence numbers of a producer's record at that offset and of its newest record there.
+
+        None where the partition does not hold that record, or no newest one of that epoch is known.
+        """
+        ...
+
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
     ) -> Sequence[Mapping[tuple[str, int], int]]:

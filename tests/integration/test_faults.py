@@ -13,7 +13,7 @@ from harness.orders import write as write_order
 from harness.patience import PATIENCE_S, patient
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, insert, select
 
 from dualwrite import (
     ConfigurationError,
@@ -248,7 +248,11 @@ def write_abort_markers(kafka, topic, writer, partitions):
     producer = writer._lanes.first.producer
     with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
         for partition in partitions:
-            admin.abort_transaction(AbortTransactionSpec(Place(topic, partition), producer.producer_id, producer.epoch))
+            # The epoch of a coordinator that has never moved.
+            spec = AbortTransactionSpec(
+                Place(topic, partition), producer.producer_id, producer.epoch, coordinator_epoch=0
+            )
+            admin.abort_transaction(spec)
 
 
 @pytest.mark.parametrize("point", ["write.prepared", "write.decided"])
@@ -270,6 +274,47 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_closes(
     (incident,) = SqlStateStore(engine).incidents("orders")
     assert incident.outcome is Outcome.LOST
     assert [record.partition for record in read_committed(kafka, dualwrite_topic)] == [1]
+
+
+def write_around_a_marker(kafka, topic, writer, orders, number):
+    """Two messages to one partition; a tool ends there what was written, between them."""
+    with writer.transaction() as tx:
+        tx.connection.execute(insert(orders).values(id=number))
+        tx.produce(topic, value=str(number), partition=0)
+        producer = writer._lanes.first.producer
+        assert producer._instance._raw.flush(30) == 0
+        write_abort_markers(kafka, topic, writer, [0])
+        tx.produce(topic, value=str(number), partition=0)
+
+
+def test_what_a_tool_aborts_between_two_messages_is_recorded_when_the_owner_closes(
+    kafka, engine, orders, dualwrite_topic
+):
+    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer.open()
+    write_around_a_marker(kafka, dualwrite_topic, writer, orders, 1)
+    with pytest.raises(DecidedTransactionLost):
+        writer.close()
+    (incident,) = SqlStateStore(engine).incidents("orders")
+    assert incident.outcome is Outcome.LOST
+
+
+def test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides(
+    kafka, engine, orders, dualwrite_topic, both
+):
+    """The later message hides the marker: only the gap in the sequence numbers shows that there was an earlier one."""
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, bulk=True) as writer:
+        for number in (1, 2):
+            write_order(writer, dualwrite_topic, orders, number)
+        with pytest.raises(TransactionAborted, match="ended there by hand"):
+            write_around_a_marker(kafka, dualwrite_topic, writer, orders, 3)
+        with pytest.raises(LookupError), writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value="4", partition=0)
+            raise LookupError
+        for number in (5, 6):
+            write_order(writer, dualwrite_topic, orders, number)
+    assert not SqlStateStore(engine).incidents("orders")
+    assert both() == ([1, 2, 5, 6], [1, 2, 5, 6])
 
 
 @pytest.mark.parametrize("bulk", [False, True])

@@ -12,7 +12,7 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import ending, later, log
+from dualwrite.kafka.coordinator import ending, later, log, sequences
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
@@ -257,6 +257,17 @@ class KafkaCoordinator:
         places = [Place(topic, partition) for topic, partition in partitions]
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
         return {place.key: (shown[place] or {}).get((producer_id, epoch)) for place in places}
+
+    def sequences(
+        self, producer_id: int, epoch: int, firsts: Mapping[Partition, int], deadline: Deadline
+    ) -> Mapping[Partition, tuple[int, int] | None]:
+        """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.coordinator.sequences.spans`.
+
+        Raises:
+            Unavailable: Some leaders did not answer in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return sequences.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline

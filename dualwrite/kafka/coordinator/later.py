@@ -176,7 +176,7 @@ class _Search:
             by_node.setdefault(leader.node, []).append(scan)
         requests = [(node, describe_producers({scan.place.key for scan in led})) for node, led in by_node.items()]
         for led, response in zip(by_node.values(), self._brokers.exchange(requests, self._deadline), strict=True):
-            shown = response if isinstance(response, NotYet) else _newest_records(response)
+            shown = response if isinstance(response, NotYet) else newest_records(response)
             for scan in led:
                 answer = shown if isinstance(shown, NotYet) else shown.get(scan.place.key, _LEFT_OUT)
                 if isinstance(answer, NotYet):
@@ -190,7 +190,12 @@ class _Search:
 _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
 
 
-def _newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
+def newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
+    """By partition and producer id, the newest record and the time of the last write, from ``DescribeProducers``' answer.
+
+    Raises:
+        ConfigurationError: We may not read a topic.
+    """
     shown: dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet] = {}
     for topic in response.topics:
         for partition in topic.partitions:

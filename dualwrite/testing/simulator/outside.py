@@ -121,6 +121,19 @@ class SimulatedCoordinator:
         shown = self._producers(places, deadline)
         return {place: found.get((producer_id, epoch)) for place, found in zip(places, shown, strict=True)}
 
+    def sequences(
+        self, producer_id: int, epoch: int, firsts: Mapping[tuple[str, int], int], deadline: Deadline
+    ) -> Mapping[tuple[str, int], tuple[int, int] | None]:
+        """See the port."""
+        producers = self._all([DescribeProducers(place) for place in firsts], deadline)
+        logs = self._all([Fetch(place, first) for place, first in firsts.items()], deadline)
+        return {
+            place: _span(
+                (producer_id, epoch), first, cast("DescribeProducersResponse", shown), cast("FetchResponse", log)
+            )
+            for (place, first), shown, log in zip(firsts.items(), producers, logs, strict=True)
+        }
+
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
     ) -> Sequence[Mapping[tuple[str, int], int]]:
@@ -310,3 +323,13 @@ class SeenBatch:
 
     def __iter__(self) -> Iterator[_Marker]:
         yield _Marker(self._committed, not self._committed)
+
+
+def _span(
+    ids: tuple[int, int], first: int, producers: DescribeProducersResponse, log: FetchResponse
+) -> tuple[int, int] | None:
+    newest = {(view.producer_id, view.producer_epoch): view.last_sequence for view in producers.active_producers}
+    batch = next((one for one in log.batches if one.base_offset == first), None)
+    if batch is None or ids not in newest or (batch.producer_id, batch.producer_epoch) != ids:
+        return None
+    return batch.base_sequence, newest[ids]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
+from dualwrite.kafka.producer.librdkafka.sequences import Sequences
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
@@ -45,6 +46,7 @@ class Evidence:
         self._incarnation = incarnation
         self._topic_ids = _TopicIds(coordinator)
         self._may_read_groups = True
+        self._sequences = Sequences()
         self.ids: tuple[int, int] | None = None
 
     def learn_ids(self, deadline: Deadline) -> tuple[int, int]:
@@ -85,6 +87,8 @@ class Evidence:
             self._require_open(offsets, self.ids, deadline)
         if to_ask:
             offsets.update(self._ask_partitions(to_ask, self.ids, deadline))
+        if bulk:
+            self._require_no_gap(offsets, self.ids, deadline)
         if not offsets:
             raise TransactionAborted("no partition shows anything of the transaction", transactional_id=self._kafka_id)
         return replace(self._named(offsets, self.ids, deadline), started_ms=started_ms)
@@ -104,6 +108,7 @@ class Evidence:
         try:
             if not deliveries.failed:
                 return Ended(self.state_of(transaction, bulk=bulk, age_s=0.0, deadline=deadline), committed=False)
+            self._sequences.forget()
             # Failed messages may be in the log. None arrives later: librdkafka raises the epoch before it goes on.
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
             ids = self._take_ids(view)
@@ -113,6 +118,7 @@ class Evidence:
             return Ended(self._named(firsts, ids, deadline), committed=False)
         except DualWriteError as error:
             logger.info("%s: aborting a transaction that is only partly known: %s", self._kafka_id, error)
+            self._sequences.forget()
             seen = tuple(FirstOffset(*key, first) for key, first in deliveries.first_offsets.items())
             state = PreparedTxnState(*(self.ids or (0, 0)), self._incarnation, seen)
             return Ended(state, committed=False, complete=False)
@@ -137,6 +143,13 @@ class Evidence:
         for (topic, partition), first in offsets.items():
             if shown[topic, partition] != first:
                 raise self._ended_in(topic, partition)
+
+    def _require_no_gap(self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline) -> None:
+        """Check that each partition's first record is the transaction's first, not the first after an operator's marker."""
+        numbered = {key: first for key, first in offsets.items() if key[0] != OFFSETS_TOPIC}
+        gap = self._sequences.take(ids, self._coordinator.sequences(*ids, numbered, deadline))
+        if gap is not None:
+            raise self._ended_in(*gap)
 
     def _ended_in(self, topic: str, partition: int) -> TransactionAborted:
         return TransactionAborted(
