@@ -171,10 +171,14 @@ def migrate_command(url: URL | str, schema: str | None) -> str:
 
 def migrate_advice(url: URL | str | None, schema: str | None) -> str:
     """How to make or upgrade the tables: as their owner, since the application's role need not create tables."""
-    if url is None or not (shown := make_url(url)).username:
-        return f"run: {'dualwrite migrate' if url is None else migrate_command(url, schema)}"
-    owner = shown.set(username="OWNER", password=None)
-    return f"as the role that owns the tables, which {shown.username!r} need not be: {migrate_command(owner, schema)}"
+    if url is None:
+        return "run: dualwrite migrate"
+    shown = make_url(url)
+    if shown.get_backend_name() == "sqlite":  # it has no roles
+        return f"run: {migrate_command(url, schema)}"
+    role = repr(shown.username) if shown.username else "the application's role"
+    owner = shown.set(username="OWNER")
+    return f"as the role that owns the tables, which {role} need not be: {migrate_command(owner, schema)}"
 
 
 def map_database_error(

@@ -1,17 +1,20 @@
 """``dualwrite status``, ``recover`` and ``acknowledge``, as an operator and as a script runs them."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite.cli.group import commands
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -58,7 +61,9 @@ def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
 def test_recover_by_id_after_a_dry_run(dualwrite, left):
     dry = dualwrite("recover", "case", "--dry-run", "--json")
     assert dry.returncode == 0, dry.stderr
-    assert [item["transactional_id"] for item in json.loads(dry.stdout)["planned"]] == ["case"]
+    [item] = json.loads(dry.stdout)["planned"]
+    assert item["transactional_id"] == "case"
+    assert item["recovery_would"].startswith("commit: the database has decided")
     assert dualwrite("status").returncode == 3
     done = dualwrite("recover", "case")
     assert done.returncode == 0, done.stderr
@@ -83,6 +88,7 @@ def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left,
     assert loss["outcome"] == "lost"
     assert dualwrite("recover", "case").returncode == 0
     assert dualwrite("status").returncode == 4
+    assert dualwrite("status", "--problems").returncode == 4
     assert dualwrite("acknowledge", "case", "--all").returncode == 0
     assert dualwrite("status").returncode == 0
 
@@ -148,6 +154,38 @@ def test_what_is_open_after_a_committed_one_is_shown_as_what_becomes_of_it(
     case.run(failpoint="write.recorded:3", killed=True)  # the lane's first is complete, and its row names it
     shown = json.loads(dualwrite("status", "--json").stdout)["ids"]
     assert [one["recovery_would"] for one in shown if one["kafka"] == "Ongoing"] == ["abort: undecided"]
+    problems = dualwrite("status", "--problems", "--open-for", "0", "--json")
+    assert problems.returncode == 3
+    planned = dualwrite("recover", "--all", "--open-for", "0", "--dry-run", "--json")
+    for found in (json.loads(problems.stdout)["ids"], json.loads(planned.stdout)["planned"]):
+        assert [one["recovery_would"] for one in found] == ["abort: undecided"]
+
+
+def test_every_command_runs_with_the_rights_that_its_error_names(dualwrite, left, kafka, url, engine):
+    role = "operator_" + make_url(url).database.rpartition("_")[2]
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'operator'"))
+    (row,) = SqlStateStore(engine).read(["case"])
+    Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
+
+    def run(*arguments):
+        at = make_url(url).set(username=role, password="operator").render_as_string(hide_password=False)
+        servers = ["--bootstrap-server", kafka["bootstrap.servers"]] if arguments[0] in {"status", "recover"} else []
+        return CliRunner().invoke(commands, [*arguments, "--url", at, *servers])
+
+    every = {("status",): 3, ("recover", "case"): 4, ("acknowledge", "case", "--all"): 0, ("batches",): 0}
+    refused = [run(*arguments) for arguments in every]
+    assert [done.exit_code for done in refused] == [1] * len(every)
+    [grants] = {re.search(r"as the owner of the tables: (.*)\)", done.output)[1] for done in refused}
+    assert "migrate" not in "".join(done.output for done in refused)
+    with engine.begin() as connection:
+        connection.execute(text(grants))
+    for arguments, code in every.items():
+        done = run(*arguments)
+        assert done.exit_code == code, (arguments, done.output)
+    with engine.begin() as connection:
+        connection.execute(text(f"DROP OWNED BY {role}"))
+        connection.execute(text(f"DROP ROLE {role}"))
 
 
 def test_an_id_that_does_not_exist_has_an_exit_code(dualwrite, engine):

@@ -4,11 +4,13 @@ import secrets
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import Producer
 from harness.orders import write
 from sqlalchemy import create_engine, insert, select, update
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
+from dualwrite.cli.group import commands
 from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
@@ -266,6 +268,10 @@ def test_a_lost_claim_is_shown_and_hinders_no_other_id(kafka, engine, dualwrite_
     assert shown["orders"].claim_lost
     assert shown["orders"].needs_recovery
     assert shown["other"].went_back is None
+    servers = ["--url", url, "--bootstrap-server", kafka["bootstrap.servers"]]
+    for command in (["status"], ["status", "--problems"], ["recover", "--all"]):
+        told = CliRunner().invoke(commands, [*command, *servers])
+        assert (told.exit_code, "gone back" in told.output) == (8, True), told.output
     refused = recover(open_for_s=0, kafka=kafka, engine=url)
     assert [error.transactional_id for error in refused.went_back] == ["orders"]
     accepted = recover("orders", kafka=kafka, engine=url, after_restore=True)

@@ -21,6 +21,7 @@ from dualwrite.stores.failures import (
     driver_words,
     map_database_error,
     meaning_of,
+    migrate_advice,
     migrate_command,
     shown_url,
 )
@@ -203,3 +204,28 @@ def test_a_failed_commit_is_a_rollback_only_where_postgresql_leaves_no_other_rea
 ) -> None:
     driver: Any = SimpleNamespace(pgconn=SimpleNamespace(transaction_status=status))
     assert PostgreSQL(None).certainly_rolled_back(driver, of_postgresql(state)) is certain
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        (None, "run: dualwrite migrate"),
+        ("sqlite:////var/shop.db", "run: dualwrite migrate --url sqlite:////var/shop.db --schema s"),
+        (
+            "postgresql+psycopg://app:secret@db/shop?application_name=x",
+            (
+                "as the role that owns the tables, which 'app' need not be: "
+                "dualwrite migrate --url 'postgresql+psycopg://OWNER:***@db/shop' --schema s"
+            ),
+        ),
+        (
+            "postgresql+psycopg://db/shop",
+            (
+                "as the role that owns the tables, which the application's role need not be: "
+                "dualwrite migrate --url postgresql+psycopg://OWNER@db/shop --schema s"
+            ),
+        ),
+    ],
+)
+def test_missing_tables_are_made_by_their_owner_and_not_by_the_applications_role(url: str | None, advice: str) -> None:
+    assert migrate_advice(url, "s") == advice
