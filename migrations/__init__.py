@@ -1,5 +1,7 @@
 """The library's Alembic migrations, with their own version table (``dualwrite_version``).
 
+What belongs here: changes of the tables, and the functions that run them. May use: ``dualwrite.stores``, ``dualwrite.errors``.
+
 On the command line: ``dualwrite migrate --url ... [--schema S] [--sql]``. From an application's Alembic, in a
 revision::
 
@@ -15,8 +17,8 @@ and, so that ``alembic revision --autogenerate`` does not drop the library's tab
 
     context.configure(..., include_name=dualwrite.migrations.include_name)
 
-Each migration takes its ``Operations`` and the schema as arguments instead of using Alembic's global ``op``: it may run
-inside an application's migration, to which that global belongs.
+Each migration takes its ``Operations`` and the schema as arguments instead of using Alembic's global ``op``: when it runs
+inside an application's migration, that global is the application's.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ _LOCK: Final = 0x6475616C77726974  # "dualwrit": one migration at a time
 
 
 def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None = None) -> None:
-    """Make the tables, or upgrade them to that revision. Does nothing if they are already there.
+    """Create the tables, or upgrade them to a revision. Does nothing if they are already there.
 
-    Inside the caller's transaction, the caller commits; otherwise the migrations run in one transaction of their own.
+    Inside a transaction of the caller, the caller commits; otherwise the migrations run in one transaction of their own.
     Concurrent migrations run one after the other.
 
     Args:
@@ -69,7 +71,7 @@ def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None 
 
 
 def downgrade(connection: Connection, revision: str, *, schema: str | None = None) -> None:
-    """Go back to that revision. ``base`` drops the tables, and with them everything that recovery needs.
+    """Go back to a revision. ``base`` drops the tables, and with them everything that recovery needs.
 
     Arguments, transactions and errors as in :func:`upgrade`.
     """

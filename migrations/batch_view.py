@@ -1,4 +1,4 @@
-"""Makes and changes the view that shows the ledger batch by batch, for the migrations."""
+"""Creates and changes the view that shows the ledger batch by batch, for the migrations."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _STARTED: Final = "MIN(CASE WHEN partition_id = -2 THEN written_at ELSE started_
 
 
 def create_batch_view(op: Operations, schema: str | None, *, failed: bool, replace: bool = False) -> None:
-    """Make the view.
+    """Create the view.
 
     Args:
         op: The migration's operations.
         schema: The schema of the tables.
         failed: Whether the view shows batches whose last run failed, and undecided batches that are decided as a whole.
-        replace: Whether the view exists already, with fewer columns. Its grants stay where the database allows it.
+        replace: Whether the view already exists, with fewer columns. Its grants stay where the database allows it.
     """
     prefix = prefix_of(op, schema)
     view = f"{prefix}dualwrite_batch"
@@ -55,7 +55,7 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
     else:
         if replace:
             drop_batch_view(op, schema)
-        # Unqualified: SQLite resolves it in the view's own database, which may be attached by another name next time.
+        # Unqualified: SQLite resolves it in the view's own database, which may be attached under another name next time.
         ledger, seconds = "dualwrite_ledger", "(julianday({later}) - julianday(started_at)) * 86400.0"
     op.execute(
         _VIEW.format(
@@ -82,7 +82,7 @@ def drop_batch_view(op: Operations, schema: str | None) -> None:
 
 
 def prefix_of(op: Operations, schema: str | None) -> str:
-    """The quoted prefix of names in that schema."""
+    """The quoted prefix of names in a schema."""
     if schema is None:
         return ""
     return f"{op.get_context().dialect.identifier_preparer.quote_schema(schema)}."

@@ -1,4 +1,8 @@
-"""The command ``dualwrite``. Needs the extra ``cli``; the library itself does not."""
+"""The command ``dualwrite``. Needs the extra ``cli``; the library itself does not.
+
+What belongs here: arguments, tables, exit codes. May use: ``dualwrite.recovery``, ``dualwrite.stores``,
+``dualwrite.migrations`` and the protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes for an engine that writes one batch by many participants.
+"""Recipes for engines whose batches are written by many participants.
 
-What belongs here: recipes over many transactions at once. May use: the ports, the protocol and ``dualwrite.recovery``.
+What belongs here: recipes that span many transactions. May use: the ports, the protocol and ``dualwrite.recovery``.
 """

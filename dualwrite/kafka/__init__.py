@@ -1,4 +1,7 @@
-"""Kafka adapters: the transactional producer (confluent-kafka) and coordinator access (kafka-python)."""
+"""Kafka adapters: the transactional producer (confluent-kafka) and coordinator access (kafka-python).
+
+What belongs here: code that talks to brokers, and the configuration of both clients. May use: the ports and the protocol.
+"""
 
 import warnings
 

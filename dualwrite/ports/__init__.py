@@ -1,5 +1,7 @@
-"""The ports: Kafka and the database as the recipes need them, as small protocols.
+"""The ports: Kafka and the database as the recipes need them, as small ``Protocol`` classes.
 
-The real adapters are in ``dualwrite.kafka`` and ``dualwrite.stores``. Every call is bounded by the deadline it is given; if a
-server does not answer until then, the call raises :class:`~dualwrite.errors.Unavailable`: silence is never an answer.
+``dualwrite.kafka`` and ``dualwrite.stores`` implement them. Every call is bounded by the deadline passed to it; if the
+server has not answered by then, the call raises :class:`~dualwrite.errors.Unavailable`: silence is never an answer.
+
+What belongs here: interfaces, no code that runs. May use: the protocol, and SQLAlchemy's types; no driver.
 """

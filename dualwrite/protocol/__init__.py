@@ -1,5 +1,5 @@
 """The protocol as a pure core: values and decisions.
 
-What belongs here: a function from what was seen to the next step, and the values it speaks of. No I/O, no clock, no logging.
+What belongs here: functions from observations to the next step, and the values they take. No I/O, no clock, no logging.
 May use: the standard library and ``dualwrite.errors``.
 """

@@ -1,6 +1,6 @@
-"""Finds out and finishes what a process left open: claim, inspect, settle, report; the calls for people and start-up hooks.
+"""Finishes transactions that a process left open: claim, inspect, settle, report. Also the calls for operators and start-up.
 
-What belongs here: recipes that end transactions of others, or of this process after a failure. May use: the ports and the
-protocol; ``recover``, ``forget`` and ``blocking``, which make the adapters themselves, also ``dualwrite.kafka`` and
-``dualwrite.stores``.
+What belongs here: recipes that end transactions of other processes, or of this one after a failure. May use: the ports
+and the protocol; ``recover``, ``forget`` and ``blocking`` create the adapters, so they may use ``dualwrite.kafka`` and
+``dualwrite.stores``, too.
 """

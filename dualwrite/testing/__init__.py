@@ -1,6 +1,9 @@
 """Real servers for your tests: embedded Kafka and PostgreSQL, misbehaving proxies, journal and checker, fixtures.
 
 Install ``dualwrite[testing]``; pytest then finds the fixtures (`dualwrite.testing.plugin`).
+
+What belongs here: tools that users' tests need as much as ours. May use: everything but ``dualwrite.cli`` and
+``dualwrite.sinks``; the library itself never imports it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The run that may still write a batch, its destination, a digest of its rows, and when its last run failed.
 
-Also the index for searches by prefix, and the time when a caller was told of a loss.
+Also the index for searches by prefix, and the time when a loss was reported.
 """
 
 from __future__ import annotations

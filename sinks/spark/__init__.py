@@ -1,6 +1,9 @@
 """Write a DataFrame into a Kafka topic and a PostgreSQL table: together or not at all, and once.
 
 Install ``dualwrite[spark]``, on the driver and on the executors.
+
+What belongs here: the calls and the Data Source that users see; the packages hold the rest. May use: all of them, and the
+library but ``dualwrite.cli`` and ``dualwrite.testing``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How Spark finds the format ``dualwrite`` by itself: it imports every package whose name begins with ``pyspark_``."""
+"""Lets Spark find the format ``dualwrite`` by itself: Spark imports every package whose name begins with ``pyspark_``.
+
+What belongs here: this import alone. May use: ``dualwrite.sinks.spark``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kafka from outside of a producer, over kafka-python: transactions listed, looked at, ended, and proved from the log.
+"""Lists, inspects and ends transactions without their producers, and proves outcomes from the log. Over kafka-python.
 
-What belongs here: requests, their routing, and what their answers mean. May use: the configuration.
+What belongs here: requests, their routing, and the meaning of their answers. May use: the configuration, the ports and
+the protocol.
 """

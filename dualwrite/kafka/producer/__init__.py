@@ -1,4 +1,5 @@
-"""Transactional producers: the verbs that users and the writer call, and an engine below them.
+"""Transactional producers: the verbs that users and the writer call, over an engine.
 
-What belongs here: what every engine of a producer shares. May use: ``dualwrite.kafka.coordinator`` and the configuration.
+What belongs here: everything that does not depend on the engine. May use: ``dualwrite.kafka.coordinator``, the
+configuration and the protocol.
 """

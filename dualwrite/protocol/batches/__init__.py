@@ -1,4 +1,4 @@
-"""Decisions about a batch that many participants write: whether a run may go on, who works on it, when a part is complete.
+"""Decisions about batches of many participants: may a run continue, does a process work on it, is a part complete.
 
-What belongs here: rules that no single dual write needs. May use: the rest of the protocol.
+What belongs here: rules that a single dual write does not need. May use: the rest of the protocol.
 """

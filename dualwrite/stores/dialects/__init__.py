@@ -1,4 +1,5 @@
-"""The databases: what differs between PostgreSQL and SQLite, and what a driver can tell of its connection.
+"""The differences between PostgreSQL and SQLite, and what a driver reveals about its connection.
 
-What belongs here: one module for each database, and what only their connections need. May use: the tables and the failures.
+What belongs here: one module for each database, and code that works on a single connection. May use: the tables and the
+failures.
 """

@@ -1,4 +1,5 @@
-"""Proxies between a client and a server that lose, delay, repeat and cut what passes.
+"""Proxies between a client and a server: they lose, delay, repeat and cut traffic.
 
-What belongs here: rules over units of a protocol, and one module for each protocol. May use: ``dualwrite.testing.servers``.
+What belongs here: rules over requests and replies, and one module for each wire protocol. May use:
+``dualwrite.testing.servers``.
 """

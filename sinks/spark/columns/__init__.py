@@ -1,5 +1,5 @@
-"""Which column goes where, and the DataFrame as values to send.
+"""The mapping from the DataFrame's columns to table and message, and the values to send.
 
-What belongs here: anything that is known from names and types, and turning Arrow columns and rows into values.
+What belongs here: plans made from names and types, and the conversion of Arrow columns and rows.
 May use: ``options`` and ``schemas``.
 """

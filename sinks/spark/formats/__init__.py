@@ -1,5 +1,5 @@
-"""Messages with a schema: Avro, JSON Schema, Protobuf; checked against the columns, registered, built.
+"""Messages with a schema (Avro, JSON Schema, Protobuf): checks them against the columns, registers schemas, serializes.
 
-What belongs here: one module for each format, and what all of them need.
+What belongs here: one module for each format, and code that all formats share.
 May use: ``columns``, ``schemas`` and ``options``.
 """

@@ -1,5 +1,5 @@
-"""The settings of a sink, by keyword or by Spark's options.
+"""The settings of a sink, from keyword arguments or from Spark's options.
 
-What belongs here: what users may set, checked before anything is written.
-May use: nothing else of the sink but the names of formats.
+What belongs here: settings and their checks, which run before anything is written.
+May use: of the sink only the names of the formats, in ``schemas``.
 """

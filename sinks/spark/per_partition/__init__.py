@@ -1,4 +1,4 @@
-"""A batch whose partitions are decided one by one: in the task, and on the driver.
+"""Batches whose partitions are decided one by one: the task's part and the driver's.
 
 What belongs here: the recipe of ``write_batch`` and ``foreach_partition``.
 May use: everything but ``whole_batch``.

@@ -1,5 +1,5 @@
-"""What a Spark worker holds: its connections, slots and lanes, and one attempt of a task.
+"""A Spark worker's connections, slots and lanes, and one attempt of a task.
 
-What belongs here: what outlives a task, or names it.
+What belongs here: whatever outlives a task or identifies it.
 May use: ``columns`` and ``options``.
 """

@@ -1,5 +1,5 @@
 """Both legs of a partition in one pass: COPY and messages.
 
-What belongs here: what moves rows, whichever way the batch is decided.
+What belongs here: moving rows, however the batch is decided.
 May use: ``formats``, ``columns`` and ``options``.
 """

@@ -1,5 +1,6 @@
 """One librdkafka producer (confluent-kafka), driven by the producer's state machine.
 
-What belongs here: whatever only librdkafka needs: deadlines around its calls, its errors, what makes it doubtful.
-May use: the configuration, and from ``dualwrite.kafka.producer`` what is no verb.
+What belongs here: everything specific to librdkafka: deadlines around its calls, its errors, signs that its state is in
+doubt. May use: the configuration, the protocol, and of ``dualwrite.kafka.producer`` only ``ends`` and
+``transaction_timeout``.
 """
