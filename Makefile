@@ -59,14 +59,14 @@ spark-versions: venv jars ## the tests of the sinks with every supported PySpark
 	done
 
 bench: venv jars ## the figures of docs/benchmarks.md
-	cd tests && $(CURDIR)/$(PY) -m bench
+	PYTHONPATH=tests $(PY) -m benchmarks
 
 bench-spark: venv jars ## the figures of Spark in docs/benchmarks.md, interleaved (hours; SMALL=1 only tries everything once)
-	cd tests && $(CURDIR)/$(PY) -m bench.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
+	PYTHONPATH=tests $(PY) -m benchmarks.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
 		$(if $(ROUNDS),--rounds $(ROUNDS))
 
 sizing: venv jars ## the arithmetic and the measurement of docs/sizing.md (10 minutes)
-	cd tests && $(CURDIR)/$(PY) -m bench.sizing $(if $(COUNTS),--counts $(COUNTS))
+	PYTHONPATH=tests $(PY) -m benchmarks.sizing $(if $(COUNTS),--counts $(COUNTS))
 
 # How many processes are killed, what draws the plan, how many sets of servers work at once, with how many brokers each.
 N ?= 500

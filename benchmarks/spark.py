@@ -16,13 +16,23 @@ from typing import Any
 from harness.spark import connector_jars, session
 from pyspark.sql import SparkSession
 
-from bench import page, spark_micro, spark_page, transactions
-from bench.servers import Ground, machine, p50, servers
-from bench.spark_ways import ALL_WAYS, OUR_WAYS, SPARKS, SPARKS_LZ4, WARM_UP_ROWS, compare, flights, run, small_rows
+from benchmarks import page, spark_micro, spark_page, transactions
+from benchmarks.servers import Ground, machine, p50, servers
+from benchmarks.spark_ways import (
+    ALL_WAYS,
+    OUR_WAYS,
+    SPARKS,
+    SPARKS_LZ4,
+    WARM_UP_ROWS,
+    compare,
+    flights,
+    run,
+    small_rows,
+)
 from dualwrite.errors import Unavailable
 from dualwrite.sinks.spark import register
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PARTS = ("flights", "small", "micro", "rows", "partitions", "deciding")
 
 

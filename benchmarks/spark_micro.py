@@ -12,7 +12,7 @@ import pyarrow.parquet
 from pyspark.sql import DataFrame, SparkSession
 from sqlalchemy import create_engine, text
 
-from bench.servers import Ground, p50, p95
+from benchmarks.servers import Ground, p50, p95
 from dualwrite.sinks.spark import foreach_batch
 
 ROWS = 1000

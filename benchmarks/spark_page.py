@@ -7,11 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.processors import KINDS
-from bench.spark_micro import EMPTY
-from bench.spark_ways import DATABASE_LEG, KAFKA_LEG, NAIVE, PREPARED, SPARKS, SPARKS_LZ4, STAGING, WRITE_BATCH, ratio
+from benchmarks.processors import KINDS
+from benchmarks.spark_micro import EMPTY
+from benchmarks.spark_ways import (
+    DATABASE_LEG,
+    KAFKA_LEG,
+    NAIVE,
+    PREPARED,
+    SPARKS,
+    SPARKS_LZ4,
+    STAGING,
+    WRITE_BATCH,
+    ratio,
+)
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from line_chart import line_chart, logarithmic
 
 PICTURES = {"rows": "benchmarks-spark-rows.svg", "partitions": "benchmarks-spark-partitions.svg"}

@@ -1,6 +1,6 @@
 """Rows a second, on one core, that each message format is made of flights' 19 columns: Arrow batches in, bytes out.
 
-Run as ``python -m bench.formats`` in ``tests``. What produces, copies and computes the rows is not in it.
+Run as ``PYTHONPATH=tests python -m benchmarks.formats``. What produces, copies and computes the rows is not in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dualwrite.sinks.spark.formats.serializing import serializing
 from dualwrite.sinks.spark.options.settings import SinkOptions
 from dualwrite.sinks.spark.writing.messages import _bytes
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from flights import read_flights  # the examples' own data
 
 ROWS = 100_000

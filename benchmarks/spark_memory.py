@@ -11,7 +11,7 @@ from pyspark.sql import functions
 from sqlalchemy import create_engine, text
 from typing_extensions import Self
 
-from bench.servers import Ground
+from benchmarks.servers import Ground
 from dualwrite.sinks.spark import write_batch
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from bench import fairness, known_end, latency, page, settling, spark_memory
-from bench.servers import Ground, machine, servers
+from benchmarks import fairness, known_end, latency, page, settling, spark_memory
+from benchmarks.servers import Ground, machine, servers
 
 PARTS = ("latency", "known_end", "fairness", "settling", "memory")
 

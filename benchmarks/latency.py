@@ -15,7 +15,7 @@ from multiprocessing.synchronize import Event
 from confluent_kafka import OFFSET_END, Consumer, Producer, TopicPartition
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
-from bench.servers import Ground, p50, p95
+from benchmarks.servers import Ground, p50, p95
 from dualwrite import DualWriter
 
 METADATA = MetaData()

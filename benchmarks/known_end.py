@@ -1,6 +1,6 @@
 """What it costs to know how each transaction has ended: the same writer with and without, in turns.
 
-``cd tests && python -m bench --only known_end``
+``PYTHONPATH=tests python -m benchmarks --only known_end``
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
-from bench.servers import Ground, p50, p95
+from benchmarks.servers import Ground, p50, p95
 from dualwrite import DualWriter
 from dualwrite.writing.lane import Lane
 

@@ -1,4 +1,4 @@
-"""One row in 200 partitions, in each way, beside Spark's own work for them: ``python -m bench.spark_empty`` in ``tests``."""
+"""One row in 200 partitions, in each way, beside Spark's own work for them: ``PYTHONPATH=tests python -m benchmarks.spark_empty``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.spark_source import write_with
 from pyspark.sql import functions
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
 
-from bench.servers import servers
+from benchmarks.servers import servers
 from dualwrite.sinks.spark import register, write_batch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Many threads on few lanes: how long each dual write takes with its wait. Alone: ``python -m bench --only fairness``."""
+"""Many threads on few lanes: how long each dual write takes with its wait. Alone: ``PYTHONPATH=tests python -m benchmarks --only fairness``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
-from bench.servers import Ground, p50
+from benchmarks.servers import Ground, p50
 from dualwrite import DualWriter
 
 THREADS: Final = 64

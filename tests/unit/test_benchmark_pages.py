@@ -2,9 +2,9 @@
 
 import json
 
-from bench import page, sizing, spark_page
-from bench.processors import KINDS, POSTGRESQL, WORKERS, used
-from bench.spark_ways import (
+from benchmarks import page, sizing, spark_page
+from benchmarks.processors import KINDS, POSTGRESQL, WORKERS, used
+from benchmarks.spark_ways import (
     ALL_WAYS,
     DATABASE_LEG,
     KAFKA_LEG,

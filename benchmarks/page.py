@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import spark_page
-from bench.fairness import LANES, THREADS
+from benchmarks import spark_page
+from benchmarks.fairness import LANES, THREADS
 
 FIGURES = Path(__file__).with_name("figures.json")
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 OURS = "dual write"
 SEQUENTIAL = "one after the other, no protocol"

@@ -22,18 +22,18 @@ import pyarrow as pa
 from pyspark.sql.types import LongType, StringType, StructType
 from sqlalchemy import create_engine, text
 
-from bench.servers import Ground, machine, servers
-from bench.transactions import measure
+from benchmarks.servers import Ground, machine, servers
+from benchmarks.transactions import measure
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches
 from dualwrite.sinks.spark.driver.plan import read_layout
 from dualwrite.sinks.spark.options.settings import SinkOptions
 from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
 from dualwrite.sinks.spark.whole_batch.prepared_partition import prepare_partition
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from line_chart import line_chart, linear
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE = DOCS / "sizing.md", DOCS / "sizing-completion.svg"
 FIGURES = Path(__file__).with_name("sizing.json")
 # What brokers have unless somebody changes it; those of tests are smaller.

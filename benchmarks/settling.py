@@ -7,7 +7,7 @@ import time
 from harness.death import mortal
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
-from bench.servers import Ground
+from benchmarks.servers import Ground
 from dualwrite import DualWriter, failpoints, recover
 from dualwrite.failpoints import FailpointError
 

@@ -18,7 +18,7 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 from sqlalchemy import create_engine
 from typing_extensions import Self
 
-from bench.servers import Ground
+from benchmarks.servers import Ground
 from dualwrite.deadline import Deadline
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig

@@ -1,5 +1,6 @@
 """The benchmarks of Spark run to their end on little data: a change of what they call shows here, and not hours into a measurement."""
 
+import os
 import subprocess
 import sys
 
@@ -7,13 +8,16 @@ import pytest
 from harness.patience import PATIENCE_S
 from harness.spark import TESTS
 
+ROOT = TESTS.parent
+
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_every_part_is_measured_once_on_little_data():
     done = subprocess.run(
-        [sys.executable, "-m", "bench.spark", "--small"],
-        cwd=TESTS,
+        [sys.executable, "-m", "benchmarks.spark", "--small"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

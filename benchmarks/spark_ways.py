@@ -19,8 +19,8 @@ from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import DataFrame, Row, SparkSession, functions
 from sqlalchemy import create_engine, make_url, text
 
-from bench.processors import KINDS, processor_s, used
-from bench.servers import Ground, p50
+from benchmarks.processors import KINDS, processor_s, used
+from benchmarks.servers import Ground, p50
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches, without_unused
@@ -31,7 +31,7 @@ from dualwrite.sinks.spark.options.settings import SinkOptions
 from dualwrite.sinks.spark.writing.copying import copying
 from dualwrite.sinks.spark.writing.messages import produce_batch
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from flights import KEY, TABLE, read_flights, write_parquet  # the examples' own data
 
 TOPIC_PARTITIONS = 4
