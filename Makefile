@@ -34,7 +34,7 @@ lint: venv source ## style, format and the direction of imports
 
 types: venv source ## mypy, strict
 	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite
+		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite -p simulator
 
 # In front of the one that is installed: no second environment is needed.
 SQLALCHEMY_OLDEST := 2.0.40
@@ -127,6 +127,7 @@ source:
 	@ln -s $(CURDIR)/dualwrite/* $(CURDIR)/migrations $(SOURCE)/dualwrite/
 	@ln -s $(filter-out %/spark_discovery,$(wildcard $(CURDIR)/sinks/*)) $(SOURCE)/dualwrite/sinks/
 	@ln -s $(CURDIR)/sinks/spark_discovery $(SOURCE)/pyspark_dualwrite
+	@ln -s $(CURDIR)/tests/simulator $(SOURCE)/simulator
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

@@ -7,12 +7,13 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from simulator import environment
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.partition import last_stable_offset
+from simulator.state import partition, transaction
+
 from dualwrite.deadline import Deadline
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.partition import last_stable_offset
-from dualwrite.testing.simulator.state import partition, transaction
 from harness.broker_steps import ENVIRONMENT, GROUP, LONG_MS, PARTITIONS, SET, begin, request_of, step
 from harness.raw_broker import NEWEST, Names, RawBroker
 

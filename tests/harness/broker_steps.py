@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.requests import ErrorCode
-from dualwrite.testing.simulator.state import Broker, create_topic, new_broker, partition, with_partition
+from simulator import environment
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.requests import ErrorCode
+from simulator.state import Broker, create_topic, new_broker, partition, with_partition
 
 PARTITIONS = 2
 SET = 1  # in the place of every time that is set

@@ -26,13 +26,13 @@ from kafka.protocol.producer import (
     WriteTxnMarkersRequest,
 )
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
+from simulator import requests as sim
+from simulator.requests import ErrorCode
+from simulator.state import OFFSETS_TOPIC
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.requests import ErrorCode
-from dualwrite.testing.simulator.state import OFFSETS_TOPIC
 
 NOT_YET = {6, 14, 15, 16}  # the leader or coordinator is elsewhere, loading, or not there yet
 UNKNOWN_IDS = 1_000_000_000  # real producer ids are far below

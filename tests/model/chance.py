@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from dualwrite.testing.simulator.database import Kind
-from dualwrite.testing.simulator.process import Server
+from simulator.database import Kind
+from simulator.process import Server
+
 from dualwrite.writing.block import Ending
 from model.owners import TOPIC
 from model.world import PARTITIONS, World
@@ -14,7 +15,7 @@ from model.world import PARTITIONS, World
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualwrite.testing.simulator.process import Process
+    from simulator.process import Process
 
 HANDED_OVER_FROM = 1_000_000_000_000
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]

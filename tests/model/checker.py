@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from dualwrite.testing.simulator.partition import committed_values, last_stable_offset
+from simulator.partition import committed_values, last_stable_offset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from simulator.scheduler import Simulation
+
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.testing.simulator.scheduler import Simulation
     from model.owners import Told, Write
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from harness.mistakes.handing_over import claiming_nothing_decided
+from simulator.database import Session
+from simulator.handle import SimulatedHandle
+from simulator.outside import SimulatedCoordinator
+from simulator.requests import InitProducerId
+from simulator.store import SimulatedStore, _of
 
-from dualwrite.testing.simulator.database import Session
-from dualwrite.testing.simulator.handle import SimulatedHandle
-from dualwrite.testing.simulator.outside import SimulatedCoordinator
-from dualwrite.testing.simulator.requests import InitProducerId
-from dualwrite.testing.simulator.store import SimulatedStore, _of
 from model import handing_over as drivers
 
 if TYPE_CHECKING:

@@ -10,6 +10,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulator.connection import SimulatedConnection
+from simulator.database import ConnectionLost
+from simulator.outside import SimulatedCoordinator
+from simulator.store import SimulatedStore
+
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
 from dualwrite.jobs.decide import Decision
@@ -17,10 +22,6 @@ from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import Ground, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.participants import name_of
-from dualwrite.testing.simulator.connection import SimulatedConnection
-from dualwrite.testing.simulator.database import ConnectionLost
-from dualwrite.testing.simulator.outside import SimulatedCoordinator
-from dualwrite.testing.simulator.store import SimulatedStore
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.losses import Losses
@@ -29,10 +30,11 @@ from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, W
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from simulator.process import Process
+    from simulator.scheduler import Simulation
+
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.testing.simulator.process import Process
-    from dualwrite.testing.simulator.scheduler import Simulation
     from model.owners import Told
 
 _LOOKS = 3

@@ -8,6 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from simulator.connection import SimulatedConnection
+from simulator.database import (
+    Conflict,
+    ConnectionLost,
+    LockTimeout,
+    StatementFailed,
+    TransactionFailed,
+)
+from simulator.handle import make_handle
+from simulator.outside import SimulatedCoordinator
+from simulator.store import SimulatedStore
+
 from dualwrite.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
@@ -22,17 +34,6 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import Ground, claim_lanes
 from dualwrite.recovery.recover import recover_rows
-from dualwrite.testing.simulator.connection import SimulatedConnection
-from dualwrite.testing.simulator.database import (
-    Conflict,
-    ConnectionLost,
-    LockTimeout,
-    StatementFailed,
-    TransactionFailed,
-)
-from dualwrite.testing.simulator.handle import make_handle
-from dualwrite.testing.simulator.outside import SimulatedCoordinator
-from dualwrite.testing.simulator.store import SimulatedStore
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.losses import Losses
@@ -40,9 +41,10 @@ from dualwrite.writing.losses import Losses
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from simulator.process import Process
+    from simulator.scheduler import Simulation
+
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.testing.simulator.process import Process
-    from dualwrite.testing.simulator.scheduler import Simulation
 
 NAME = "orders"
 TOPIC = "events"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from simulator.database import Kind
+from simulator.process import Server
+
 from dualwrite.failpoints import FAILPOINTS
-from dualwrite.testing.simulator.database import Kind
-from dualwrite.testing.simulator.process import Server
 from model.owners import TOPIC
 from model.world import ENDINGS, World, kafka_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from dualwrite.testing.simulator.process import Process
-    from dualwrite.testing.simulator.requests import TopicPartition
-    from dualwrite.testing.simulator.scheduler import Held
+    from simulator.process import Process
+    from simulator.requests import TopicPartition
+    from simulator.scheduler import Held
 
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}
 _FAR = 500

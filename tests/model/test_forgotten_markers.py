@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
+from simulator.store import SimulatedStore
 
 from dualwrite.jobs import complete as completing
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.recovery.settle import _Settling
-from dualwrite.testing.simulator.store import SimulatedStore
 from dualwrite.writing.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines

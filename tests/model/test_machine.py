@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from simulator.database import Kind
+from simulator.process import Server
 
-from dualwrite.testing.simulator.database import Kind
-from dualwrite.testing.simulator.process import Server
 from model.checker import Finding
 from model.schedule import lines_of
 from model.world import PARTITIONS, World

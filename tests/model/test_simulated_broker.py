@@ -12,13 +12,13 @@ import pytest
 from harness.both_brokers import Both, Difference
 from harness.broker_steps import ALPHABETS, EVERYBODY, random_sequences, transition_cover
 from harness.raw_broker import LIBRDKAFKA
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.partition import committed_values
+from simulator.requests import ErrorCode
+from simulator.state import partition, transaction
 
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.partition import committed_values
-from dualwrite.testing.simulator.requests import ErrorCode
-from dualwrite.testing.simulator.state import partition, transaction
 
 pytestmark = pytest.mark.kafka
 

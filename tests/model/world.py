@@ -11,14 +11,15 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.database import Database, Kind
-from dualwrite.testing.simulator.partition import producer
-from dualwrite.testing.simulator.process import Process, Server
-from dualwrite.testing.simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
-from dualwrite.testing.simulator.scheduler import Held, Simulation
-from dualwrite.testing.simulator.state import new_broker, transaction
+from simulator import environment
+from simulator.broker import handle
+from simulator.database import Database, Kind
+from simulator.partition import producer
+from simulator.process import Process, Server
+from simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
+from simulator.scheduler import Held, Simulation
+from simulator.state import new_broker, transaction
+
 from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
 from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
@@ -27,7 +28,7 @@ from model.owners import TOPIC, Owner, Recoverer, Told, Write
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-    from dualwrite.testing.simulator.partition import Partition, ProducerEntry
+    from simulator.partition import Partition, ProducerEntry
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}

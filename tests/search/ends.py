@@ -17,11 +17,12 @@ read from a list of cases: all its steps are taken, so that a mistake which make
 
 from __future__ import annotations
 
+from simulator import requests as sim
+from simulator.partition import producer
+from simulator.state import Broker, partition, transaction
+
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.partition import producer
-from dualwrite.testing.simulator.state import Broker, partition, transaction
 from search.process import Walk
 from search.values import DONE, NOTHING, Database, Process
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from itertools import permutations
 from typing import NamedTuple
 
+from simulator import environment
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.partition import committed_values, last_stable_offset
+from simulator.state import Broker
+
 from dualwrite.protocol.observations import Outcome
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.partition import committed_values, last_stable_offset
-from dualwrite.testing.simulator.state import Broker
 from search.process import Walk
 from search.rules import Rules
 from search.stepping import committed

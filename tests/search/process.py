@@ -7,7 +7,8 @@ the product's tables, and what those do not allow is no step. The recipes around
 
 from __future__ import annotations
 
-from dualwrite.testing.simulator.state import Broker
+from simulator.state import Broker
+
 from search.doubting import Doubting
 from search.rules import Rules
 from search.settling import Settling

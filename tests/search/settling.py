@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from simulator import requests as sim
+
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus
 from dualwrite.protocol.settle import SettleStep, compared, looked, others_than, proved, to_end
 from dualwrite.protocol.settle import retired as after_retiring
 from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, recorded
 from search.values import DONE, PLACES, Database, Lock, Process
 from search.views import describe, open_offset, still_open

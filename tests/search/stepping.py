@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.requests import ErrorCode
+from simulator.state import Broker
+
 from dualwrite.protocol.observations import LogProof, Outcome
 from dualwrite.protocol.settle import Knowledge, Partition, SettleStep
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.requests import ErrorCode
-from dualwrite.testing.simulator.state import Broker
 from search.values import DONE, NOTHING, Database, Decision, Process, name
 from search.views import prove
 

@@ -1,12 +1,12 @@
 """What the search demands of a state after settling: each demand fails on a state made by hand, and none on a good one."""
 
 import pytest
+from simulator import environment
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.state import new_broker
 
 from dualwrite.protocol.observations import Outcome
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.state import new_broker
 from search.judge import Excuses, Judge
 from search.rules import PRODUCT
 from search.values import NOTHING, PLACES, Database, Decision

@@ -4,11 +4,11 @@ import json
 import logging
 
 import pytest
+from simulator import requests as sim
 
 from dualwrite.errors import DatabaseWentBack
 from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.testing.simulator import requests as sim
 from search import views
 from search.configurations import CONFIGURATIONS
 from search.explore import explore

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.outside import SeenBatch
+from simulator.requests import ErrorCode
+from simulator.state import Broker
+
 from dualwrite.kafka.coordinator.log import Scan, combined
 from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import OpenPlaces
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.outside import SeenBatch
-from dualwrite.testing.simulator.requests import ErrorCode
-from dualwrite.testing.simulator.state import Broker
 
 _STATUS = {status.value: status for status in TransactionStatus}
 

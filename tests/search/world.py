@@ -12,11 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
 from typing import Generic, NamedTuple, TypeVar
 
-from dualwrite.testing.simulator import environment
-from dualwrite.testing.simulator import requests as sim
-from dualwrite.testing.simulator.broker import handle
-from dualwrite.testing.simulator.partition import last_stable_offset
-from dualwrite.testing.simulator.state import Broker, new_broker, partition, with_partition
+from simulator import environment
+from simulator import requests as sim
+from simulator.broker import handle
+from simulator.partition import last_stable_offset
+from simulator.state import Broker, new_broker, partition, with_partition
+
 from search.ends import Ends
 from search.judge import Excuses, Judge, told
 from search.process import Walk

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timezone
 
+from simulator import requests as sim
+
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.observations import Outcome
@@ -12,7 +14,6 @@ from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.testing.simulator import requests as sim
 from search.stepping import LATER, OK, Step, committed, recorded
 from search.values import DONE, NOTHING, PLACES, Database, Lock, Process, name, prepared_state
 from search.views import open_offset, proofs_now

@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator import partition as rules
+from simulator.outside import SeenBatch
+from simulator.requests import READ_COMMITTED, ErrorCode
 
 from dualwrite.kafka.coordinator.log import Scan
 from dualwrite.protocol.observations import LogProof
 from dualwrite.protocol.prepared_state import FirstOffset
-from dualwrite.testing.simulator import partition as rules
-from dualwrite.testing.simulator.outside import SeenBatch
-from dualwrite.testing.simulator.requests import READ_COMMITTED, ErrorCode
 
 PRODUCERS = st.integers(1, 3)
 STEPS = st.lists(

@@ -25,7 +25,7 @@ PLANTED = {
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
     "the pure core imports no driver and does no I/O": ("protocol/settle", "sqlalchemy"),
     "the ports import no driver": ("ports/store", "psycopg"),
-    "the simulated broker is pure": ("testing/simulator/broker", "time"),
+    "the simulated broker is pure": ("../simulator/broker", "time"),
 }
 
 
@@ -40,6 +40,7 @@ def tree(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "spark_discovery")
     for folder, place in (("dualwrite", "."), ("sinks", "sinks"), ("migrations", "migrations")):
         shutil.copytree(ROOT / folder, package / place, dirs_exist_ok=True, ignore=ignored)
+    shutil.copytree(ROOT / "tests" / "simulator", tmp_path / "simulator", ignore=ignored)
     return tmp_path
 
 

@@ -9,10 +9,10 @@ Usage::
     broker = write_marker(broker, "orders.x.1")          # a real broker does this by itself, some milliseconds later
 
 A `Broker` is a value: hashable and comparable, so that you can keep it and go back to it. `handle` maps a broker and
-one request (`dualwrite.testing.simulator.requests`) to the next broker and the answer; it is the moment at which the
+one request (`simulator.requests`) to the next broker and the answer; it is the moment at which the
 broker *processes* the request. To lose an answer, discard it; to delay or repeat a request, call `handle` later, or
 twice. Nothing else happens by itself. Events of the environment are functions from broker to broker, in
-`dualwrite.testing.simulator.environment` (`create_topic` and `new_broker` in `dualwrite.testing.simulator.state`):
+`simulator.environment` (`create_topic` and `new_broker` in `simulator.state`):
 
 =================================  ====================================================================================
 `write_marker`, `write_markers`    write prepared transactions' markers, one partition at a time or all
@@ -42,11 +42,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from dualwrite.testing.simulator import coordinator as rules
-from dualwrite.testing.simulator import partition as log
-from dualwrite.testing.simulator.coordinator import TransactionMetadata
-from dualwrite.testing.simulator.partition import Partition
-from dualwrite.testing.simulator.requests import (
+from simulator import coordinator as rules
+from simulator import partition as log
+from simulator.coordinator import TransactionMetadata
+from simulator.partition import Partition
+from simulator.requests import (
     LATEST,
     READ_COMMITTED,
     AddOffsetsToTxn,
@@ -79,7 +79,7 @@ from dualwrite.testing.simulator.requests import (
     WriteTxnMarkers,
     WriteTxnMarkersResponse,
 )
-from dualwrite.testing.simulator.state import (
+from simulator.state import (
     Broker,
     offsets_partition,
     partition,

@@ -20,8 +20,8 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import Incident, Participant, StateRow
 from dualwrite.stores.participants import name_of, parse
 from dualwrite.stores.rows import check_not_gone_back
-from dualwrite.testing.simulator.connection import SimulatedConnection
-from dualwrite.testing.simulator.database import (
+from simulator.connection import SimulatedConnection
+from simulator.database import (
     ALWAYS,
     Conflict,
     ConnectionLost,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
     from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.testing.simulator.process import Process
-    from dualwrite.testing.simulator.scheduler import Simulation
+    from simulator.process import Process
+    from simulator.scheduler import Simulation
 
 _ATTEMPTS: Final = 5
 Result = TypeVar("Result")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 from confluent_kafka import KafkaError, KafkaException
 
 from dualwrite.deadline import Deadline, pause
-from dualwrite.testing.simulator.process import Unanswered
-from dualwrite.testing.simulator.requests import (
+from simulator.process import Unanswered
+from simulator.requests import (
     AddPartitionsToTxn,
     AddPartitionsToTxnResponse,
     EndTxn,
@@ -31,7 +31,7 @@ from dualwrite.testing.simulator.requests import (
     ProduceResponse,
     TopicPartition,
 )
-from dualwrite.testing.simulator.scheduler import Simulation
+from simulator.scheduler import Simulation
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
@@ -140,7 +140,7 @@ class SimulatedProducer:
         try:
             self._init(InitProducerId(self._id, self._timeout_ms))
         except _TooLate:
-            raise _error(KafkaError._TIMED_OUT, retriable=True) from None  # noqa: SLF001 - librdkafka's own codes
+            raise _error(KafkaError._TIMED_OUT, retriable=True) from None
 
     def begin_transaction(self) -> None:
         """Begin; sends nothing."""
@@ -148,14 +148,14 @@ class SimulatedProducer:
         if self._failed is not None:
             raise KafkaException(self._failed)
         if self._inside:
-            raise _error(KafkaError._STATE)  # noqa: SLF001 - as above
+            raise _error(KafkaError._STATE)
         self._inside = True
 
     def produce(self, topic: str, value: Hashable, key: object, partition: int, report: Report, *rest: object) -> None:
         """Queue one message. Confluent-kafka's further positional arguments are ignored."""
         del key, rest
         if self._fatal is not None or self._failed is not None or not self._inside:
-            raise _error(KafkaError._STATE)  # noqa: SLF001 - as above
+            raise _error(KafkaError._STATE)
         self._queue.append(_Message(topic, partition, value, report))
         if self._eager:
             self.deadline = Deadline(1.0)
@@ -184,14 +184,14 @@ class SimulatedProducer:
         """Drop all messages, queued or in flight."""
         self._purge_queue()
         for batch in self._under_way:
-            self._drop(batch.messages, KafkaError._PURGE_INFLIGHT)  # noqa: SLF001 - as above
+            self._drop(batch.messages, KafkaError._PURGE_INFLIGHT)
         self._under_way = []
 
     def _purge_queue(self) -> None:
         unsent = [batch for batch in self._under_way if batch.sequence is None]
         self._under_way = [batch for batch in self._under_way if batch.sequence is not None]
         for messages in (*(batch.messages for batch in unsent), self._queue):
-            self._drop(messages, KafkaError._PURGE_QUEUE)  # noqa: SLF001 - as above
+            self._drop(messages, KafkaError._PURGE_QUEUE)
         self._queue = []
 
     def __len__(self) -> int:
@@ -206,7 +206,7 @@ class SimulatedProducer:
         try:
             self._end(committed=True)
         except _TooLate:
-            raise _error(KafkaError._TIMED_OUT, retriable=True) from None  # noqa: SLF001 - as above
+            raise _error(KafkaError._TIMED_OUT, retriable=True) from None
         self._done()
 
     def abort_transaction(self, timeout_s: float) -> None:
@@ -219,13 +219,13 @@ class SimulatedProducer:
         self._raise_fatal()
         self.poll(0)
         if self._under_way:
-            raise _error(KafkaError._TIMED_OUT, retriable=True)  # noqa: SLF001 - as above
+            raise _error(KafkaError._TIMED_OUT, retriable=True)
         try:
             self._end(committed=False)
             if self._bump:
                 self._init(InitProducerId(self._id, self._timeout_ms, self._producer_id, self._epoch))
         except _TooLate:
-            raise _error(KafkaError._TIMED_OUT, retriable=True) from None  # noqa: SLF001 - as above
+            raise _error(KafkaError._TIMED_OUT, retriable=True) from None
         self._done()
 
     # What it does
@@ -294,7 +294,7 @@ class SimulatedProducer:
             self._pause(self._backoff_s)
 
     def _die(self, error: ErrorCode) -> NoReturn:
-        code = KafkaError._FENCED if error in _FENCED else int(error)  # noqa: SLF001 - as above
+        code = KafkaError._FENCED if error in _FENCED else int(error)
         self._fatal = KafkaError(code, error.name, fatal=True)
         raise KafkaException(self._fatal)
 

@@ -17,8 +17,8 @@ from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.testing.simulator.process import Unanswered
-from dualwrite.testing.simulator.requests import (
+from simulator.process import Unanswered
+from simulator.requests import (
     COMMIT,
     AddPartitionsToTxn,
     AddPartitionsToTxnResponse,
@@ -39,8 +39,8 @@ from dualwrite.testing.simulator.requests import (
     Request,
     Response,
 )
-from dualwrite.testing.simulator.scheduler import Simulation
-from dualwrite.testing.simulator.state import topic_id
+from simulator.scheduler import Simulation
+from simulator.state import topic_id
 
 _RETIRED_TIMEOUT_MS: Final = 1000
 _STATUS: Final = {status.value: status for status in TransactionStatus}

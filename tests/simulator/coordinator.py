@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dualwrite.testing.simulator.requests import (
+from simulator.requests import (
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
     EMPTY,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from dualwrite.testing.simulator.coordinator import TransactionMetadata
-from dualwrite.testing.simulator.partition import Partition
-from dualwrite.testing.simulator.requests import TopicPartition
+from simulator.coordinator import TransactionMetadata
+from simulator.partition import Partition
+from simulator.requests import TopicPartition
 
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 

@@ -9,8 +9,8 @@ from confluent_kafka import KafkaException
 
 from dualwrite.deadline import Deadline, now_s
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
-from dualwrite.testing.simulator.client import SimulatedProducer
-from dualwrite.testing.simulator.scheduler import Simulation
+from simulator.client import SimulatedProducer
+from simulator.scheduler import Simulation
 
 if TYPE_CHECKING:
     from confluent_kafka import Producer
@@ -27,7 +27,7 @@ class SimulatedHandle:
     Args:
         simulation: The simulation with the broker.
         settings: librdkafka's settings.
-        eager: See :mod:`dualwrite.testing.simulator.client`.
+        eager: See :mod:`simulator.client`.
     """
 
     def __init__(self, simulation: Simulation, settings: Mapping[str, object], *, eager: bool = False) -> None:

@@ -19,11 +19,11 @@ from greenlet import getcurrent
 
 from dualwrite import failpoints
 from dualwrite.deadline import running_on
-from dualwrite.testing.simulator.broker import answers, handle
-from dualwrite.testing.simulator.database import ConnectionLost, Database, MustWait, Session
-from dualwrite.testing.simulator.environment import write_markers
-from dualwrite.testing.simulator.process import Call, Process, Server, Unanswered, nothing
-from dualwrite.testing.simulator.requests import (
+from simulator.broker import answers, handle
+from simulator.database import ConnectionLost, Database, MustWait, Session
+from simulator.environment import write_markers
+from simulator.process import Call, Process, Server, Unanswered, nothing
+from simulator.requests import (
     AddOffsetsToTxn,
     AddPartitionsToTxn,
     EndTxn,
@@ -33,7 +33,7 @@ from dualwrite.testing.simulator.requests import (
     Response,
     TxnOffsetCommit,
 )
-from dualwrite.testing.simulator.state import Broker
+from simulator.state import Broker
 
 _STEP_S: Final = 0.000_5
 _CHANGES: Final = frozenset({InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, Produce, TxnOffsetCommit, EndTxn})

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from greenlet import getcurrent, greenlet
 
-from dualwrite.testing.simulator.database import Session
-from dualwrite.testing.simulator.requests import Request
+from simulator.database import Session
+from simulator.requests import Request
 
 if TYPE_CHECKING:
-    from dualwrite.testing.simulator.scheduler import Simulation
+    from simulator.scheduler import Simulation
 
 
 class Unanswered(Exception):

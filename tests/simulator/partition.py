@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final, NamedTuple
 
-from dualwrite.testing.simulator.requests import (
+from simulator.requests import (
     ABORT,
     COMMIT,
     READ_COMMITTED,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from dualwrite.testing.simulator import coordinator as rules
-from dualwrite.testing.simulator import partition as log
-from dualwrite.testing.simulator.requests import (
+from simulator import coordinator as rules
+from simulator import partition as log
+from simulator.requests import (
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
     EMPTY,
@@ -16,7 +16,7 @@ from dualwrite.testing.simulator.requests import (
     ErrorCode,
     TopicPartition,
 )
-from dualwrite.testing.simulator.state import Broker, partition, transaction, with_partition, with_transaction
+from simulator.state import Broker, partition, transaction, with_partition, with_transaction
 
 _AT_REST: Final = frozenset({EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT})
 _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from dualwrite.testing.simulator.database import ConnectionLost, Kind, Session
-from dualwrite.testing.simulator.scheduler import Simulation
+from simulator.database import ConnectionLost, Kind, Session
+from simulator.scheduler import Simulation
 
 Result = TypeVar("Result")
 

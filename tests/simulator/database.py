@@ -222,7 +222,7 @@ class Database:
                 del self._locks[key]
         session.open = session.failed = session.committing = False
         session.waits_for = None
-        session._reset()  # noqa: SLF001 - sessions belong to the server
+        session._reset()
 
     def prepare(self, session: Session, transactional_id: str, name: str) -> None:
         """PREPARE TRANSACTION, for a transaction that has written only user rows."""
