@@ -1,4 +1,4 @@
-"""The three ways in: a batch, a function for ``foreachPartition``, a function for ``foreachBatch``."""
+"""The three entry points: a batch, a function for ``foreachPartition``, a function for ``foreachBatch``."""
 
 from __future__ import annotations
 
@@ -38,30 +38,29 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings]) -> BatchReport:
     """Write a DataFrame into a PostgreSQL table and a Kafka topic: each partition on both sides or on neither.
 
-    May be called again with the same batch id, after any failure, until it returns: what is written is skipped. For that the
-    batch must have the same partitions each time: the same rows in the partition of the same number. A DataFrame of which Spark
-    knows that it has not is refused; and before anything is written, the number of partitions and the rows of those that are
-    written are compared with what the ledger has recorded of them. A warning names columns that cannot be compared.
+    After any failure, call it again with the same batch id until it returns: partitions that are already written are skipped.
+    This needs the same partitions each time: the same rows in the partition of the same number. A DataFrame whose plan Spark
+    knows to be nondeterministic is refused. Before anything is written, the number of partitions, and the rows of partitions
+    already written, are compared with the ledger's record. A warning names columns that cannot be compared.
 
     Args:
-        df: What to write. Its lineage runs again when a partition is retried.
+        df: The rows to write. Its lineage runs again when a partition is retried.
         batch_id: Names the batch within the sink.
-        settings: The sink's settings, as :class:`SinkOptions` has them: ``sink``, ``kafka``, ``url``, ``topic``, ``table``,
-            ``key``, ...
+        settings: The sink's settings (see :class:`SinkOptions`): ``sink``, ``kafka``, ``url``, ``topic``, ``table``, ``key``...
 
     Returns:
-        What was written. On return all of the batch is committed in the database and complete in Kafka.
+        A report. On return the whole batch is committed in the database and complete in Kafka.
 
     Raises:
         ConfigurationError: A setting, a column, the table, the topic or a right does not fit; the DataFrame may give other
             rows when it is computed again; or the batch was begun with another number of partitions, or for another
-            destination. No row was written by this call.
-        DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or nobody can
-            tell. It is recorded.
-        Unavailable: A server does not answer. Run it again.
-        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, or the job was cancelled. Partitions that
-            were written stay; run it again. Or they have found other rows than those that were written. Where the reason is
-            this library's, it is a :class:`JobFailed`, and its first line.
+            destination. This call wrote no row.
+        DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
+            outcome cannot be verified. The loss is recorded.
+        Unavailable: A server does not answer. Run the batch again.
+        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, found other rows than those written
+            earlier, or the job was cancelled. Written partitions stay; run the batch again. If this library knows the
+            reason, the error is a :class:`JobFailed` whose first line states it.
     """
     _require_classic(df)
     return _write(df, SinkOptions(**settings), batch_id)
@@ -79,8 +78,8 @@ def _write(
             require_deterministic(df)
             rows = with_digest(rows, df.schema, task.layout)
         reports = rows.mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
-        # Through the RDD, because adaptive execution decides the number of partitions anew for each query: this one's
-        # shuffles run now, and the very same plan then runs to its end.
+        # Through the RDD: adaptive execution may choose another number of partitions for every query. Here the shuffles run
+        # now, and the same plan then runs to its end.
         partition_count = reports.getNumPartitions()
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
@@ -99,7 +98,7 @@ def _write(
 
 
 def _unseen(df: DataFrame, layout: Layout, *, stream_shown: bool) -> Iterator[str]:
-    """Where this batch may have other rows in its next run, and nobody would see it."""
+    """Yield the reasons why the next run might write other rows without this library noticing."""
     if columns := left_out(df.schema, layout):
         yield f"the rows are compared without {', '.join(map(repr, columns))}"
     if not stream_shown:
@@ -113,7 +112,7 @@ def _warn(name: str, what: str, partition_count: int, written: int, remedy: str 
 
 
 def _run(reports: RDD[Row], partitions: Sequence[int]) -> list[PartitionReport]:
-    """Run the tasks of some partitions. Those that are written already compare their rows, and fail if they are others."""
+    """Run the tasks of some partitions. Tasks of partitions already written compare their rows, and fail if they differ."""
     if len(partitions) == reports.getNumPartitions():
         rows = reports.collect()  # without one more Python worker for each task
     else:
@@ -124,22 +123,22 @@ def _run(reports: RDD[Row], partitions: Sequence[int]) -> list[PartitionReport]:
 def foreach_partition(
     df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings]
 ) -> Callable[[Iterator[Row]], None]:
-    """A function for ``df.foreachPartition``: writes each partition on both sides or on neither.
+    """Return a function for ``df.foreachPartition`` that writes each partition on both sides or on neither.
 
-    To be called on the driver for each run; it checks everything, settles what earlier runs have left, and records the number
-    of partitions. Slower than :func:`write_batch`, because rows travel to Python one by one; and nothing settles at the end:
-    what the last tasks leave waits for the next run, or for ``dualwrite recover``.
+    Call this on the driver before each run: it checks everything, settles the leftovers of earlier runs, and records the
+    number of partitions. Slower than :func:`write_batch`, because rows travel to Python one by one. Nothing settles at the
+    end: leftovers of the last tasks wait for the next run, or for ``dualwrite recover``.
 
     Args:
         df: The DataFrame that the function will be used on.
         batch_id: Names the batch within the sink.
         settings: As for :func:`write_batch`.
 
-    The rows of partitions that are skipped are not compared with those that were written: only `write_batch` does that. Where
-    the batch has several partitions, a warning says so.
+    The rows of skipped partitions are not compared with those written earlier: only `write_batch` does that. If the batch
+    has several partitions, a warning says so.
 
     Returns:
-        The function. It holds the settings, pickles, and may be used once or again with the same DataFrame.
+        The function. It holds the settings, pickles, and may be used several times with the same DataFrame.
 
     Raises:
         ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :func:`write_batch`.
@@ -162,10 +161,10 @@ def foreach_partition(
 
 
 def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int], None]:
-    """A function for ``writeStream.foreachBatch``: each micro-batch once on both sides, however often it is replayed.
+    """Return a function for ``writeStream.foreachBatch`` that writes each micro-batch once on both sides, despite replays.
 
-    The batch is named by the query's id, which the checkpoint keeps, and the number of the micro-batch. A query with a new
-    checkpoint is a new query, and writes what it reads.
+    The batch is named after the query's id, which the checkpoint keeps, and the number of the micro-batch. A query with a
+    new checkpoint is a new query, and writes everything that it reads.
 
     Args:
         settings: As for :func:`write_batch`.

@@ -1,7 +1,7 @@
 """The Data Source: ``df.write.format("dualwrite")`` and ``df.writeStream.format("dualwrite")``, a whole batch at once.
 
-Spark plans the write on the driver, sends the writer to the tasks, and calls ``commit`` or ``abort`` in a process of its own
-beside the driver; for a stream it makes the writer anew there. So nothing is kept between those calls but the options.
+Spark plans the write on the driver, sends the writer to the tasks, and calls ``commit`` or ``abort`` in a separate process
+beside the driver; for a stream, it creates another writer there. Only the options survive between these calls.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _BATCH_NUMBER: Final = "streaming.sql.batchId"
 
 @dataclass(frozen=True)
 class TaskMessage(WriterCommitMessage):
-    """What a task tells the driver.
+    """A task's message to the driver.
 
     Attributes:
         batch_id: Name of the batch, as the task knows it.
-        undecided: What it has prepared; None where there was nothing to do.
+        undecided: What the task has prepared; None if there was nothing to do.
     """
 
     batch_id: str
@@ -84,9 +84,9 @@ class DualWriteDataSource(DataSource):
         """Plan a batch: checks options, table, topic and every column; nothing is written.
 
         Raises:
-            ConfigurationError: What does not fit.
-            DecidedTransactionLost, OutcomeUnverifiable: An earlier run of this batch has left a loss. It is recorded; the next
-                run goes on.
+            ConfigurationError: A setting, a column, the table, the topic or a right does not fit.
+            DecidedTransactionLost, OutcomeUnverifiable: An earlier run of this batch left a loss. It is recorded; the next
+                run continues.
             Unavailable: A server does not answer.
         """
         log_to_stderr()
@@ -108,10 +108,11 @@ class DualWriteDataSource(DataSource):
 
     @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
-        """Plan a micro-batch, or its end: as :meth:`writer`.
+        """Plan a micro-batch, or its end, like :meth:`writer`.
 
         Raises:
-            ConfigurationError: What does not fit; ``batchId`` is Spark's own here. Only the output mode "append" is supported.
+            ConfigurationError: As :meth:`writer`; or ``batchId`` is given, which only Spark sets for streams; or the output
+                mode is not "append".
             Unavailable: A server does not answer.
         """
         options = _options(self.options)
@@ -131,7 +132,7 @@ class DualWriteDataSource(DataSource):
 def register(session: SparkSession) -> None:
     """Register the format ``dualwrite`` with a session. May be called again.
 
-    Where ``dualwrite`` is installed, Spark finds it by itself; calling this makes it certain.
+    Spark finds an installed ``dualwrite`` by itself; this call makes sure of it.
     """
     session.dataSource.register(DualWriteDataSource)
 
@@ -173,7 +174,7 @@ class _BatchWriter(DataSourceArrowWriter):
 
     @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """On the driver, when all tasks have ended well: decide."""
+        """On the driver, after all tasks have succeeded: decide."""
         log_to_stderr()
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
@@ -183,7 +184,7 @@ class _BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when a task has failed for good, or the decision has failed."""
         log_to_stderr()
-        del messages  # what was prepared is found by its leases, also of tasks whose message was lost
+        del messages  # prepared parts are found by their leases, including those whose task's message was lost
         with WholeBatch(self._options.sink, self._run.name, run_name=self._run.name) as batch:
             batch.give_up(self._layout)
 
@@ -213,7 +214,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
 
     @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
-        """On the driver, when all tasks of the micro-batch have ended well: decide."""
+        """On the driver, after all tasks of the micro-batch have succeeded: decide."""
         log_to_stderr()
         batch_id = _batch_of(messages, batchId)
         if batch_id is None:
@@ -226,9 +227,9 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         """On the driver, when the micro-batch has failed."""
         log_to_stderr()
         batch_id = _batch_of(messages, batchId)
-        if batch_id is None:  # no task has ended well
+        if batch_id is None:  # no task has succeeded
             if self._options.stream is None:
-                return  # what tasks have left is settled when the micro-batch is run again
+                return  # the next run of the micro-batch settles what the tasks left
             batch_id = f"{self._options.stream}/{batchId}"
         with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
             batch.give_up(self._layout)
@@ -262,7 +263,7 @@ def _undecided(messages: Sequence[WriterCommitMessage | None]) -> list[Undecided
 
 
 def _batch_of(messages: Sequence[WriterCommitMessage | None], number: int) -> str | None:
-    """The name of the micro-batch, as its tasks know it: the driver is told its number alone."""
+    """The name of the micro-batch, as its tasks know it: Spark tells the driver only its number."""
     names = {message.batch_id for message in _own(messages)}
     if len(names) > 1 or any(name.rpartition("/")[2] != str(number) for name in names):
         raise IllegalStateError(f"the tasks of micro-batch {number} belong to {sorted(names)}")

@@ -1,4 +1,4 @@
-"""Connections to the database, made alike on the driver and in the tasks."""
+"""Connections to the database, configured the same on the driver and in the tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def connect_engine(options: SinkOptions) -> Engine:
-    """An engine for the sink's database; connects at first use. To be disposed of by the caller.
+    """Create an engine for the sink's database. It connects at first use; the caller disposes of it.
 
     Raises:
         ConfigurationError: The URL refers to an environment variable that is not set.
@@ -23,9 +23,9 @@ def connect_engine(options: SinkOptions) -> Engine:
     url = options.database_url()
     return create_engine(
         url,
-        # Binary COPY brings texts as UTF-8, whatever the database's own encoding is.
+        # Binary COPY sends text as UTF-8, whatever the database's own encoding is.
         connect_args={**liveness_of(url), "client_encoding": "utf8", "prepare_threshold": None},
-        isolation_level="READ COMMITTED",  # the ledger and the catalog as they are, not as they were when it began
+        isolation_level="READ COMMITTED",  # reads the ledger and the catalog as they are now, not as of the transaction's start
         hide_parameters=True,
-        pool_pre_ping=True,  # a worker that is used again may find its connection gone
+        pool_pre_ping=True,  # a reused worker may find its connection gone
     )

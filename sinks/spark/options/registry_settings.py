@@ -1,4 +1,4 @@
-"""What a sink is told of the schema registry: an allow-list of names, none of which loads code."""
+"""The settings of the schema registry: an allow-list of names, none of which loads code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FLAGS: Final = {"auto.register.schemas": True, "use.latest.version": False, "no
 _STRATEGY: Final = "subject.name.strategy"
 _TOPICS: Final = "topics"
 NAMES: Final = (*sorted(_TEXTS), *sorted(_NUMBERS), *_FLAGS, _STRATEGY, _TOPICS)
-"""All names there are."""
+"""All names that may be set."""
 STRATEGIES: Final = ("topic", "record", "topic_record")
 _BEARERS: Final = frozenset({"OAUTHBEARER", "OAUTHBEARER_AZURE_IMDS", "STATIC_TOKEN"})
 _TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait for ever
@@ -45,10 +45,10 @@ class RegistrySettings:
     Attributes:
         client: For confluent-kafka's ``SchemaRegistryClient``.
         auto_register: Whether the driver registers a schema that its subject does not have.
-        use_latest: Whether the subject's latest schema is written with.
+        use_latest: Whether to write with the subject's latest schema.
         normalize: Whether the registry normalizes schemas.
-        strategy: What a subject is named by: ``topic``, ``record`` or ``topic_record``.
-        topics: With a topic column: the topics whose subjects the driver looks after.
+        strategy: Names of subjects are built from ``topic``, ``record`` or ``topic_record``.
+        topics: With a topic column: the topics whose subjects the driver registers or looks up.
     """
 
     client: Mapping[str, Setting]
@@ -63,7 +63,7 @@ class RegistrySettings:
         """Check the settings. Connects nowhere and reads no file.
 
         Raises:
-            ConfigurationError: One is unknown or wrong, or ``url`` is missing. It names the setting, and shows no value.
+            ConfigurationError: A setting is unknown or wrong, or ``url`` is missing. The error names it, and shows no value.
         """
         for name in given:
             if name not in NAMES:

@@ -1,4 +1,4 @@
-"""What a sink is told: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
+"""The settings of a sink: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _LONGEST_SINK_NAME: Final = 200
 _REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _DEFAULTS: Final = {
-    # librdkafka's default of 1 GB is for one producer, and a machine runs many tasks.
+    # librdkafka's default of 1 GB suits one producer; a machine runs many tasks.
     "queue.buffering.max.kbytes": 64 * 1024,
-    # As Java's producers, Spark's own among them: librdkafka's default puts the same key into another partition.
+    # Like Java's producers, including Spark's own: librdkafka's default would put the same key into another partition.
     "partitioner": "murmur2_random",
 }
 _FORMATS: Final = tuple(str(item) for item in Format)
@@ -46,7 +46,7 @@ class _Needed(TypedDict):
 
 
 class SinkSettings(_Needed, total=False):
-    """The keyword arguments of every sink. `SinkOptions` says what each of them means."""
+    """The keyword arguments of every sink. `SinkOptions` explains each of them."""
 
     topic: str | None
     topic_column: str | None
@@ -80,16 +80,16 @@ class SinkSettings(_Needed, total=False):
 class SinkOptions:
     """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
 
-    It pickles, because the tasks have to connect. The pickle masks what may be secret, so that it cannot be read off a dump;
-    that is no encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of ``kafka``:
-    driver and executors then each take it from their own environment, when they connect.
+    It pickles, because the tasks connect too. The pickle masks values that may be secret, so that they cannot be read off a
+    dump; this is no encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of
+    ``kafka``: the driver and each executor then read it from their own environment when they connect.
 
     Args:
-        sink: Name of the sink: stable over restarts, unique among the jobs that write at the same time. With the batch id
-            and the partition it decides what is already written. Kafka's transactional ids begin with it, for ACLs.
+        sink: Name of the sink: stable over restarts, unique among jobs that write at the same time. Sink, batch id and
+            partition together identify what is already written. Kafka's transactional ids begin with it, for ACLs.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least. Keys that run code are refused.
         url: SQLAlchemy URL of the PostgreSQL database, ``postgresql+psycopg://...``.
-        table: The table to write into, written as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
+        table: The table to write into, as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
         topic: The topic of all messages; it must exist. Either this or ``topic_column``.
         topic_column: Column with each message's topic.
         key: Column with the message's key: text, binary, or whole numbers (their decimal text).
@@ -99,38 +99,38 @@ class SinkOptions:
         partition: Column with the partition number.
         timestamp: Column of type ``timestamp`` with the message's time, in ms in Kafka.
         key_format: ``raw``, or with a schema registry ``avro``, ``jsonschema`` or ``protobuf``. The key is the column ``key``.
-        value_format: ``json`` (the default), ``raw`` (the default where ``value`` is given), ``avro``, ``jsonschema`` or
+        value_format: ``json`` (the default), ``raw`` (the default if ``value`` is given), ``avro``, ``jsonschema`` or
             ``protobuf``. The last three write the columns that go into the table as one record, or the column ``value``.
         key_schema: Avro or JSON Schema of the key, as text. By default derived from the column's type.
         value_schema: Avro or JSON Schema of the value, as text. By default derived from the columns' types.
         key_message: Full name of the key's Protobuf message.
         value_message: Full name of the value's Protobuf message.
-        descriptor: For Protobuf: the path of a descriptor set, as ``protoc --include_imports --descriptor_set_out`` writes
-            it, read on the driver; or its bytes, which :func:`descriptor_set` makes of a generated class.
+        descriptor: For Protobuf: the path of a descriptor set written by ``protoc --include_imports --descriptor_set_out``,
+            read on the driver; or its bytes, which :func:`descriptor_set` makes from a generated class.
         schema_registry: ``url`` at least; see the documentation. Settings that run code are refused.
-        columns: Which columns go into the table: a list of names, or a mapping from DataFrame column to table column. By
+        columns: The columns that go into the table: a list of names, or a mapping from DataFrame column to table column. By
             default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
             into columns of the same name.
-        schema: The database schema of the library's own tables, where it is not the default one.
+        schema: The database schema of the library's own tables, if it is not the default one.
         max_slots: The most tasks of this sink that write at the same time.
         lease_s: How long a dead task's slot stays taken, in seconds.
-        timeout_s: Bounds settling, claiming, and the ending of each dual write, in seconds.
-        margin_s: What must be left of the broker's transaction timeout at the decision, in seconds.
+        timeout_s: Limits settling, claiming, and the ending of each dual write, in seconds.
+        margin_s: The time that must be left of the broker's transaction timeout at the decision, in seconds.
         progress_s: Time between two progress lines in the log of the driver, and of each task, in seconds.
-        decide_within_s: For a batch that is decided as one: how long what the first task has prepared waits for the last one,
-            in seconds. Bounded by the broker's transaction timeout as well.
-        database_leg: For a batch that is decided as one: how its tasks bring rows in undecided. "staging": into tables beside
-            the target, moved when it is decided; on every server, the rows show all at once. "prepared": into the target,
-            by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server needs
-            max_prepared_transactions. "auto": staging where tables may be made, otherwise prepared.
-        keep_slots: Whether a Python worker that Spark uses again keeps its connections, slots and producers from task to
-            task, so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
-        allow_nondeterministic: For a batch that is written partition by partition: take a DataFrame whose plan may give other
-            rows when it is computed again, and do not compare the rows of partitions that are skipped with those that were
-            written. A batch that is decided as one may give other rows each time.
+        decide_within_s: For a batch decided as a whole: how long the part prepared first may wait for the last one, in
+            seconds. The broker's transaction timeout limits it as well.
+        database_leg: For a batch decided as a whole: where its tasks put rows before the decision. "staging": into tables
+            beside the target; the decision moves the rows, and all of them show at once; works on every server. "prepared":
+            into the target, by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server
+            needs max_prepared_transactions. "auto": staging if tables may be created, otherwise prepared.
+        keep_slots: Whether a Python worker that Spark reuses keeps its connections, slots and producers from task to task,
+            so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
+        allow_nondeterministic: For a batch written partition by partition: accept a DataFrame whose plan may give other rows
+            when it is computed again, and do not compare the rows of skipped partitions with those written earlier. A batch
+            decided as a whole may give other rows each time.
 
     Raises:
-        ConfigurationError: A setting is missing, wrong, or contradicts another one. It names the setting.
+        ConfigurationError: A setting is missing, wrong, or contradicts another one. The error names it.
     """
 
     sink: str
@@ -220,7 +220,7 @@ class SinkOptions:
 
     @property
     def format_of_value(self) -> Format:
-        """The value's format, where none is given too."""
+        """The value's format, also if none is given."""
         if self.value_format is None:
             return Format.JSON if self.value is None else Format.RAW
         return Format(self.value_format)
@@ -286,14 +286,14 @@ class SinkOptions:
 
 @dataclass(frozen=True)
 class Masked:
-    """A text that cannot be read off a pickle: its bytes, each changed by a random byte that stands beside it."""
+    """A text that cannot be read off a pickle: each of its bytes is changed by a random byte stored beside it."""
 
     pad: bytes
     body: bytes
 
     @classmethod
     def of(cls, value: object) -> object:
-        """The text masked; what is no text as it is."""
+        """Mask a text; return any other value as it is."""
         if not isinstance(value, str):
             return value
         plain = value.encode()
@@ -341,7 +341,7 @@ def _resolved(part: str | None) -> str | None:
 
 
 def readable_url(text: str) -> str:
-    """The URL so that SQLAlchemy takes references before its path for names: their braces and colons are quoted."""
+    """Quote the braces and colons of references before the URL's path, so that SQLAlchemy can parse it."""
     scheme, mark, rest = text.partition("://")
     before_path, slash, path = rest.partition("/")
     return f"{scheme}{mark}{_REFERENCE.sub(lambda found: quote(found[0], safe=''), before_path)}{slash}{path}"
@@ -351,7 +351,7 @@ def _parse_url(text: str) -> URL:
     try:
         url = make_url(readable_url(text))
         dialect = url.get_dialect()
-    except (exc.SQLAlchemyError, ValueError):  # the port is no number
+    except (exc.SQLAlchemyError, ValueError):  # ValueError: the port is not a number
         _refuse_url()
     if (dialect.name, dialect.driver) != _DRIVER:
         _refuse_url()

@@ -1,4 +1,4 @@
-"""The Data Source's options: texts, as Spark passes them, checked and turned into the sink's settings."""
+"""The Data Source's options: Spark passes texts, which are checked and turned into the sink's settings."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ OPTION_NAMES: Final = {
     "databaseLeg": "database_leg",
     "keepSlots": "keep_slots",
 }
-"""Option by option, the setting of `SinkOptions` that it is."""
+"""For each option, the setting of `SinkOptions` that it sets."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")
 _CHECKPOINT: Final = "checkpointlocation"
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
-"""What Spark itself puts among the options of a stream."""
+"""Options that Spark itself adds for a stream."""
 _WHOLE: Final = frozenset({"max_slots"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
 _FLAGS: Final = {"true": True, "false": False}
@@ -60,14 +60,14 @@ _NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The options of ``format("dualwrite")``, checked. Names are matched without regard to case, as everywhere in Spark.
+    """The options of ``format("dualwrite")``, checked. Case does not matter in names, as everywhere in Spark.
 
     Attributes:
         sink: The sink's settings.
-        batch_id: Name of the batch; None where Spark names it.
-        upsert_keys: Key columns of the table; empty where rows are only added.
-        stream: Names the stream, the same in each of Spark's processes; None of a batch, and of a stream whose checkpoint is
-            not among its options.
+        batch_id: Name of the batch; None if Spark names it.
+        upsert_keys: Key columns of the table; empty if rows are only added.
+        stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
+            is not among its options.
     """
 
     sink: SinkOptions
@@ -80,7 +80,8 @@ class SourceOptions:
         """Check the options that Spark has passed.
 
         Raises:
-            ConfigurationError: One is missing, unknown or wrong. It names the option, and shows no value that may be secret.
+            ConfigurationError: An option is missing, unknown or wrong. The error names it, and shows no value that may be
+                secret.
         """
         known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
         options: dict[str, str] = {}
@@ -113,7 +114,7 @@ class SourceOptions:
 
 
 def _stream(given: Mapping[str, str]) -> str | None:
-    """By its checkpoint, which no two streams share: nothing else of a stream is known to all of Spark's processes."""
+    """Name the stream after its checkpoint: no two streams share one, and all of Spark's processes know nothing else of it."""
     checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
     return None if checkpoint is None else stream_name(hashlib.sha256(checkpoint.encode()).hexdigest())
 
@@ -147,7 +148,7 @@ def _columns(text: str) -> Mapping[str, str] | Sequence[str]:
         raise ConfigurationError(f"the option columns is no JSON: {error}") from None
     if not all(isinstance(target, str) for target in (found.values() if isinstance(found, dict) else found)):
         raise ConfigurationError("the option columns must hold names of columns, or map them to names of columns")
-    return found  # type: ignore[no-any-return] # as was checked
+    return found  # type: ignore[no-any-return] # checked above
 
 
 def _listed(text: str) -> list[str]:
@@ -165,7 +166,7 @@ def _url(options: Mapping[str, str]) -> str:
         return text
     try:
         url = make_url(readable_url(text))
-    except (ArgumentError, ValueError):  # the port is no number
+    except (ArgumentError, ValueError):  # ValueError: the port is not a number
         # Without its cause: SQLAlchemy's message repeats the URL, password included.
         raise ConfigurationError("the option url is no database URL") from None
     url = url.set(username=options.get("user", url.username), password=options.get("password", url.password))

@@ -1,4 +1,4 @@
-"""The formats of messages' keys and values, and what a part that is written with a schema is made of."""
+"""The formats of messages' keys and values, and the values that describe a part with a schema."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Serialize: TypeAlias = "Callable[[object, SerializationContext], bytes | None]"
 
 @dataclass(frozen=True)
 class Part:
-    """A message's key or value that is to be written with a schema.
+    """A message's key or value that is written with a schema.
 
     Attributes:
         field: ``key`` or ``value``.
-        name: What its record is called where nobody has named it.
+        name: Default name of its record.
         columns: Name and type of the DataFrame's columns that it is made of.
-        whole: Whether its one column is the part itself, and not a field of a record.
+        whole: Whether its only column is the part itself rather than a field of a record.
     """
 
     field: str
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Given:
-    """What the user, or the registry, has given for a part; nothing where it is to be derived.
+    """The schema that the user or the registry gives for a part; empty if it is derived.
 
     Attributes:
         schema: Avro or JSON Schema.
@@ -73,14 +73,14 @@ class Given:
 
 @dataclass(frozen=True)
 class PartSchema:
-    """A part's schema, as it is planned on the driver and shipped to the tasks. Pickles.
+    """A part's schema, planned on the driver and shipped to the tasks. Pickles.
 
     Attributes:
         part: The part.
         format: Its format.
         text: Avro or JSON Schema; empty for Protobuf.
-        record: The record's full name, which subjects may be named by; None if it has none.
-        given: What it was made from.
+        record: The record's full name, which subjects may be named after; None if it has none.
+        given: The given schema that it was made from.
         arrow: The Arrow types that the columns are cast to; a value that does not fit fails the task.
     """
 
@@ -93,26 +93,26 @@ class PartSchema:
 
 
 class FormatModule(Protocol):
-    """What each of the modules ``format_*`` has."""
+    """The functions that every format's module has."""
 
     def plan(self, part: Part, given: Given) -> PartSchema:
-        """Match the part's columns with its schema; nothing is connected.
+        """Match the part's columns with its schema. Connects to nothing.
 
         Raises:
-            ConfigurationError: A column cannot be written with the schema. It names the column and the type.
+            ConfigurationError: A column cannot be written with the schema. The error names the column and the type.
         """
         ...
 
     def datums(self, schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
-        """What the serializer takes, row by row.
+        """The serializer's input, row by row.
 
         Raises:
-            ConfigurationError: A value cannot be written; it names the column.
+            ConfigurationError: A value cannot be written. The error names the column.
         """
         ...
 
     def registry_schema(self, schema: PartSchema) -> Schema | None:
-        """What to register; None if the serializer itself makes it."""
+        """The schema to register; None if the serializer makes it itself."""
         ...
 
     def serializer(self, schema: PartSchema, client: SchemaRegistryClient, conf: Mapping[str, object]) -> Serialize:
@@ -131,7 +131,7 @@ def module_of(part_format: Format) -> FormatModule:
     """The module of a format that is written with a schema.
 
     Raises:
-        ConfigurationError: A package that it needs is not installed here.
+        ConfigurationError: A package that the format needs is not installed here.
     """
     try:
         found = importlib.import_module(f"dualwrite.sinks.spark.formats.{_MODULES[part_format]}")
@@ -165,7 +165,7 @@ _NATURAL: Final[Mapping[str, pa.DataType]] = {
 
 
 def natural_arrow(data_type: spark.DataType) -> pa.DataType:
-    """The Arrow type that holds every value of a type that some format takes."""
+    """The Arrow type that holds every value of a Spark type."""
     if isinstance(data_type, spark.DecimalType):
         return pa.decimal128(data_type.precision, data_type.scale)
     if isinstance(data_type, spark.ArrayType):
@@ -188,12 +188,12 @@ def refused(
 
 
 def plain_values(array: pa.Array) -> list[object]:
-    """A column's values as Python's own."""
+    """A column's values as Python objects."""
     kind = array.type
     if pa.types.is_string(kind) or (
         not array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind))
     ):
-        # Through numpy: several times as fast as to_pylist, which makes a scalar object of each value first.
+        # Through numpy: several times as fast as to_pylist, which creates a scalar object for each value first.
         return cast("list[object]", array.to_numpy(zero_copy_only=False).tolist())
     return cast("list[object]", array.to_pylist())
 

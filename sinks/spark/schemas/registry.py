@@ -1,4 +1,4 @@
-"""The schema registry: the driver registers, before anything is written; the tasks know the ids from there."""
+"""The schema registry: the driver registers schemas before anything is written, and ships their ids to the tasks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _SERVER: Final = 500
 
 @dataclass(frozen=True)
 class Registered:
-    """A schema that the driver has found in the registry, or brought there.
+    """A schema that the driver has found in the registry, or registered there.
 
     Attributes:
-        subject: Under which name.
-        text: The schema as the registry was asked for it.
-        schema_id: Its id, which stands in every message.
-        version: Its number within the subject, where the registry has told it.
+        subject: The subject that it is registered under.
+        text: The schema, as sent to the registry.
+        schema_id: Its id, which is part of every message.
+        version: Its number within the subject, if the registry returned one.
     """
 
     subject: str
@@ -58,7 +58,7 @@ class Registered:
 
 
 class _Client(SchemaRegistryClient):
-    """Asks the registry for what is not known yet, and remembers the answers."""
+    """Asks the registry only for schemas that are not known yet, and remembers the answers."""
 
     def __init__(self, conf: dict[str, object], known: Iterable[Registered] = ()) -> None:
         super().__init__(conf)
@@ -83,7 +83,7 @@ class _Client(SchemaRegistryClient):
         deleted: bool = False,  # noqa: FBT001, FBT002 - confluent-kafka's signature
     ) -> RegisteredSchema:
         one = self.known.get((subject_name, str(schema.schema_str)))
-        # A schema that was just registered may have come without its version, which references need.
+        # The answer to a registration may lack the version, which references need.
         if one is not None and one.version is not None:
             return RegisteredSchema(
                 subject=subject_name, version=one.version, schema_id=one.schema_id, guid=None, schema=schema
@@ -103,7 +103,7 @@ def _client(settings: RegistrySettings, known: Iterable[Registered] = ()) -> Gen
     try:
         client = _Client(dict(settings.client), known)
     except (ValueError, TypeError, OSError) as error:
-        # Without its cause and its words: they may repeat the settings.
+        # Without its cause and its message: they may repeat the settings.
         raise ConfigurationError(
             f"the schema registry's settings do not fit together: {type(error).__name__}",
             next_step="check the files that they name, and what basic.auth.user.info or bearer.auth.* need",
@@ -126,7 +126,7 @@ def _told() -> Generator[None, None, None]:
             next_step=_advice(error.http_status_code),
         ) from error
     except OAuthTokenError:
-        # Without its cause and its words: they may repeat what the token's server was told.
+        # Without its cause and its message: they may repeat the request to the token's server.
         raise Unavailable("the schema registry's token could not be had") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _CLIENTS:
@@ -149,7 +149,7 @@ def latest(settings: RegistrySettings, field: str, part_format: Format, topic: s
     """The latest schema of the part's subject.
 
     Raises:
-        ConfigurationError: There is none, it is of another format, or says what this library does not do.
+        ConfigurationError: There is none, it has another format, or it uses a feature that this library does not support.
         Unavailable: The registry does not answer.
     """
     if part_format is Format.PROTOBUF or settings.strategy != "topic":
@@ -171,7 +171,7 @@ def latest(settings: RegistrySettings, field: str, part_format: Format, topic: s
 
 
 def registered(settings: RegistrySettings, schema: PartSchema, topics: Iterable[str]) -> tuple[Registered, ...]:
-    """Bring a part's schema into the registry, under the subject of each topic; or find it there.
+    """Register a part's schema under the subject of each topic, or find it there.
 
     Raises:
         ConfigurationError: The registry refuses it.
@@ -188,7 +188,7 @@ def registered(settings: RegistrySettings, schema: PartSchema, topics: Iterable[
 
 @contextmanager
 def task_registry(settings: RegistrySettings, known: Iterable[Registered]) -> Generator[TaskRegistry, None, None]:
-    """What a task serializes with; closed when the block ends.
+    """The registry for one task's serializers; closed when the block ends.
 
     Raises:
         ConfigurationError: A file that the settings name cannot be read here, or the settings do not fit together.
@@ -198,18 +198,18 @@ def task_registry(settings: RegistrySettings, known: Iterable[Registered]) -> Ge
 
 
 class TaskRegistry:
-    """Makes serializers that know the driver's ids. Registers nothing."""
+    """Creates serializers that know the driver's ids. Registers nothing."""
 
     def __init__(self, client: _Client, settings: RegistrySettings) -> None:
         self._client = client
         self._settings = settings
 
     def serializer(self, schema: PartSchema, topic: str) -> Callable[[object], bytes | None]:
-        """The serializer of a part's rows in that topic. The registry is asked only for what the driver did not know.
+        """The serializer of a part's rows for a topic. Asks the registry only for schemas that the driver did not look up.
 
         Raises:
             ConfigurationError: The registry does not have the schema under the topic's subject.
-            Unavailable: It does not answer.
+            Unavailable: The registry does not answer.
         """
         with _told():
             serialize = _find(self._client, self._settings, schema, topic, register=False)
