@@ -1,4 +1,4 @@
-"""What every way into the sink does on the driver: check the servers, settle what tasks have left, tell what was lost."""
+"""The driver's work for every entry point: checks the servers, settles what tasks have left, reports losses."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ _LOOKS_AGAIN_S: Final = 0.05
 
 
 class DriverSide:
-    """One batch as the driver sees it. A context manager.
+    """One batch, seen from the driver. A context manager.
 
     Attributes:
         name: Sink and batch, for logs.
-        run: The run that may write, since :meth:`settle_left`; None where runs are not known.
+        run: The run that may write, from :meth:`settle_left` on; None if runs are not known.
 
     Args:
         options: The sink's settings.
         batch_id: Name of the batch.
-        run_name: What is run: the batch, or the stream that it belongs to; None where nobody knows the stream.
+        run_name: Names the runs: the batch, or the stream that it belongs to; None if the stream is not known.
 
     Raises:
-        ConfigurationError: From entering: a name, a right, or the schema is not as it should be.
-        Unavailable: From entering: the database does not answer.
+        ConfigurationError: On entering: a name, a right, or the schema is wrong.
+        Unavailable: On entering: the database does not answer.
     """
 
     run: Run | None = None
@@ -102,12 +102,12 @@ class DriverSide:
         self._close()
 
     def settle_left(self) -> None:
-        """End the present run, settle what it has left, also tasks that still run, and slots that nobody holds any more.
+        """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
 
-        From its return on, no task of a former run can write, and :attr:`run` is the one whose tasks can.
+        On return, no task of an earlier run can write, and the tasks of :attr:`run` can.
 
         Raises:
-            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run goes on.
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run continues.
             Unavailable: A server does not answer.
         """
         logger.info("%s: settling what tasks have left", self.name)
@@ -123,21 +123,21 @@ class DriverSide:
         return _read_layout(self._options, schema, self._engine, self._coordinator)
 
     def _note_failed(self) -> None:
-        """For people who look at batches; nothing rests on it, so it may fail."""
+        """Note the failure for people who look at batches. May fail: nothing relies on it."""
         try:
             self._ledger.fail(self._engine, self._options.sink, self._batch_id)
         except DualWriteError as error:
             logger.warning("%s: failed, and that could not be noted in the ledger: %s", self.name, error)
 
     def _settle(self) -> Sequence[StateRow]:
-        """Begin the next run; settle the slots that nobody holds any more, and those that former runs have left.
+        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left.
 
-        Tasks that still run, of a former driver or of a job that has failed, are fenced: on their slots by the claim, where
-        they have none yet by the run's end. What is prepared holds a lock on the run until it is ended here; a task that is
-        handing over holds it until it has, and then that is found here, too.
+        Tasks that still run, of an earlier driver or of a failed job, are fenced: by the claim of their slots, or, if they
+        have none yet, by the end of their run. A prepared transaction holds a lock on the run until it is ended here. A task
+        that is handing over holds the lock until it is done; then the part that it handed over is found here, too.
 
         Returns:
-            The rows of all the sink's slots, as they are after that.
+            The rows of all the sink's slots, as they are then.
         """
         deadline = Deadline(self._options.timeout_s)
         while True:
@@ -160,14 +160,14 @@ class DriverSide:
         leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
         ground = Ground(self._coordinator, self._store, unique_owner())
         settle_leases(ground, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
-        # A task that was paused may have prepared something after its slot was settled.
+        # A paused task may have prepared a transaction after its slot was settled.
         rows = self._store.find(f"{self._pool.pool}#")
         found = self._store.participants(rows)
         end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
         return rows
 
     def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
-        """For people who look at batches; nothing rests on it, so it may fail."""
+        """Note the completion for people who look at batches. May fail: nothing relies on it."""
         sink, batch_id = self._options.sink, self._batch_id
         try:
             self._ledger.complete(self._engine, sink, batch_id, partition_id, decided_ago_s=decided_ago_s)
@@ -189,10 +189,10 @@ class DriverSide:
 
 
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
-    """Check topic, table and every column, and register the messages' schemas; nothing else is written.
+    """Check topic, table and every column, and register the messages' schemas; writes nothing else.
 
     Raises:
-        ConfigurationError: What does not fit; it names the column and the type. Or the registry refuses a schema.
+        ConfigurationError: Something does not fit: the error names the column and the type. Or the registry refuses a schema.
         Unavailable: A server does not answer.
     """
     with _servers(options) as (engine, coordinator):
@@ -200,10 +200,10 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
 
 
 def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) -> tuple[Layout, bool]:
-    """As :func:`read_layout`, and whether tasks bring rows in through staging tables; see :func:`choose_staging`.
+    """As :func:`read_layout`; also returns whether tasks use staging tables, see :func:`choose_staging`.
 
     Raises:
-        ConfigurationError: What does not fit.
+        ConfigurationError: As :func:`read_layout` and :func:`choose_staging`.
         Unavailable: A server does not answer.
     """
     with _servers(options) as (engine, coordinator):
@@ -212,7 +212,7 @@ def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) ->
 
 
 def present_run(options: SinkOptions, name: str) -> Run:
-    """The run of a stream whose tasks may write now: that of its present micro-batch, which nothing replaces but its end.
+    """The run of a stream whose tasks may write now: that of its current micro-batch, whose end alone replaces it.
 
     Raises:
         ConfigurationError, Unavailable: As :meth:`Runs.present`.

@@ -1,7 +1,7 @@
-"""The database leg by prepared transactions: tasks load the target and prepare; the decision says what becomes of all of them.
+"""The database leg by prepared transactions: tasks load the target and prepare; one decision commits or aborts all of them.
 
-What is prepared keeps its locks, and is seen by nobody, until it is ended. That is done by whoever settles the slot
-(:func:`dualwrite.recovery.settle.end_participants`): the driver right after its decision, or the next one.
+Prepared rows keep their locks, and stay invisible, until the settler of their slot ends the transaction
+(:func:`dualwrite.recovery.settle.end_participants`): the driver right after its decision, or the next driver.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _ALLOWED: Final = text(
 
 
 def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> bool:
-    """Whether rows are brought in through staging tables.
+    """Whether tasks bring rows in through staging tables.
 
     Args:
         engine: The database.
         wanted: The setting ``database_leg``.
-        schema: Where staging tables would be made.
-        moves: Whether rows have to be moved: rows replace others, or the table is emptied first.
+        schema: Where staging tables would be created.
+        moves: Whether rows have to be moved: because rows replace others, or the table is emptied first.
 
     Raises:
-        ConfigurationError: What is wanted cannot be done here.
+        ConfigurationError: This database cannot do what the setting asks for.
         Unavailable: The database does not answer.
     """
     try:
@@ -76,7 +76,7 @@ def require_room(connection: Connection) -> None:
     """Make sure, before rows are written, that the database takes one more prepared transaction.
 
     Raises:
-        ConfigurationError: It does not. (Another task may still take the last one before us; see :func:`ran_out`.)
+        ConfigurationError: It does not. (Another task may still take the last place before us; see :func:`ran_out`.)
     """
     most, present = connection.execute(_ROOM).one()
     if present >= most:
@@ -86,7 +86,7 @@ def require_room(connection: Connection) -> None:
 
 
 def ran_out(error: BaseException | None) -> TransactionAborted | None:
-    """The error for a PREPARE TRANSACTION that the database had no room for; None where that is not the cause."""
+    """The error for a PREPARE TRANSACTION that the database had no room for; None if `error` has another cause."""
     while error is not None:
         if isinstance(error, psycopg.errors.OutOfMemory) and _NO_ROOM in str(error):
             return TransactionAborted(
@@ -97,7 +97,7 @@ def ran_out(error: BaseException | None) -> TransactionAborted | None:
 
 
 def bound_waiting(connection: Connection) -> None:
-    """Let no statement of this transaction wait for long: another attempt's prepared rows may hold the same keys for ever."""
+    """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys for ever."""
     connection.execute(text(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}'"))
 
 
@@ -111,17 +111,17 @@ def waited_in_vain(error: BaseException | None) -> bool:
 
 
 def require_prepared(connection: Connection, brought: Collection[Undecided], name: str) -> None:
-    """Make sure, inside the deciding transaction, that what tasks have prepared is still there.
+    """Make sure, inside the deciding transaction, that the transactions that tasks have prepared are still there.
 
-    Whoever ends one has claimed its slot before, and then the decision on that slot fails.
+    A settler claims the slot before it ends one, and then the decision on that slot fails.
 
     Raises:
-        TransactionAborted: Something is missing.
+        TransactionAborted: At least one is missing.
     """
     names = [name_of(one.namespace, one.prepared) for one in brought]
     present: int = connection.execute(_PRESENT, {"names": names}).scalar_one() if names else 0
     if present != len(names):
         raise TransactionAborted(
-            f"{name}: of {len(names)} prepared database transactions {present} are there: somebody has ended the others",
+            f"{name}: of {len(names)} prepared database transactions {present} are there: the others have been ended",
             next_step="run the batch again",
         )

@@ -1,7 +1,7 @@
 """The Spark jobs of one batch: cancelled, and awaited until none of their tasks runs any more.
 
-A job that has failed is over for Spark's caller while its other tasks still run. Until they end they hold the locks of the
-rows that they have copied.
+For Spark's caller, a failed job is over while its other tasks still run. Until they end, they hold the locks of the rows
+that they have copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOKS_AGAIN_S: Final = 0.05
 
 
 class SparkJobs:
-    """Jobs that this process has started, known by a tag that no others have.
+    """Jobs that this process has started, recognised by a tag of their own.
 
     Args:
         context: Where they run.
@@ -37,7 +37,7 @@ class SparkJobs:
 
     @contextmanager
     def started(self) -> Generator[None, None, None]:
-        """The jobs that this thread starts while the block runs are ours."""
+        """Count the jobs that this thread starts in the block as ours."""
         self._context.addJobTag(self._tag)
         try:
             yield
@@ -45,11 +45,11 @@ class SparkJobs:
             self._context.removeJobTag(self._tag)
 
     def end(self, name: str, deadline: Deadline) -> None:
-        """Cancel those that run, and wait until none of their tasks does. Raises nothing: nobody may wait for Spark in vain.
+        """Cancel running jobs, and wait until none of their tasks runs. Raises nothing: a failure of Spark must not stop us.
 
         Args:
             name: For the log.
-            deadline: Bounds the waiting.
+            deadline: Limits the wait.
         """
         try:
             self._context.cancelJobsWithTag(self._tag)
@@ -58,11 +58,11 @@ class SparkJobs:
                     logger.warning("%s: %d tasks still run; they can write nothing, and hold locks", name, running)
                     return
                 pause(_LOOKS_AGAIN_S)
-        except Py4JError as error:  # Spark's own end is the usual cause
+        except Py4JError as error:  # usually, because Spark itself has ended
             logger.warning("%s: Spark does not tell whether its tasks have ended: %s", name, type(error).__name__)
 
     def _running(self) -> int:
-        # Not PySpark's own tracker: it knows no tags, and takes a list for each stage.
+        # Not PySpark's own tracker: it knows no tags, and makes a list for each stage.
         tracker = self._context._jsc.sc().statusTracker()  # noqa: SLF001 - as PySpark's own tracker does
         running = 0
         for job in tracker.getJobIdsForTag(self._tag):

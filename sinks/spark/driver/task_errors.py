@@ -1,4 +1,4 @@
-"""Puts the reason of a failed job first: Spark wraps it in a hundred lines of its own."""
+"""Puts the reason of a failed job first: Spark buries it in a hundred lines of its own."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _SET_PYTHON: Final = (
 )
 
 _HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
-"""Of Spark's own (``spark.sql.execution.pyspark.udf.hideTraceback.enabled``); read when an error has left the format."""
+"""Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``; Spark reads it after an error has left us."""
 
 
 class JobFailed(PySparkException):
-    """A Spark job failed, for a reason that this library knows. Its cause is Spark's own exception."""
+    """A Spark job failed for a reason that this library knows. ``__cause__`` is Spark's own exception."""
 
 
 def told_by_task(text: str) -> str | None:
-    """The reason in the text of Spark's exception, in one line; None where it is not this library's.
+    """The reason in the text of Spark's exception, in one line; None if it is not one of this library's errors.
 
     Args:
-        text: What the exception shows: the task's traceback is in it.
+        text: The exception's text, which includes the task's traceback.
     """
     for pattern, words in _OTHER_PYTHON:
         if found := pattern.search(text):
@@ -55,13 +55,13 @@ def told_by_task(text: str) -> str | None:
 
 @contextmanager
 def named_failures(name: str) -> Generator[None, None, None]:
-    """Let a failed job of the block say first why it has failed.
+    """Make the error of a failed job begin with its reason.
 
     Args:
-        name: What has failed.
+        name: Names the job in the error.
 
     Raises:
-        JobFailed: In place of Spark's exception, where the reason is known.
+        JobFailed: In place of Spark's exception, if the reason is known.
     """
     try:
         yield
@@ -74,14 +74,14 @@ def named_failures(name: str) -> Generator[None, None, None]:
 
 @contextmanager
 def shown_first() -> Generator[None, None, None]:
-    """In a process of Spark's that the block's error ends: let Spark show the error, and not a traceback before it.
+    """In a process of Spark's that ends with the block's error: let Spark show the error without a traceback before it.
 
     The traceback goes to the log. Errors that are not this library's stay as they are.
     """
     try:
         yield
     except DualWriteError:
-        logger.exception("where the error comes from that Spark shows")
-        # Harms nobody: the process that an error leaves runs nothing more, also where Spark uses others again.
+        logger.exception("the traceback of the error that Spark shows")
+        # Harmless: a process that fails with an error runs nothing more, even if Spark reuses others.
         os.environ[_HIDES_TRACEBACK] = "1"
         raise

@@ -1,4 +1,4 @@
-"""The driver's part: check everything before a task runs, settle before and after, and know what became of the batch."""
+"""The driver's part: checks everything before tasks run, settles before and after, and reports the result of the batch."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What became of a batch.
+    """The result of a batch.
 
     Attributes:
         sink: Name of the sink.
         batch_id: Name of the batch.
-        partitions: How many partitions it has; all of them are written.
+        partitions: Number of partitions; all of them are written.
         rows: Rows in the table, over all runs of this batch.
         messages: Messages in Kafka, likewise.
-        written_partitions: How many partitions this call has written.
-        written_rows: How many rows this call has written; 0 where the batch was done already.
-        written_bytes: Their size as Arrow holds them: the table's columns, and what goes into the messages.
+        written_partitions: Number of partitions that this call has written.
+        written_rows: Number of rows that this call has written; 0 if the batch was already written.
+        written_bytes: Their size in Arrow: the table's columns and the messages' parts.
     """
 
     sink: str
@@ -63,7 +63,7 @@ class BatchReport:
 
 
 def what_stays(written: Sequence[int], partition_count: int) -> str:
-    """What a run that has failed has left, for people.
+    """Describe what a failed run has left, for people.
 
     Args:
         written: The numbers of the partitions that are committed, in order.
@@ -85,15 +85,15 @@ def what_stays(written: Sequence[int], partition_count: int) -> str:
 
 
 class BatchJob(DriverSide):
-    """One run of one batch whose partitions are written each on its own. Settles when it is entered, finished, or else left.
+    """One run of one batch whose partitions are written one by one. Settles on entering, on :meth:`finish`, or on leaving.
 
     Args:
         options: The sink's settings.
         batch_id: Name of the batch.
-        jobs: The run's Spark jobs, which end with it; None where they are somebody else's.
+        jobs: The run's Spark jobs, which end with it; None if the caller starts them.
 
     Raises:
-        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: From entering, as :meth:`settle_left`.
+        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: On entering, as :meth:`settle_left`.
     """
 
     _layout: Layout
@@ -132,12 +132,12 @@ class BatchJob(DriverSide):
     def _give_up(self) -> None:
         self._settle()
         if self._jobs is not None:
-            # None of them can write any more. What they leave when they are killed is settled after that.
+            # None of the tasks can write any more. Once they are killed, the next step settles what they leave.
             self._jobs.end(self.name, Deadline(self._options.timeout_s))
             self._settle()
 
     def _tell_what_stays(self, error: BaseException) -> None:
-        """Tasks tell of their own partition alone; here it shows what became of the batch."""
+        """Say what became of the whole batch: tasks report only their own partition."""
         try:
             words = what_stays(self.written_partitions(), self._begun_partitions)
         except DualWriteError as unknown:
@@ -147,7 +147,7 @@ class BatchJob(DriverSide):
             error.add_note(f"{self.name} failed: {words}")
 
     def plan(self, schema: spark.StructType) -> PartitionTask:
-        """Check topic, table and every column; nothing is written.
+        """Check topic, table and every column; writes nothing.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`layout`.
@@ -157,14 +157,14 @@ class BatchJob(DriverSide):
         return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
 
     def leave_to_caller(self) -> None:
-        """Let the tasks of this run write after the block, too: the caller runs them, and nobody learns of their end."""
+        """Let the tasks of this run write after the block, too: the caller runs them, and we do not learn when they end."""
         self._finished = True
 
     def begin(self, partition_count: int) -> None:
-        """Record where the batch goes, as planned, and in how many partitions, before any of them is written.
+        """Record the batch's destination and its number of partitions, before any partition is written.
 
         Raises:
-            ConfigurationError: It was begun for another destination, or with another number of partitions, before.
+            ConfigurationError: The batch was begun earlier for another destination, or with another number of partitions.
             Unavailable: The database does not answer.
         """
         if partition_count:
@@ -185,7 +185,7 @@ class BatchJob(DriverSide):
         return list(self._ledger.partitions(self._engine, self._options.sink, self._batch_id))
 
     def require_same_rows(self, reports: Collection[PartitionReport]) -> None:
-        """Compare partitions that are written and have no rows now; where they have some, their tasks have compared them.
+        """Compare written partitions that have no rows now. If they have rows, their tasks have already compared them.
 
         Raises:
             ConfigurationError: One was written with rows; or as :meth:`written_partitions`.
@@ -203,13 +203,13 @@ class BatchJob(DriverSide):
                 raise other_rows(f"{self.name} partition {number}", Fingerprint(0, 0), found)
 
     def record_empty(self, partition_count: int, reports: Collection[PartitionReport]) -> None:
-        """Record the partitions without rows as written, all at once: their tasks have told nobody but us.
+        """Record the partitions without rows as written, all at once: their tasks have not recorded them.
 
         Raises:
             Fenced: Another run of the batch has begun.
-            ConfigurationError: One is written with rows meanwhile; the batch is for another destination; or as
+            ConfigurationError: One was written with rows meanwhile; the batch is for another destination; or as
                 :meth:`written_partitions`.
-            Unavailable, TransactionAborted: It was not recorded. Run the batch again.
+            Unavailable, TransactionAborted: They were not recorded. Run the batch again.
         """
         empty = [report.partition for report in reports if report.empty]
         if not empty:
@@ -227,7 +227,7 @@ class BatchJob(DriverSide):
             raise map_database_error(error, self._engine, self._options.schema) from error
 
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
-        """Settle, and say what became of the batch.
+        """Settle, and report the result of the batch.
 
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database has decided.
@@ -240,7 +240,7 @@ class BatchJob(DriverSide):
         if written.partitions != partition_count:
             raise DualWriteError(
                 f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
-                next_step="the ledger was changed by somebody else while the batch ran: find out what else was changed",
+                next_step="the ledger was changed from outside while the batch ran: find out what else was changed",
             )
         self._note_completed(BEGUN, None)
         self._finished = True
@@ -267,7 +267,7 @@ class BatchJob(DriverSide):
 
     @contextmanager
     def progress(self, partition_count: int) -> Generator[None, None, None]:
-        """Log what is committed, from time to time, while the block runs."""
+        """Log from time to time what is committed while the block runs."""
         stop = threading.Event()
         thread = threading.Thread(
             target=self._log_progress, args=(partition_count, stop), name=f"progress of {self.name}", daemon=True

@@ -1,4 +1,4 @@
-"""One task: one partition, one dual write. Whatever becomes of its attempts, the ledger lets one of them count."""
+"""One task: one partition, one dual write. The ledger lets exactly one of its attempts count."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """What became of one partition.
+    """The result of one partition.
 
     Attributes:
         partition: Its number.
         rows: Rows that this task has written.
         bytes: Their size, as :class:`Progress` counts it.
         written: False if an earlier or a faster attempt had written it.
-        empty: Whether it has no rows, and the ledger was neither asked nor told: that is left to the driver.
+        empty: Whether it has no rows and the task left the ledger to the driver.
     """
 
     partition: int
@@ -78,7 +78,7 @@ REPORT_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What a task does; pickled, and run once for each attempt at each partition.
+    """The work of a task; pickled, and run once for each attempt at each partition.
 
     Attributes:
         options: The sink's settings.
@@ -95,7 +95,7 @@ class PartitionTask:
     run: Run
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields what became of it."""
+        """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
         taken = Fingerprinted(whole_input(batches), len(self.schema.fields))
         report = self._run(projected_batches(taken, self.schema, self.layout), taken)
         yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
@@ -118,28 +118,28 @@ def write_partition(
     batches: Iterable[pa.RecordBatch],
     taken: Fingerprinted | None = None,
 ) -> PartitionReport:
-    """Write one partition, unless that is done already. Durable on both sides on return.
+    """Write one partition, unless it is already written. Durable on both sides on return.
 
     Args:
-        task: What to do.
+        task: The work to do.
         partition: Number of the partition.
         attempt: Number of the attempt, for people.
-        batches: The projected rows; its normal end means that they are all.
-        taken: The rows that they are made of, to be compared with those of an earlier run if the partition is already written,
-            and where the driver records partitions without rows; None where nothing is compared, and the task records them.
-            Then nothing is taken from ``batches`` of a partition that is written.
+        batches: The projected rows; its normal end means that the partition is complete.
+        taken: The source rows, compared with those of an earlier run if the partition is already written; the driver then
+            records partitions without rows. None to compare nothing: the task records partitions without rows, and takes
+            nothing from ``batches`` if the partition is already written.
 
     Raises:
         ConfigurationError: The partition is already written, with other rows.
-        DualWriteError: This attempt did not write the partition. The next one finds out by itself whether it must.
-        DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database, the messages are not, or nobody knows. It
-            is recorded; the next attempt finds the partition written.
+        DualWriteError: This attempt did not write the partition. The next attempt finds out by itself whether it must.
+        DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database; the messages are lost, or their outcome
+            cannot be verified. The loss is recorded; the next attempt finds the partition written.
     """
     failpoints.hit("spark.task_started")
     if taken is not None:
         rows = awaited(batches)
         if rows is None:
-            # Without a connection: most partitions of a shuffle may be empty.
+            # Needs no connection: most partitions of a shuffle may be empty.
             return PartitionReport(partition, 0, 0, written=False, empty=True)
         batches = rows
     with servers(task.options) as found:
@@ -149,7 +149,7 @@ def write_partition(
 
 
 class _WrittenByOther(Exception):
-    """Another attempt has written the partition: leaves the dual write, so that both sides abort."""
+    """Leaves the dual write when another attempt has written the partition, so that both sides abort."""
 
 
 class _Writing:
@@ -167,7 +167,7 @@ class _Writing:
         try:
             self._write(batches)
         except CompletionPending as error:
-            # Decided. The slot stays leased, so that the driver finds and completes it.
+            # Decided. The slot stays leased so that the driver finds and completes it.
             logger.warning("%s: %s", attempt.name, error)
         except (DecidedTransactionLost, OutcomeUnverifiable):
             raise
@@ -176,7 +176,7 @@ class _Writing:
             self._is_written()  # and it had the same rows
             return PartitionReport(partition, 0, 0, written=False)
         except Exception as error:
-            # Another attempt shows as this one's failure, too: it fences us, or our rows collide with its rows.
+            # Another attempt may be the cause of our failure: it fences us, or our rows collide with its rows.
             if not attempt.seen_after(error, partition):
                 if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
                     error.next_step = "nothing of this partition was written on either side; others may be, and stay"
@@ -187,10 +187,10 @@ class _Writing:
         return PartitionReport(partition, rows, size, written=True)
 
     def _is_written(self) -> bool:
-        """Whether the partition is written; if so, with the rows that this run has for it, too.
+        """Whether the partition is written, with the same rows that this run has for it.
 
         Raises:
-            ConfigurationError: With other rows.
+            ConfigurationError: It is written with other rows.
         """
         written = self._attempt.written()
         if written is None:
@@ -210,7 +210,7 @@ class _Writing:
             self._write_rows(rows)
 
     def _write_nothing(self) -> None:
-        """Of a partition without rows only the ledger knows: it needs no slot and no producer."""
+        """Record a partition without rows in the ledger: it needs no slot and no producer."""
         with self._attempt.engine.begin() as connection:
             self._attempt.require_run(connection)
             self._record(connection, None)
@@ -264,7 +264,7 @@ class _Writing:
         try:
             lane.record_completed()
             if lane.unrecorded is not None and lane.needs_settling:
-                # The log does not show its end everywhere. Readers wait there, and nobody may use this slot for long.
+                # Some partitions do not show the end yet. Their readers wait, and this slot may stay unused for long.
                 lane.settle(Deadline(self._task.options.timeout_s))
         except DualWriteError as error:
             logger.warning(
