@@ -1,4 +1,4 @@
-"""The decision on a whole batch: all its tasks' rows and messages at once, or nothing of it."""
+"""The decision on a whole batch: all rows and messages of its tasks at once, or none of them."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ logger = logging.getLogger(__name__)
 
 
 class WholeBatch(DriverSide):
-    """One run of one batch that is decided as one."""
+    """One run of one batch that is decided as a whole."""
 
     def uses_staging(self, layout: Layout, *, moves: bool) -> bool:
         """As :func:`choose_staging`."""
         return choose_staging(self._engine, self._options.database_leg, layout.table[0], moves=moves)
 
     def begin(self, layout: Layout) -> None:
-        """Record where the batch is written to, before anything of it is written.
+        """Record the batch's destination, before anything of it is written.
 
         Raises:
-            ConfigurationError: It was written to another destination, or partition by partition.
+            ConfigurationError: The batch was written to another destination, or partition by partition.
             Unavailable: The database does not answer.
         """
         destination = destination_of(self._options, layout, Way.WHOLE)
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
     def decide(self, layout: Layout, prepared: Collection[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
-        """Decide on all that the tasks have prepared, in one database transaction; then bring Kafka in line.
+        """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch.
 
         Args:
             layout: Which column goes where.
-            prepared: What the tasks have handed over.
+            prepared: The parts that the tasks have handed over.
             truncate: Empty the table first, in the same transaction.
-            upsert: Key columns: rows whose key is in the table replace those.
+            upsert: Key columns: rows replace those in the table that have the same key.
 
         Returns:
-            Whether this call has written the batch. False if it was written already.
+            Whether this call has written the batch. False if it was already written.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
             TransactionAborted: Nothing of the batch is written. Run it again.
             Fenced: Another driver of the same batch has taken over; it decides.
-            TransactionInDoubt: The database's answer is missing, and it does not answer. Run the batch again: what is written
-                is skipped.
-            CompletionPending: Decided. Run the batch again: nothing is written twice, and Kafka is brought in line.
-            DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka does not have their messages, or
-                nobody can tell. It is recorded.
+            TransactionInDoubt: The answer to COMMIT is missing, and the database does not answer. Run the batch again: what
+                is already written is skipped.
+            CompletionPending: Decided. Run the batch again: nothing is written twice, and Kafka's part is completed.
+            DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database; their messages are lost, or their outcome
+                cannot be verified. The loss is recorded.
         """
         deciding = _Deciding(self, layout, prepared, truncate=truncate, upsert=upsert)
         decision = Decision(
@@ -79,7 +79,7 @@ class WholeBatch(DriverSide):
             Ground(self._coordinator, self._store, unique_owner()),
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
-            idle_s=self._options.margin_s / 2,  # the other half is for COMMIT and for Kafka
+            idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
         )
         written = decision.run()
         self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
@@ -90,7 +90,7 @@ class WholeBatch(DriverSide):
         return written
 
     def record(self, connection: Connection, layout: Layout, prepared: Sequence[Undecided]) -> bool:
-        """Insert the batch's row into the ledger. False if it is there."""
+        """Insert the batch's row into the ledger. False if it is already there."""
         options, destination = self._options, destination_of(self._options, layout, Way.WHOLE)
         self._ledger.begin(connection, options.sink, self._batch_id, destination)
         if self._ledger.seen(connection, options.sink, self._batch_id, WHOLE_BATCH):
@@ -108,7 +108,7 @@ class WholeBatch(DriverSide):
         )
 
     def require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
-        """Raise TransactionAborted unless the lease of every part lives; lock them until the transaction ends."""
+        """Lock every part's lease until the transaction ends. Raise TransactionAborted if one has ended."""
         held = self._pool.held_in(connection, {one.transactional_id: one.owner for one in prepared})
         late = [one for one in prepared if one.transactional_id not in held]
         if late:
@@ -126,7 +126,7 @@ class WholeBatch(DriverSide):
             return self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
 
     def release(self, completed: Sequence[Undecided]) -> bool:
-        """Give the slots of completed parts back to the pool. False if that failed: they are to be claimed like the others."""
+        """Return the slots of completed parts to the pool. False on failure: they must then be claimed like the others."""
         try:
             for rests in (True, False):
                 self._pool.release(
@@ -138,13 +138,13 @@ class WholeBatch(DriverSide):
         return True
 
     def settle_all(self) -> Sequence[StateRow]:
-        """Settle whatever is left of the batch. Returns the rows of all the sink's slots, as they are after that."""
+        """Settle whatever is left of the batch. Returns the rows of all the sink's slots, as they are then."""
         return self._settle()
 
     def give_up(self, layout: Layout) -> None:
-        """Abort what tasks have prepared and nobody has decided. What was decided is completed.
+        """Abort parts that are prepared and undecided; complete those that are decided.
 
-        Tasks that still run can prepare nothing any more.
+        On return, tasks that still run cannot prepare anything any more.
 
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
@@ -165,7 +165,7 @@ class WholeBatch(DriverSide):
 
 
 class _Deciding:
-    """The decision on one batch, as :class:`~dualwrite.jobs.decide.Batch` wants it.
+    """The decision on one batch; implements :class:`~dualwrite.jobs.decide.Batch`.
 
     Attributes:
         slots: The rows of the sink's slots, after :meth:`settle`.
@@ -214,7 +214,7 @@ class _Deciding:
                 key=table_key(layout),
                 upsert=self._upsert,
             )
-        if staged:  # the others' tasks have looked, and hold their locks
+        if staged:  # tasks with prepared rows have checked the types, and their locks keep them
             require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
 
     def decided(self) -> None:
@@ -228,7 +228,7 @@ class _Deciding:
         )
 
     def decided_ago_s(self) -> float | None:
-        """None if an earlier call has decided."""
+        """Seconds since the decision; None if an earlier call decided."""
         return None if self._decided_at is None else time.monotonic() - self._decided_at
 
     def is_written(self) -> bool:

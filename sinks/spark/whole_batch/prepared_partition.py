@@ -1,8 +1,8 @@
-"""A task of a batch that is decided as one: it brings its rows and messages to both servers, and decides nothing.
+"""A task of a batch that is decided as a whole: sends its rows and messages to both servers, and decides nothing.
 
-Its rows stand committed in a staging table, which nobody reads; or in the target, in a prepared transaction, which nobody
-sees. Its messages are flushed in a Kafka transaction that stays open, which no ``read_committed`` consumer sees. What it hands
-to the driver names both.
+Its rows are committed to a staging table that no user reads, or prepared in the target and so invisible. Its messages are
+flushed in a Kafka transaction that stays open, invisible to ``read_committed`` consumers. The task hands the names of both
+to the driver.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Undecided:
-    """What one task has prepared. Pickles; holds no secret.
+    """The part of a batch that one task has prepared. Pickles; holds no secret.
 
     Attributes:
         partition: Number of the partition.
@@ -83,35 +83,35 @@ def prepare_partition(
     run: Run | None,
     staging: bool,
 ) -> Undecided | None:
-    """Bring one partition to both servers, undecided.
+    """Send one partition to both servers, undecided.
 
     On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased
-    for as long as the broker surely keeps that transaction open, less the margin, and ``decide_within_s`` at most.
+    for as long as the broker is certain to keep that transaction open, less the margin, and ``decide_within_s`` at most.
 
     Args:
         options: The sink's settings.
         layout: Which column goes where.
         batch_id: Name of the batch.
-        batches: The projected rows; its normal end means that they are all.
+        batches: The projected rows; its normal end means that the partition is complete.
         partition: Number of the partition.
         number: Number of the attempt, from 0.
-        run: The run that the task belongs to; None where nobody knows it.
-        staging: Whether the rows go into a staging table, rather than into the target in a prepared transaction.
+        run: The run that the task belongs to; None if it is not known.
+        staging: Whether the rows go into a staging table rather than into the target in a prepared transaction.
 
     Returns:
-        What is for the driver to decide. None if the batch is written already, or the partition is empty.
+        The part for the driver to decide. None if the batch is already written, or the partition is empty.
 
     Raises:
         ConfigurationError: The batch was written to another destination.
-        DualWriteError: This attempt has prepared nothing that could be decided.
+        DualWriteError: This attempt prepared nothing that could be decided.
     """
     failpoints.hit("spark.task_started")
     rows = awaited(batches)
     if rows is None:
-        return None  # without a connection: most partitions of a shuffle may be empty
+        return None  # needs no connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
-        # Of a stream no driver can: it learns the batch's name from the tasks.
+        # A stream's driver cannot do this: it learns the batch's name from the tasks.
         attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
@@ -183,7 +183,7 @@ def _staging_for(connection: Connection, layout: Layout, place: Workplace) -> St
 
 
 def _lifetime_s(attempt: Attempt, place: Workplace) -> float:
-    """How long the driver has to decide. From here on the database's clock counts, for all partitions alike."""
+    """The time that the driver has to decide. From here on the database's clock counts, for all partitions alike."""
     producer, options = place.lane.producer, attempt.options
     left_s = producer.transaction_timeout_ms / 1000 - producer.begun_for_s - options.margin_s
     if left_s <= 0:

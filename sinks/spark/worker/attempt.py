@@ -1,4 +1,4 @@
-"""One attempt of a task at its partition: who it is, what is already written, and a lane of its own to write in."""
+"""One attempt of a task at its partition: its name, what is already written, and a lane to write in."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workplace:
-    """What an attempt writes with.
+    """The lane and slot of an attempt.
 
     Attributes:
         lane: Ready for one dual write.
         ground: The two servers.
-        slot: The slot that the lane stands on.
+        slot: The slot whose id the lane uses.
     """
 
     lane: Lane
@@ -49,11 +49,11 @@ class Attempt:
     """One attempt at one partition.
 
     Args:
-        servers: What it writes to.
+        servers: The servers that it writes to.
         batch_id: Name of the batch.
         partition: Number of the partition.
         number: Number of the attempt, for people.
-        run: The run of the batch that the attempt belongs to; None where nobody knows it.
+        run: The run of the batch that the attempt belongs to; None if it is not known.
     """
 
     def __init__(self, servers: Servers, batch_id: str, partition: int, number: int, run: Run | None) -> None:
@@ -79,7 +79,7 @@ class Attempt:
             return self.ledger.seen(connection, self.options.sink, self.batch_id, partition_id)
 
     def written(self) -> WrittenPartition | None:
-        """What the ledger has recorded of this partition; None where it is not written.
+        """The ledger's record of this partition; None if it is not written.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`Ledger.partition`.
@@ -88,18 +88,18 @@ class Attempt:
             return self.ledger.partition(connection, self.options.sink, self.batch_id, self.partition)
 
     def seen_after(self, error: Exception, partition_id: int) -> bool:
-        """Whether the ledger has that partition in spite of the error: another attempt shows as this one's failure."""
+        """Whether the ledger has that partition despite the error: another attempt may be the cause of our failure."""
         try:
             seen = self.seen(partition_id)
         except DualWriteError as more:
             logger.warning("%s: the ledger could not be read after a failure: %s", self.name, more)
             return False
         if seen:
-            logger.info("%s: written all the same; this attempt failed: %s", self.name, error)
+            logger.info("%s: already written; this attempt failed: %s", self.name, error)
         return seen
 
     def require_run(self, connection: Connection) -> None:
-        """Go on only while the run has not been given up; as :meth:`Runs.require`.
+        """Continue only while the run has not been given up; see :meth:`Runs.require`.
 
         Raises:
             Fenced, ConfigurationError, Unavailable, TransactionAborted: As there.
@@ -108,10 +108,10 @@ class Attempt:
             Runs(self.engine, self.options.schema).require(connection, self._run)
 
     def settle_former(self) -> None:
-        """Settle what other attempts at this partition have left: they are fenced, and what they have prepared is undone.
+        """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared.
 
         Raises:
-            ConfigurationError, Unavailable: It could not be settled.
+            ConfigurationError, Unavailable: They could not be settled.
         """
         pool = self._pool()
         former = pool.held_by(self._prefix)
@@ -124,12 +124,12 @@ class Attempt:
 
     @contextmanager
     def workplace(self) -> Generator[Workplace, None, None]:
-        """Lease a slot, and go on with the lane that rests here for it; else claim it, and make a producer.
+        """Lease a slot, and continue with the lane that rests here for it; else claim it, and create a producer.
 
-        When the block has ended well, the lane rests again. After an error it is thrown away.
+        After a successful block, the lane rests again. After an error it is discarded.
 
         Raises:
-            Unavailable, ConfigurationError: It could not be had.
+            Unavailable, ConfigurationError: No slot or lane could be had.
             Fenced: The run was given up, or the slot was settled meanwhile.
         """
         servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
@@ -138,7 +138,7 @@ class Attempt:
             slot.rests = servers.has_room
             try:
                 lane.ready(Deadline(self.options.timeout_s))
-                # If it is not ours any more, whoever settles may have claimed the slot before us, and would not come again.
+                # If the lease is lost, its settler may have claimed the slot before our claim, and would not return to settle.
                 pool.renew(slot.lease, lease_s)
                 yield Workplace(lane, servers.ground, slot)
             except BaseException:

@@ -1,4 +1,4 @@
-"""Where a batch is written to, as the ledger knows it."""
+"""The destination of a batch, as the ledger records it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def destination_of(options: SinkOptions, layout: Layout, way: Way) -> Destination:
-    """The destination that the driver has planned: the same for it and for its tasks."""
+    """The destination that the driver has planned: the driver and its tasks get the same one."""
     topic = options.topic
     if topic is None:
         assert options.topic_column is not None

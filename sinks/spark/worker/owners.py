@@ -1,4 +1,4 @@
-"""How the slots are settled that the tasks of a batch have left."""
+"""Settles the slots that a batch's tasks have left."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 def settle_leases(
     ground: Ground, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
 ) -> None:
-    """Take these leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
+    """Take leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
 
     Args:
         ground: The two servers.
         pool: The slots.
         leases: As they were seen.
-        deadline: Bounds the call.
+        deadline: Limits the call.
         name: For the log.
-        prefix: How our own name begins, so that those who come after us find what we could not finish.
+        prefix: Beginning of our own name, so that later settlers find what we could not finish.
 
     Raises:
         ConfigurationError, Unavailable: They could not be settled.
     """
-    # Before the claim: a task that was given its slot, and claims it after us, finds by its lease that it is too late.
+    # Before the claim: a task that claims its slot after us then finds by its lease that it is too late.
     taken = pool.take_over(leases, f"{prefix}settled by {ground.owner}", deadline.remaining_s())
     if not taken:
         return

@@ -1,4 +1,4 @@
-"""A slot in use: leased at the start, renewed while the task runs, given back when all is well."""
+"""A slot in use: leased at the start, renewed while the task runs, returned after success."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slot:
         lease: The lease. Its id is the slot's transactional id.
         leased_at: When it was leased, by the database's clock.
         kept_until: See :meth:`keep_for`.
-        rests: Whether the worker is going to keep the lane that stands on it.
+        rests: Whether the worker will keep the lane that uses it.
     """
 
     def __init__(self, lease: Lease, leased_at: datetime) -> None:
@@ -39,10 +39,10 @@ class Slot:
         self._leased_s = now_s()
 
     def keep_for(self, seconds: float) -> None:
-        """Leave the slot leased when the block ends: somebody else will decide on what is prepared in it.
+        """Leave the slot leased after the block: the driver will decide on the part prepared in it.
 
-        For so long from now on, however long it takes until the block has ended and the database is told: the broker does not
-        wait for a worker that is paused.
+        The time counts from now, not from the block's end or from the database's update: the broker does not wait for a
+        paused worker.
         """
         self.kept_until = self.leased_at + timedelta(seconds=now_s() - self._leased_s + seconds)
 
@@ -58,21 +58,21 @@ def leased_slot(
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
-    Leaving the block normally gives the slot back, unless it is to be kept. Leaving it by an exception keeps the lease as it
-    is: what the task left behind is for the driver to settle, or for whoever leases the slot when the lease is over. A lease
-    that is lost meanwhile harms nothing: whoever gets the slot claims its id, and that fences us.
+    Leaving the block normally returns the slot, unless :meth:`Slot.keep_for` was called. An exception leaves the lease as it
+    is: the driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing
+    the lease meanwhile does no harm: the next holder claims the slot's id, and that fences us.
 
     Args:
         pool: The pool.
-        owner: Who we are; see :meth:`SlotPool.lease`.
+        owner: Our name; see :meth:`SlotPool.lease`.
         lease_s: How long a lease lasts, in seconds.
-        preferred: Slots that the worker could go on with.
+        preferred: Slots that the worker could continue with.
         require: See :meth:`SlotPool.lease`.
 
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
-        Fenced: From leaving the block: the slot was to be kept, and somebody else has leased it.
-        Unavailable: From leaving the block, where the slot was to be kept: the database does not answer.
+        Fenced: On leaving the block, if the slot should be kept: another process has leased it.
+        Unavailable: On leaving the block, if the slot should be kept: the database does not answer.
     """
     lease = pool.lease(owner, lease_s, preferred=preferred, require=require)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
@@ -85,7 +85,7 @@ def leased_slot(
         yield slot
     finally:
         stop.set()
-        renewer.join(lease_s)  # a database that hangs does not hold the task longer than its lease
+        renewer.join(lease_s)  # a hanging database holds the task no longer than its lease
     if slot.kept_until is not None:
         if renewer.is_alive():
             raise Unavailable(

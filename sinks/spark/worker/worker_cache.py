@@ -1,8 +1,8 @@
-"""What a reused Python worker keeps from task to task: its connections, and lanes whose producers may go on.
+"""Keeps connections, and lanes with their producers, from task to task in a reused Python worker.
 
-A task then needs no claim and no new producer. Nothing rests on what is kept: a lane goes on only where its row says that it
-may (:meth:`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. It all ends with the process, which Spark
-ends when the worker has been idle for a minute.
+A task then needs no claim and no new producer. Nothing relies on the cache: a lane continues only if its row says that it
+may (:meth:`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the process, which
+Spark ends after the worker has been idle for a minute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SINKS: Final = 4
 
 
 class Servers:
-    """One sink's connections in this process, and the lanes that rest there. For one task at a time.
+    """One sink's connections in this process, and the lanes that rest on them. For one task at a time.
 
     Attributes:
         options: The sink's settings.
@@ -56,12 +56,12 @@ class Servers:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made it: another one inherits nothing by a fork."""
+        """Whether this process created it: a forked process must not use it."""
         return self._pid == os.getpid()
 
     @property
     def outlives_its_task(self) -> bool:
-        """Whether it is kept for the next task in this process."""
+        """Whether it stays for the next task in this process."""
         return self.options.keep_slots and TaskContext.get() is not None
 
     @property
@@ -72,7 +72,7 @@ class Servers:
     def resting(self) -> tuple[str, ...]:
         """The transactional ids of the lanes that rest here, the last one used first.
 
-        Those whose row somebody else has claimed are thrown away: they would only stand in the way of who uses it now.
+        Discards lanes whose row another process has claimed: they would only get in the way of the new owner.
 
         Raises:
             ConfigurationError, Unavailable: The rows could not be read.
@@ -86,7 +86,7 @@ class Servers:
         return tuple(reversed(self._resting))
 
     def take(self, transactional_id: str) -> Lane:
-        """The lane that rests here, if it may go on; else a new one, to be claimed."""
+        """Take the lane that rests here if it may continue; else create a new one, which must be claimed."""
         lane = self._resting.pop(transactional_id, None)
         if lane is None:
             return self._new_lane(transactional_id)
@@ -99,14 +99,14 @@ class Servers:
         return self._new_lane(transactional_id)
 
     def keep(self, lane: Lane) -> None:
-        """Let a lane rest here, if there is room; else throw it away."""
+        """Let a lane rest here if there is room; else discard it."""
         if self.has_room:
             self._resting[lane.transactional_id] = lane
         else:
             lane.discard()
 
     def close(self) -> None:
-        """Close everything. What was handed over stays as it is."""
+        """Close everything. Transactions that were handed over stay open."""
         for lane in self._resting.values():
             lane.discard()
         self._resting.clear()
@@ -128,14 +128,14 @@ class Servers:
 
 
 _kept: Final[dict[str, Servers]] = {}
-"""By pool; what is in use is not in it."""
+"""By pool; excludes those in use."""
 
 
 @contextmanager
 def servers(options: SinkOptions) -> Generator[Servers, None, None]:
-    """The sink's connections and lanes: those that an earlier task has left here, or new ones.
+    """The sink's connections and lanes: those that an earlier task left here, or new ones.
 
-    Outside of a Spark task, where the sink keeps nothing, and after an error they are closed when the block ends.
+    They are closed when the block ends: outside of a Spark task, if the sink keeps nothing, and after an error.
 
     Raises:
         ConfigurationError: As `Servers`.
@@ -164,7 +164,7 @@ def _taken(options: SinkOptions) -> Servers | None:
 
 def _keep(found: Servers) -> None:
     former = _kept.pop(found.options.pool, None)
-    if former is not None:  # of a task that ran at the same time in this process
+    if former is not None:  # left by a task that ran at the same time in this process
         former.close()
     _kept[found.options.pool] = found
     if len(_kept) > _MOST_SINKS:

@@ -39,10 +39,10 @@ def write_rows(
         table: Schema and name of the table that the rows go into: the target, or a staging table.
         options: The sink's settings.
         partition: Number of the partition.
-        progress: Told of each batch that is written.
+        progress: Counts each batch that is written.
 
     Raises:
-        DualWriteError: One of the sides refused a row, or is gone: leave the dual write, both sides abort.
+        DualWriteError: One side refused a row, or is gone: leave the dual write, both sides abort.
     """
     names = RowNames(partition, layout)
     with (

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _UUID_BYTES: Final = 16
 _UUID: Final = pa.binary(_UUID_BYTES)
 _NAMES_KEY: Final = frozenset({"23503", "23505", "23P01"})
-"""SQLSTATEs whose detail names a key: one that another table lacks, one that comes twice, one that excludes another."""
+"""SQLSTATEs whose detail names a key: missing in another table, duplicate, or in conflict with an exclusion constraint."""
 _KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
 _LINE: Final = re.compile(r", line ([0-9]+)")
 """In the first line of the context, which may name a staging table; in binary COPY it holds no values."""
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
-"""SQLSTATE classes that come again with the same rows: a key twice, bad values, violated constraints, missing rights."""
+"""SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights."""
 
 
 class _Driver(Protocol):
-    """What is used of a ``psycopg.Connection``."""
+    """The part of a ``psycopg.Connection`` that is used here."""
 
     def cursor(self) -> Cursor[tuple[object, ...]]:
         """A new cursor."""
@@ -45,10 +45,10 @@ class _Driver(Protocol):
 
 
 class TableCopy:
-    """One COPY under way. Batches may be written until the block ends.
+    """A running COPY. Batches may be written until the block ends.
 
     Attributes:
-        sent_rows: How many rows were sent so far.
+        sent_rows: Number of rows sent so far.
     """
 
     def __init__(self, copy: Copy, layout: Layout, names: RowNames | None = None) -> None:
@@ -89,7 +89,7 @@ class TableCopy:
             found.extend(None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist())
             return pa.array(found, _UUID)
         except (ValueError, pa.ArrowInvalid) as error:
-            # Text that is no hexadecimal number ends the list; too long or too short a number stands in it.
+            # A text that is not hexadecimal ends the list; a number of the wrong length is an entry of it.
             index = next(
                 (index for index, one in enumerate(found) if one is not None and len(one) != _UUID_BYTES), len(found)
             )
@@ -105,7 +105,7 @@ class TableCopy:
 def copying(
     connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
 ) -> Generator[TableCopy, None, None]:
-    """COPY the layout's table columns into a table; leaving the block by an exception cancels it.
+    """COPY the layout's table columns into a table; an exception in the block cancels it.
 
     Args:
         connection: Inside the dual write.
@@ -138,12 +138,12 @@ def copying(
 
 
 def require_all_taken(table: str, *, sent: int, taken: int) -> None:
-    """Compare the rows that the database reports as written with those that were sent: each of them has its message.
+    """Compare the number of rows that the database reports with the number sent: each row sent has its message.
 
     Args:
         table: The target's name.
-        sent: Rows that were sent.
-        taken: Rows that the statement's completion tag reports.
+        sent: Number of rows sent.
+        taken: Number of rows that the statement's completion tag reports.
 
     Raises:
         TransactionAborted: They differ: leave the dual write, both sides abort.
@@ -158,15 +158,15 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
 
 
 def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
-    """The error for rows that a table does not take; it says whether the same rows can be taken another time.
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
 
     Args:
-        what: Has failed.
-        error: The database's.
-        row: The name of the row, where it is known.
+        what: First words of the message: what failed.
+        error: The database's error.
+        row: The name of the row, if it is known.
     """
     shown = []
-    # Of all details only this one: others hold the values of whole rows.
+    # Only this detail: others show the values of whole rows.
     if error.sqlstate in _NAMES_KEY and (key := _KEY.match(error.diag.message_detail or "")):
         shown.append(key[0])
     if column := error.diag.column_name:

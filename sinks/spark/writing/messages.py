@@ -23,14 +23,14 @@ _BYTES: Final = pa.binary()
 def produce_batch(
     transaction: Transaction, batch: pa.RecordBatch, layout: Layout, topic: str | None, serializing: Serializing
 ) -> None:
-    """Produce a message for each row of a projected batch. Waits where librdkafka's queue is full, so memory is bounded.
+    """Produce a message for each row of a projected batch. Waits while librdkafka's queue is full, so memory is bounded.
 
     Args:
         transaction: The dual write.
         batch: The rows.
-        layout: Where the parts of a message stand in it.
-        topic: The topic of all messages, None where a column says it.
-        serializing: Writes what is written with a schema.
+        layout: The positions of a message's parts in the batch.
+        topic: The topic of all messages; None if a column names it.
+        serializing: Serializes the parts that have a schema.
 
     Raises:
         TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null, or a row
@@ -59,7 +59,7 @@ def _part(
 
 
 def _bytes(batch: pa.RecordBatch, number: int) -> list[bytes | None]:
-    # Through numpy: five times as fast as to_pylist, which makes a scalar object of each value first.
+    # Through numpy: five times as fast as to_pylist, which creates a scalar object for each value first.
     return cast("list[bytes | None]", batch.column(number).cast(_BYTES).to_numpy(zero_copy_only=False).tolist())
 
 
@@ -69,7 +69,7 @@ def _numbers(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
 
 def _partitions(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
     if number is not None and (least := pc.min(batch.column(number)).as_py()) is not None and least < 0:
-        # librdkafka takes -1 for none, and chooses one.
+        # librdkafka would take -1 for "none", and choose one.
         raise ConfigurationError(
             f"the partition of a row is {least}",
             next_step="partitions count from 0; a row whose partition is null goes where its key says",

@@ -1,4 +1,4 @@
-"""What people see of a batch while it is written: lines in the logs, and a name in Spark's own web interface."""
+"""Shows people a batch while it is written: lines in the logs, and a name in Spark's web interface."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SINKS_LOGGER: Final = "dualwrite.sinks"
 
 
 class Progress:
-    """Counts what one task has written so far, and logs it from time to time.
+    """Counts the rows that one task has written so far, and logs the count from time to time.
 
     Args:
-        name: Of the attempt.
+        name: The attempt's name.
         every_s: Time between two lines, in seconds.
 
     Attributes:
-        rows: Rows so far.
-        bytes: Their size as Arrow holds them, projected: columns of the table, and what goes into the message.
+        rows: Number of rows so far.
+        bytes: Their size in Arrow after the projection: the table's columns and the messages' parts.
     """
 
     def __init__(self, name: str, every_s: float) -> None:
@@ -59,7 +59,7 @@ def shown(size: int) -> str:
 
 @contextmanager
 def described(context: SparkContext, description: str) -> Generator[None, None, None]:
-    """Name the jobs of the block in Spark's web interface, unless the caller, or a stream, has named them."""
+    """Name the block's jobs in Spark's web interface, unless the caller or a stream has named them."""
     if context.getLocalProperty(_JOB_DESCRIPTION):
         yield
         return
@@ -71,11 +71,11 @@ def described(context: SparkContext, description: str) -> Generator[None, None, 
 
 
 def log_to_stderr() -> None:
-    """In a process that Spark has started beside the driver: let its log lines reach the driver's standard error.
+    """In a process that Spark has started beside the driver: send its log lines to the driver's standard error.
 
-    Nobody can configure logging there, and without a handler Python drops what is below WARNING. Where Spark captures the
-    lines itself (``spark.sql.pyspark.worker.logging.enabled``), that is left to it. Unless the environment asks for more, it
-    is the sink's lines: a few for each batch; those of claiming and settling are several for each partition.
+    Users cannot configure logging there, and without a handler Python drops lines below WARNING. Does nothing if Spark
+    captures the lines itself (``spark.sql.pyspark.worker.logging.enabled``). Unless the environment asks for more, only the
+    sink's lines are sent, a few for each batch: claiming and settling log several for each partition.
     """
     own = logging.getLogger(_OWN_LOGGER)
     if own.hasHandlers():

@@ -1,11 +1,12 @@
-"""Staging tables: rows that tasks have brought into the database, and that nobody sees before the driver takes them over.
+"""Staging tables: hold the rows that tasks have brought into the database until the driver moves them into the target.
 
-Each attempt at a partition fills a table of its own, unlogged: written once, read once, and of no use after a crash of the
-database, which empties it. Who takes the rows over compares their number with what the task has counted, so an emptied table
-fails the batch and harms nothing.
+Each attempt at a partition fills a table of its own. The table is unlogged: written once, read once, and useless after a
+crash of the database, which empties it. The driver compares the number of rows with the task's count before it moves them,
+so an emptied table fails the batch and does no harm.
 
-A staging table says in its comment which incarnation of which slot has made it, and who held the slot's lease. Once somebody
-has claimed that slot anew, or the lease is no longer his, nobody can decide on its rows any more, and it is dropped.
+A staging table's comment names the slot and incarnation that created it, and the holder of the slot's lease. Once the slot
+has been claimed again, or another process holds the lease, no process can decide on the table's rows any more, and the
+table is dropped.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class StagingTable:
     Attributes:
         schema: The database schema that it is in.
         name: Its name.
-        transactional_id: The slot of the task that has made it.
+        transactional_id: The slot of the task that created it.
         incarnation: The incarnation of that slot.
-        owner: Who held the slot's lease.
+        owner: The holder of the slot's lease.
     """
 
     schema: str
@@ -81,16 +82,16 @@ def create_staging(
     incarnation: int,
     owner: str,
 ) -> StagingTable:
-    """Make an empty staging table for some columns of the target, in the target's schema and the caller's transaction.
+    """Create an empty staging table for some columns of the target, in the target's schema and the caller's transaction.
 
     Raises:
-        ConfigurationError: Tables may not be made in that schema.
-        TransactionAborted, Unavailable: The transaction cannot go on.
+        ConfigurationError: Tables may not be created in that schema.
+        TransactionAborted, Unavailable: The transaction cannot continue.
     """
     made = StagingTable(target[0], f"{_PREFIX}{secrets.token_hex(12)}", transactional_id, incarnation, owner)
     comment = _COMMENT + json.dumps({"slot": transactional_id, "incarnation": incarnation, "owner": owner})
     try:
-        # Types and nothing else: constraints and defaults are the target's affair when the rows are taken over.
+        # Types only: the target checks constraints and sets defaults when the rows are moved.
         _execute(
             connection,
             sql.SQL(
@@ -128,23 +129,23 @@ def take_over(
     Args:
         connection: Inside the deciding transaction.
         staged: The staging table.
-        target: Schema and name of the table that is written.
+        target: Schema and name of the target table.
         columns: The columns.
-        rows: How many rows there must be.
+        rows: Number of rows that the staging table must hold.
         partition: Number of the partition, for people.
         key: Columns that name a row, for people.
         upsert: Key columns: a row whose key is in the target replaces the other columns there.
 
     Raises:
-        TransactionAborted: The rows are not all there, a key comes twice, or the target refuses them; nothing is moved.
+        TransactionAborted: Rows are missing, a key comes twice, or the target refuses them; nothing is moved.
         ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
     """
     statement = sql.SQL("INSERT INTO {} AS present ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
         sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*staged.table)
     )
     if upsert:
-        # Keys are assigned too, so that every row counts as written, also where there is no other column.
-        # What another table of this batch has brought is not replaced: nobody can say which of the two comes last.
+        # Assigns the keys, too, so that every row counts as written even if there is no other column.
+        # Does not replace a row from another staging table of this batch: there is no order between the two.
         statement += sql.SQL(
             " ON CONFLICT ({}) DO UPDATE SET {} WHERE present.xmin <> pg_current_xact_id()::xid"
         ).format(
@@ -185,9 +186,9 @@ def _refused_row(
     partition: int,
     key: Sequence[str],
 ) -> str:
-    """The name of a row that the target has refused: the database names it by its values alone, which no log may show.
+    """The name of a row that the target refused: the database identifies it only by its values, which no log may show.
 
-    Looked for on a connection of its own, as the transaction has failed; and not for long, as that holds its locks still.
+    Searches on another connection, because the transaction has failed; and briefly, because it still holds its locks.
     """
     try:
         with engine.connect() as connection:
@@ -213,7 +214,7 @@ def _refused_row(
 
 
 def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Error) -> sql.Composable | None:
-    """The condition for rows that break the constraint; None where it is not one of single rows."""
+    """The condition for rows that violate the constraint; None if the constraint is not one on single rows."""
     if isinstance(error, psycopg.errors.NotNullViolation) and error.diag.column_name:
         return sql.SQL("{} IS NULL").format(sql.Identifier(error.diag.column_name))
     if isinstance(error, psycopg.errors.CheckViolation):
@@ -225,7 +226,7 @@ def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Erro
 
 
 def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
-    """Drop staging tables that were taken over. One that somebody still reads is left for :func:`drop_dead_staging`."""
+    """Drop staging tables whose rows were moved. Tables that are still being read are left for :func:`drop_dead_staging`."""
     with engine.connect() as connection:
         for staged in tables:
             _drop(connection, staged)
@@ -234,20 +235,20 @@ def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
 def drop_dead_staging(
     engine: Engine, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
 ) -> int:
-    """Drop the staging tables that nobody can decide on any more. One that somebody still reads is left for the next time.
+    """Drop the staging tables that no process can decide on any more. Tables that are still being read stay until next time.
 
-    An incarnation that is over can decide nothing. One that lives on has left tables, too, where its driver died before it
-    dropped what it had taken over: their makers no longer hold the slot.
+    A settled incarnation cannot decide. A live incarnation may have left tables as well, if its driver died after it moved
+    their rows and before it dropped them: their creators no longer hold the slot.
 
     Args:
         engine: The database.
-        schema: Where staging tables are made.
-        incarnations: The present incarnation by slot.
-        holders: Asks for the present holder by slot. Called when the tables have been found: whoever made one held his slot
-            before, and does not get it back under the same name.
+        schema: Where staging tables are created.
+        incarnations: The current incarnation by slot.
+        holders: Reads the current holder by slot. Called after the tables have been found: a table's creator held its slot
+            before that, and never gets it back under the same name.
 
     Returns:
-        How many were dropped.
+        Number of tables dropped.
     """
     dropped = 0
     with engine.connect() as connection:
@@ -290,8 +291,8 @@ def empty(connection: Connection, table: tuple[str, str]) -> None:
     """Empty a table in the caller's transaction.
 
     Raises:
-        ConfigurationError: It may not be emptied.
-        TransactionAborted, Unavailable: The transaction cannot go on.
+        ConfigurationError: The right to empty it is missing.
+        TransactionAborted, Unavailable: The transaction cannot continue.
     """
     try:
         _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(sql.Identifier(*table)))

@@ -1,9 +1,9 @@
-"""Was a task's input whole? Spark itself does not tell the function that consumes it.
+"""Proves that a task's input was complete: Spark does not tell the function that consumes it.
 
-When rows cannot be computed further (an error upstream, a cancelled job, an executor that dies), Spark closes the socket to
-the Python worker. If that happens between two batches, the function sees its input end as if it were complete, and what it
-has got so far would be committed as the whole partition. Only after the last row of a partition Spark writes an end
-marker; so the marker, waiting to be read behind the input, is the proof.
+If no more rows can be computed (an error upstream, a cancelled job, an executor that dies), Spark closes the socket to the
+Python worker. If that happens between two batches, the function sees its input end as if it were complete, and would commit
+the rows so far as the whole partition. Spark writes an end marker only after the last row of a partition, so the marker,
+waiting to be read after the input, is the proof.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _WORKER: Final = ("pyspark", "worker.py")
 
 
 class _Buffered(Protocol):
-    """What is used of a ``BufferedReader`` or ``BufferedRWPair``."""
+    """The part of a ``BufferedReader`` or ``BufferedRWPair`` that is used here."""
 
     def peek(self, size: int, /) -> bytes:
-        """What comes next, without taking it; waits for at least one byte, empty at the end."""
+        """Return the next bytes without consuming them. Waits for at least one byte; empty at the end."""
         ...
 
 
 def whole_input(items: Iterable[Item]) -> Iterator[Item]:
-    """The input of the present task, which must be consumed by the thread that runs the task.
+    """The input of the running task. Must be consumed by the thread that runs the task.
 
     Raises:
         TransactionAborted: At its end: it is not the whole partition.
@@ -41,7 +41,7 @@ def whole_input(items: Iterable[Item]) -> Iterator[Item]:
     """
     yield from items
     ahead = _worker_input().peek(len(_END))[: len(_END)]
-    # A part of the marker proves it, too: Spark writes nothing else behind the last row.
+    # A part of the marker is proof enough: Spark writes nothing else after the last row.
     if not ahead or not _END.startswith(ahead):
         raise TransactionAborted(
             "the rows of the partition ended before Spark's end marker: the job failed or was cancelled, or the executor died",
@@ -51,7 +51,7 @@ def whole_input(items: Iterable[Item]) -> Iterator[Item]:
 
 def _worker_input() -> _Buffered:
     """The stream that Spark's worker reads its input from: a local variable of the function that runs the task."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - Spark hands the stream to nobody
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - Spark offers no other way to the stream
     while frame is not None:
         if frame.f_code.co_name == "main" and PurePath(frame.f_code.co_filename).parts[-2:] == _WORKER:
             stream = frame.f_locals.get("infile")
@@ -59,6 +59,6 @@ def _worker_input() -> _Buffered:
                 return cast("_Buffered", stream)
         frame = frame.f_back
     raise IllegalStateError(
-        "Spark's worker does not show where its input comes from, so that nobody can tell whether it was whole",
+        "Spark's worker does not show where its input comes from, so an incomplete input would go unnoticed",
         next_step="use a version of PySpark that this library is tested with",
     )
