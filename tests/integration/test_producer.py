@@ -363,7 +363,7 @@ def test_the_time_a_transaction_is_open_counts_from_its_first_message(ready, dua
 
 def test_the_brokers_maximum_is_asked_for_and_warned_of_when_it_is_short(make_producer, caplog, monkeypatch):
     monkeypatch.setattr(transaction_timeout, "_warned", set())
-    caplog.set_level(logging.INFO, "dualwrite.kafka.producer.transactional")
+    caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     for _ in range(2):
         producer = make_producer()
         producer.init_transactions()
@@ -412,15 +412,13 @@ def test_a_broker_that_is_not_there_is_unavailable_at_the_deadline(dualwrite_kaf
 
 
 def test_every_line_of_the_log_names_the_transactional_id(ready, dualwrite_topic, caplog, kafka_id):
-    caplog.set_level(logging.DEBUG, "dualwrite.kafka.producer.transactional")
+    caplog.set_level(logging.DEBUG, "dualwrite.kafka.producer")
     producer = ready({"debug": "eos"})
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"x")
     producer.commit_transaction()
     producer.poll()
-    lines = [
-        record.getMessage() for record in caplog.records if record.name == "dualwrite.kafka.producer.transactional"
-    ]
+    lines = [record.getMessage() for record in caplog.records if record.name == "dualwrite.kafka.producer"]
     assert any("TXNAPI" in line for line in lines), "librdkafka's own lines are routed, too"
     assert all(line.startswith(kafka_id) for line in lines)
 

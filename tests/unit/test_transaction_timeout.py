@@ -54,7 +54,7 @@ def test_what_is_chosen_is_never_above_what_the_broker_allows(requested, maximum
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(transaction_timeout, "_warned", set())
-    caplog.set_level(logging.WARNING, "dualwrite.kafka.producer.transactional")
+    caplog.set_level(logging.WARNING, "dualwrite.kafka.producer")
     return caplog
 
 

@@ -14,7 +14,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.coordinator import TransactionCoordinator
 
-logger = logging.getLogger("dualwrite.kafka.producer.transactional")
+logger = logging.getLogger("dualwrite.kafka.producer")
 
 LEAST_TIMEOUT_MS = 1000
 GREATEST_TIMEOUT_MS = 2_147_483_547

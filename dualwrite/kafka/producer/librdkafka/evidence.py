@@ -19,7 +19,7 @@ from dualwrite.protocol.settle import OFFSETS_TOPIC
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.librdkafka.doubt import Transaction
 
-logger = logging.getLogger("dualwrite.kafka.producer.transactional")
+logger = logging.getLogger("dualwrite.kafka.producer")
 
 _TOPIC_ID_LIFE_S: Final = 10.0
 _ASK_S: Final = 2.0

@@ -15,7 +15,7 @@ from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAn
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-logger = logging.getLogger("dualwrite.kafka.producer.transactional")
+logger = logging.getLogger("dualwrite.kafka.producer")
 
 _DESTROY_WAIT_S = 2.0
 
