@@ -1,4 +1,4 @@
-"""Every Spark SQL type: how it stands in each message format, and which PostgreSQL columns take it.
+"""Every Spark SQL type: its form in each message format, and the PostgreSQL columns that take it.
 
 The documentation shows this table.
 """
@@ -18,7 +18,7 @@ from dualwrite.sinks.spark.columns.table import TableColumn
 
 
 class Form(Enum):
-    """What has to be done to a column of the DataFrame before it is sent."""
+    """The conversion of a DataFrame's column before it is sent."""
 
     PLAIN = "as it is"
     TEXT = "its decimal text"
@@ -32,9 +32,9 @@ class Wire:
     """How a column travels to PostgreSQL.
 
     Attributes:
-        form: What has to be done to it first.
+        form: The conversion before it is sent.
         arrow: The Arrow type that it is cast to; values that do not fit fail the task.
-        encoding: ``jsonb`` and ``uuid`` have binary forms that no Arrow type stands for; empty for all others.
+        encoding: ``jsonb`` or ``uuid``, whose binary forms have no Arrow type; empty for all others.
     """
 
     form: Form
@@ -61,12 +61,12 @@ class TypeRow:
 
     Attributes:
         name: The Spark SQL name.
-        json: What it becomes in the JSON value, for people; empty if it is refused there.
+        json: Its form in the JSON value, for people; empty if it is refused there.
         wires: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
         element: The internal name of the element type of the PostgreSQL arrays that take arrays of it.
-        advice: What to do where it is refused.
-        avro: The Avro type it becomes, for people; empty if it is refused there.
-        json_schema: The JSON Schema it becomes, likewise.
+        advice: What to do if it is refused.
+        avro: Its Avro type, for people; empty if it is refused there.
+        json_schema: Its JSON Schema, likewise.
         protobuf: The Protobuf fields that take it, likewise.
     """
 
@@ -228,11 +228,11 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
     "GeographyType": TypeRow("geography", "", advice="convert it with ST_AsBinary"),
     "UserDefinedType": TypeRow("user-defined", "", advice="convert it to the type that it is stored as"),
 }
-"""By the name of the type's class: older versions of Spark do not have all of them."""
+"""By the name of the type's class: older versions of Spark lack some of the classes."""
 
 
 def row_of(data_type: spark.DataType) -> TypeRow:
-    """The table's row of a type; a type that the table does not know (a newer Spark's) is refused everywhere."""
+    """The table's row for a type. A type that is not in the table (of a newer Spark) is refused everywhere."""
     for kind in type(data_type).__mro__:
         if kind.__name__ in TYPE_TABLE:
             return TYPE_TABLE[kind.__name__]
@@ -243,7 +243,7 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn) -> Wire:
     """How the DataFrame's column ``name`` travels into a column of the table.
 
     Raises:
-        ConfigurationError: PostgreSQL's column does not take the type, or would change its values.
+        ConfigurationError: The table's column does not take the type, or would change its values.
     """
     row = row_of(data_type)
     wire = row.wires.get(_ENUM if target.is_enum else target.type_name)
@@ -272,7 +272,7 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn) -> Wire:
 
 
 def _digits_after_point(data_type: spark.DataType) -> int | None:
-    """Of a number that is exact, or of an array's elements."""
+    """The digits after the point of an exact number, or of an array's elements."""
     if isinstance(data_type, spark.ArrayType):
         return _digits_after_point(data_type.elementType)
     if isinstance(data_type, spark.DecimalType):
@@ -287,10 +287,10 @@ def _exact(data_type: spark.DataType, arrow: pa.DataType) -> pa.DataType:
 
 
 def check_json(name: str, data_type: spark.DataType) -> None:
-    """Refuse a type that has no JSON form, at whatever depth.
+    """Refuse a type that has no JSON form, at any depth.
 
     Raises:
-        ConfigurationError: It names the column and the type.
+        ConfigurationError: It has none. The error names the column and the type.
     """
     for inner in _parts(data_type):
         row = row_of(inner)

@@ -1,7 +1,7 @@
-"""Does a batch that is run again give the same rows? Seen in the plan before, and in a digest of each partition's rows after.
+"""Checks that a batch gives the same rows when it runs again: by its plan beforehand, and by a digest of each partition.
 
-Partitions that are written stay when a batch is run again. If the run gives other rows, or the same rows in other partitions,
-both sides end up with a mixture of two runs: some rows twice, others nowhere.
+Written partitions stay when a batch runs again. If the new run gives other rows, or the same rows in other partitions, both
+sides end up with a mixture of two runs: some rows twice, others nowhere.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _HASHED: Final = (
     spark.DecimalType, spark.StringType, spark.BinaryType, spark.DateType, spark.TimestampType, spark.TimestampNTZType,
     spark.DayTimeIntervalType,
 )  # fmt: skip
-"""The types that ``xxhash64`` takes in every version of Spark."""
+"""The types that ``xxhash64`` accepts in every version of Spark."""
 _SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
-"""Raised where a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
+"""Raised if a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
 _INDETERMINATE: Final = "INDETERMINATE"
 
 
@@ -41,35 +41,35 @@ def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> Non
     """Refuse a DataFrame that gives other rows when it is computed again, as far as Spark itself knows.
 
     Args:
-        df: What the user has given.
-        rows: What runs, where that is known by now: the order of its shuffles matters, too.
+        df: The user's DataFrame.
+        rows: The RDD that runs, if it already exists: the order of its shuffles matters, too.
 
     Raises:
-        ConfigurationError: It gives other rows.
+        ConfigurationError: The DataFrame may give other rows.
     """
-    _require_deterministic(df._jdf.queryExecution().analyzed())  # noqa: SLF001 - Spark offers it to nobody in Python
+    _require_deterministic(df._jdf.queryExecution().analyzed())  # noqa: SLF001 - Spark has no public way to it in Python
     if rows is not None and rows._jrdd.rdd().outputDeterministicLevel().toString() == _INDETERMINATE:  # noqa: SLF001 - as above
         raise _not_repeatable("a shuffle deals its rows out in the order in which they come")
 
 
 def require_deterministic_stream(df: DataFrame, query_id: str) -> bool:
-    """As :func:`require_deterministic`, for the stream that a micro-batch belongs to: of that, its DataFrame shows nothing.
+    """As :func:`require_deterministic`, for the stream of a micro-batch: the micro-batch's DataFrame does not show its plan.
 
     Args:
         df: The micro-batch, while ``foreachBatch`` runs.
-        query_id: Of the stream's query.
+        query_id: The id of the stream's query.
 
     Returns:
         Whether Spark has shown the stream's plan.
 
     Raises:
-        ConfigurationError: It gives other rows.
+        ConfigurationError: The stream may give other rows.
     """
     session = df.sparkSession
     try:
         number = session._jvm.java.util.UUID.fromString(query_id)  # type: ignore[union-attr] # noqa: SLF001 - as above
         running = session._jsparkSession.sharedState().activeStreamingQueries().get(number)  # noqa: SLF001 - as above
-        # Not the analyzed one: in that, the time of the micro-batch, which Spark keeps, is no constant yet.
+        # Not the analyzed plan: there, the micro-batch's time, which Spark keeps for replays, is not yet a constant.
         plan = running.lastExecution().optimizedPlan()
     except _SHOWS_NO_PLAN:
         return False
@@ -87,26 +87,26 @@ def _not_repeatable(why: str) -> ConfigurationError:
         f"the DataFrame may give other rows when it is computed again: {why}. Partition by partition, a batch that is run "
         "again would mix the rows of two runs",
         next_step='use format("dualwrite"), which writes whole batches; or write the DataFrame down first (a table, '
-        "df.checkpoint()) and write that; or set allow_nondeterministic=True if the rows are the same each time all the same",
+        "df.checkpoint()) and write that; or set allow_nondeterministic=True if you know that the rows are the same each time",
     )
 
 
 def with_digest(df: DataFrame, schema: spark.StructType, layout: Layout) -> DataFrame:
-    """The DataFrame with one more column, a hash of each row's columns that are written, as far as they can be hashed.
+    """Add a column to the DataFrame: a hash of each row's written columns, as far as they can be hashed.
 
     Args:
-        df: With the columns of the schema, in its order.
+        df: Has the columns of the schema, in its order.
         schema: The DataFrame's own schema.
         layout: Which column goes where.
     """
     forms = [(name, hashed_form(schema[number].dataType)) for number, name in _written(df.columns, layout)]
     hashed = [form(df[name]) for name, form in forms if form is not None]
-    # Where no column can be hashed, the number of rows is compared.
+    # If no column can be hashed, only the number of rows is compared.
     return df.withColumn(_DIGEST, functions.xxhash64(*hashed or [functions.lit(0)]))
 
 
 def left_out(schema: spark.StructType, layout: Layout) -> Sequence[str]:
-    """The columns that are written, and that the digest knows nothing of.
+    """The written columns that the digest leaves out.
 
     Args:
         schema: The DataFrame's own schema.
@@ -121,11 +121,11 @@ def _written(names: Sequence[str], layout: Layout) -> Sequence[tuple[int, str]]:
 
 
 def hashed_form(data_type: spark.DataType) -> Callable[[Column], Column] | None:
-    """How ``xxhash64`` is given a column of that type, so that equal values have equal hashes; None where it cannot be."""
+    """The conversion of a type for ``xxhash64``, so that equal values have equal hashes; None if it cannot be hashed."""
     if _can_hash(data_type):
         return lambda column: column
     if isinstance(data_type, spark.MapType) and _can_hash(data_type.keyType) and _can_hash(data_type.valueType):
-        # Equal maps may have their entries in another order.
+        # Equal maps may have their entries in different orders.
         return lambda column: functions.sort_array(functions.map_entries(column))
     if isinstance(data_type, spark.VariantType):
         return functions.to_json
@@ -144,34 +144,34 @@ def _can_hash(data_type: spark.DataType) -> bool:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which rows a partition has, in whatever order.
+    """Identifies the rows of a partition, in any order.
 
     Attributes:
-        rows: How many.
-        digest: The sum of their hashes, 64 bits with a sign; None where it is not known.
+        rows: Their number.
+        digest: The sum of their hashes, 64 bits with a sign; None if it is not known.
     """
 
     rows: int
     digest: int | None
 
     def differs_from(self, other: Fingerprint) -> bool:
-        """Whether they are of other rows for certain."""
+        """Whether the two are certain to be of different rows."""
         if self.digest is None or other.digest is None:
             return False
         return self != other
 
 
 def may_mix(what: str, partition_count: int, written: int, remedy: str = "") -> str | None:
-    """The warning for rows that a run of the batch cannot compare with those of another one, for people.
+    """The warning, for people, that a run of the batch cannot compare its rows with those of another run.
 
     Args:
-        what: Is not compared, or not known.
-        partition_count: Of the batch. One partition is written as a whole, so that no runs mix.
-        written: How many of them are written already; with all of them, no run writes any more.
-        remedy: Beside the Data Source.
+        what: First words of the warning: what is not compared, or not known.
+        partition_count: Of the batch. A single partition is written as a whole, so no runs mix.
+        written: Number of partitions already written. If all are, no run writes any more.
+        remedy: A remedy besides the Data Source.
 
     Returns:
-        None where no two runs can mix.
+        The warning; None if no two runs can mix.
     """
     if partition_count <= 1 or written >= partition_count:
         return None
@@ -182,7 +182,7 @@ def may_mix(what: str, partition_count: int, written: int, remedy: str = "") -> 
 
 
 def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> ConfigurationError:
-    """The error for a partition that is written with other rows than this run has for it."""
+    """The error for a partition that was written with other rows than this run has for it."""
     found = f"has {ours.rows} rows now" if ours.rows != theirs.rows else "has other rows now"
     return ConfigurationError(
         f"{name}: the partition is written already with {theirs.rows} rows, and {found}: the DataFrame has changed, or gives "
@@ -193,10 +193,10 @@ def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> Configurati
 
 
 class Fingerprinted:
-    """A partition's batches, passed on while their fingerprint is taken.
+    """Passes a partition's batches on and takes their fingerprint.
 
     Args:
-        batches: As Spark gives them: the DataFrame's columns, and the hashes where :func:`with_digest` has added them.
+        batches: As Spark gives them: the DataFrame's columns, and the hashes if :func:`with_digest` has added them.
         columns: The number of the DataFrame's columns.
     """
 
@@ -218,11 +218,11 @@ class Fingerprinted:
             yield batch
 
     def fingerprint(self) -> Fingerprint:
-        """Of all batches that were passed on so far."""
+        """The fingerprint of all batches passed on so far."""
         return Fingerprint(self._rows, None if self._sum is None else int(self._sum.astype(np.int64)))
 
     def take_all(self) -> Fingerprint:
-        """Take what is left, and return the fingerprint of all."""
+        """Consume the remaining batches, and return the fingerprint of all."""
         for _ in self:
             pass
         return self.fingerprint()

@@ -1,4 +1,4 @@
-"""The projection in Python from Arrow: the DataFrame's own batches become those that are sent, column by column."""
+"""The projection of Arrow batches in Python: turns the DataFrame's batches into those that are sent, column by column."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def awaited(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch] | Non
 def projected_batches(
     batches: Iterable[pa.RecordBatch], schema: spark.StructType, layout: Layout
 ) -> Iterator[pa.RecordBatch]:
-    """The DataFrame's batches as projected ones, each a part of Spark's: its rows exist three times while they are sent.
+    """Project the DataFrame's batches in parts: the rows of a part exist three times in memory while they are sent.
 
     Raises:
         ConfigurationError: A value does not fit its column.
@@ -56,10 +56,10 @@ def projected_batches(
 
 
 def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.Array:
-    """The array in the type that is sent.
+    """Cast the array to the type that is sent.
 
     Raises:
-        ConfigurationError: A value does not fit; it names the column.
+        ConfigurationError: A value does not fit. The error names the column.
     """
     if array.type == column.arrow:
         return array
@@ -71,8 +71,8 @@ def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.
 
 
 def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
-    """The DataFrame with its columns where they are, those that are used: Arrow may not know the others' types."""
-    # By position: names may differ by case alone, or hold dots and backticks.
+    """Replace the unused columns by nulls, where they stand: Arrow may not know their types."""
+    # By position: names may differ only in case, or contain dots and backticks.
     numbered = df.toDF(*(f"s{number}" for number in range(len(df.columns))))
     used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
     if used.issuperset(range(len(numbered.columns))):
@@ -83,7 +83,7 @@ def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
 
 
 def _maker(schema: spark.StructType, layout: Layout, column: Projected) -> Make:
-    """What makes one projected column from a batch."""
+    """The function that makes one projected column from a batch."""
     number, form = column.source, column.form
     if number == WHOLE_ROW:
         parts = [(number, name, schema.fields[number].dataType) for number, name in layout.json_columns]
@@ -108,7 +108,7 @@ def _unless_null(array: pa.Array, texts: pa.Array) -> pa.Array:
 
 def _millis(array: pa.Array) -> pa.Array:
     micros = array.cast(pa.int64())
-    # Rounded down, also before 1970, as Spark's unix_millis does.
+    # Round down, also before 1970, as Spark's unix_millis does.
     return pa.array(
         np.floor_divide(micros.fill_null(0).to_numpy(), 1000), mask=micros.is_null().to_numpy(zero_copy_only=False)
     )

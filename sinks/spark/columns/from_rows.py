@@ -1,4 +1,4 @@
-"""The projection in Python, where Spark gives rows: they become the same Arrow batches as its columns would."""
+"""The projection of Spark's rows in Python: they become the same Arrow batches as its columns would."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MS: Final = timedelta(milliseconds=1)
 
 
 def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -> Iterator[pa.RecordBatch]:
-    """Rows as projected batches, a few thousand rows at a time.
+    """Turn rows into projected batches of a few thousand rows.
 
     Raises:
         ConfigurationError: A value does not fit its column.
@@ -48,7 +48,7 @@ def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -
 
 
 def _maker(schema: spark.StructType, layout: Layout, source: int, form: Form) -> Callable[[Row], Value]:
-    """What makes one projected value from a row."""
+    """The function that makes one projected value from a row."""
     if source == WHOLE_ROW:
         parts = [(number, name, json_converter(schema.fields[number].dataType)) for number, name in layout.json_columns]
         return lambda row: orjson.dumps({name: make(row[number]) for number, name, make in parts}).decode()
@@ -57,7 +57,7 @@ def _maker(schema: spark.StructType, layout: Layout, source: int, form: Form) ->
 
 
 def converter(data_type: spark.DataType, form: Form) -> Convert:
-    """What turns a value of Spark's, or of Arrow's, into one of the projected column."""
+    """The function that turns a value of Spark's or Arrow's into one of the projected column."""
     if form is Form.JSON:
         make = json_converter(data_type)
         return unless_null(lambda value: orjson.dumps(make(value)).decode())
@@ -71,7 +71,7 @@ def converter(data_type: spark.DataType, form: Form) -> Convert:
 
 
 def _plain_converter(data_type: spark.DataType) -> Convert:
-    """What turns a value of Spark's into one that Arrow takes."""
+    """The function that turns a value of Spark's into one that Arrow accepts."""
     if isinstance(data_type, spark.TimestampType):
         return unless_null(_utc)
     if isinstance(data_type, spark.ArrayType):
@@ -100,12 +100,12 @@ def _same(value: Value) -> Value:
 
 
 def unless_null(convert: Convert) -> Convert:
-    """The converter, for values that may be null."""
+    """Extend a converter to values that may be null."""
     return lambda value: None if value is None else convert(value)
 
 
 def _utc(value: Value) -> datetime:
-    # Spark gives a ``timestamp`` to Python as local time without a zone.
+    # Spark passes a ``timestamp`` to Python as local time without a zone.
     assert isinstance(value, datetime)
     return value.astimezone(timezone.utc)
 
@@ -116,12 +116,12 @@ def _headers(value: Value) -> list[dict[str, Value]]:
 
 
 def _fields(value: Value) -> Sequence[Value]:
-    """Of a struct: Spark's rows are tuples, Arrow gives dictionaries."""
+    """The fields of a struct: Spark's rows are tuples, Arrow gives dictionaries."""
     return list(value.values()) if isinstance(value, dict) else cast("Sequence[Value]", value)
 
 
 def json_converter(data_type: spark.DataType, instead: Mapping[str, Convert] | None = None) -> Convert:
-    """What turns a value of Spark's, or of Arrow's, into one that orjson writes as Spark's ``to_json`` does.
+    """The function that turns a value of Spark's or Arrow's into one that orjson writes as Spark's ``to_json`` does.
 
     Args:
         data_type: The value's type.
@@ -157,7 +157,7 @@ def _double(value: Value) -> Value:
 
 
 def _float(value: Value) -> Value:
-    # The shortest digits that name the 32-bit number, not the 64-bit one that Python holds it in.
+    # The shortest digits that identify the 32-bit number, not the 64-bit one that Python stores it in.
     return _double(float(str(np.float32(cast("float", value)))))
 
 
@@ -182,7 +182,7 @@ def _date(value: Value) -> Value:
 
 
 def variant_json(value: Value) -> str:
-    """A variant, as Spark or Arrow has it, as JSON text."""
+    """The JSON text of a variant of Spark's or Arrow's."""
     if isinstance(value, dict):
         value = spark.VariantVal(value["value"], value["metadata"])
     assert isinstance(value, spark.VariantVal)

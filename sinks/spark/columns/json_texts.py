@@ -1,4 +1,4 @@
-"""Arrow columns as JSON texts, a column at a time: what a loop over rows would do with each value, Arrow's kernels do with all.
+"""Turns Arrow columns into JSON texts with Arrow's kernels: a column at a time instead of a loop over rows.
 
 The texts are those of Spark's ``to_json``, with times in UTC and six digits, and nulls written as ``null``; numbers may be
 spelled differently.
@@ -28,16 +28,16 @@ _FIRST, _LAST = "0001-01-01", "9999-12-31T23:59:59.999999"
 
 
 def json_rows(columns: Sequence[Column], length: int) -> pa.Array:
-    """A JSON object for each of so many rows.
+    """Make a JSON object for each of `length` rows.
 
     Raises:
-        ConfigurationError: A value has no JSON form; it names the column.
+        ConfigurationError: A value has no JSON form. The error names the column.
     """
     return _objects([(name, *_named(name, array, data_type)) for name, array, data_type in columns], length)
 
 
 def json_texts(name: str, array: pa.Array, data_type: spark.DataType) -> pa.Array:
-    """Each value of a column as JSON text; the texts of nulls are ``null``.
+    """The JSON text of each value of a column; ``null`` for nulls.
 
     Raises:
         ConfigurationError: As :func:`json_rows`.
@@ -55,7 +55,7 @@ def _named(name: str, array: pa.Array, data_type: spark.DataType) -> tuple[pa.Ar
 
 
 def _texts(array: pa.Array, data_type: spark.DataType) -> tuple[pa.Array, str]:
-    """The texts, and the quote that is missing around each of them: it is joined with what stands between columns."""
+    """The texts, and the quote still missing around each: it is joined together with the text between columns."""
     if not len(array):
         return pa.array([], pa.string()), ""
     make, quote = _MAKERS.get(type(data_type).__name__, (_each, ""))
@@ -85,7 +85,7 @@ def _plain(array: pa.Array, _: spark.DataType) -> pa.Array:
 
 
 def _numbers_with_point(array: pa.Array, _: spark.DataType) -> pa.Array:
-    # Arrow would spell 2.0 as 2. The shortest digits that name the 32-bit number are others than the 64-bit one's.
+    # Arrow would spell 2.0 as 2. The shortest digits that identify a 32-bit number differ from the 64-bit number's.
     numbers = np.ascontiguousarray(array.fill_null(0).to_numpy(zero_copy_only=False))
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].decode()
     texts = pc.split_pattern(pa.array([text]), ",").flatten()
@@ -97,7 +97,7 @@ def _numbers_with_point(array: pa.Array, _: spark.DataType) -> pa.Array:
 
 
 def _strings(array: pa.Array, _: spark.DataType) -> pa.Array:
-    """Strings as they stand between quotes."""
+    """Strings in the form that goes between quotes."""
     if not _must_escape(array):
         return array.cast(pa.string())
     values = cast("list[str | None]", array.to_numpy(zero_copy_only=False).tolist())
@@ -128,7 +128,7 @@ def _times(array: pa.Array, _: spark.DataType) -> pa.Array:
 
 
 def _local_timestamps(array: pa.Array, _: spark.DataType) -> pa.Array:
-    # Through whole numbers: those of a column with a time zone are UTC's.
+    # Through integers: those of a column with a time zone are in UTC.
     micros = array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
     _require_years(micros, "us")
     texts = micros.cast(pa.timestamp("us")).cast(pa.string()).cast(pa.binary())
@@ -159,7 +159,7 @@ def _maps(array: pa.Array, data_type: spark.DataType) -> pa.Array:
 
 
 def _inner(array: pa.Array, values: pa.Array) -> pa.Array:
-    """What a slice of lists or maps has of their values."""
+    """The values that belong to a slice of lists or maps."""
     first = array.offsets[0].as_py()
     return values.slice(first, array.offsets[len(array)].as_py() - first)
 
@@ -205,4 +205,4 @@ _MAKERS: Final[Mapping[str, tuple[_Make, str]]] = {
     "MapType": (_maps, ""),
     "StructType": (_structs, ""),
 }
-"""By the name of the type's class; the others value by value."""
+"""By the name of the type's class; other types are converted value by value."""

@@ -1,4 +1,4 @@
-"""Which column of the DataFrame goes where: planned on the driver from names and types alone, before anything is written."""
+"""Plans which column of the DataFrame goes where: on the driver, from names and types, before anything is written."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Projected:
 
     Attributes:
         source: Number of the DataFrame's column, or ``WHOLE_ROW``.
-        form: What is done to it.
-        arrow: Its Arrow type then.
+        form: Its conversion.
+        arrow: Its Arrow type after the conversion.
     """
 
     source: int
@@ -46,9 +46,9 @@ class Encoded:
     """A message's key or value that is written with a schema.
 
     Attributes:
-        schema: The schema, and what the part is made of.
-        columns: Where its columns stand among the projected ones.
-        registered: What the driver has found in the registry; tasks ask it for nothing else but a topic column's subjects.
+        schema: The schema, and the columns that it is made of.
+        columns: The positions of its columns among the projected ones.
+        registered: The driver's findings in the registry; tasks ask the registry only for a topic column's subjects.
     """
 
     schema: PartSchema
@@ -58,7 +58,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class MessageColumns:
-    """Where a message's parts stand among the projected columns; None for a part that has no column."""
+    """The positions of a message's parts among the projected columns; None for a part that has no column."""
 
     value: int | Encoded
     key: int | Encoded | None
@@ -70,11 +70,11 @@ class MessageColumns:
 
 @dataclass(frozen=True)
 class Copied:
-    """One of the table's columns that are written.
+    """A column of the table that is written.
 
     Attributes:
         name: Its name.
-        source: Where its value stands among the projected columns.
+        source: The position of its value among the projected columns.
         encoding: How the value is sent.
         shown_type: The column's type when the batch was planned, as people write it.
     """
@@ -92,10 +92,10 @@ class Layout:
     Attributes:
         projected: The columns that reach a task.
         json_columns: Number and name of the DataFrame's columns in the JSON value.
-        message: Where the parts of a message stand.
+        message: The positions of a message's parts.
         table: Schema and name of the table.
         table_columns: The table's columns that are written.
-        cluster_id: The Kafka cluster that the driver has found; empty before it has looked.
+        cluster_id: The Kafka cluster that the driver has found; empty before that.
     """
 
     projected: tuple[Projected, ...]
@@ -130,11 +130,11 @@ def plan_layout(
         schema: The DataFrame's columns.
         options: The sink's settings.
         table: The table.
-        given: What is given for ``key`` and ``value`` where they are written with a schema.
+        given: The given schemas of ``key`` and ``value``, if they are written with one.
 
     Raises:
-        ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. It names
-            the column and the type.
+        ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. The error
+            names the column and the type.
     """
     return _Planning(schema, options, table, given or {}).run()
 

@@ -1,4 +1,4 @@
-"""How errors name a row: by its number in its partition, and by its key where that is known without reading rows again."""
+"""Names a row in errors: by its number in its partition, and by its key if that is known without reading rows again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LONGEST: Final = 64
 
 
 class RowNames:
-    """Names the rows of one partition. Told of each batch before that is sent.
+    """Names the rows of one partition. Takes each batch before it is sent.
 
-    The database tells of a bad row when all rows are sent, by its number alone. So the keys are kept, up to a few megabytes.
+    The database reports a bad row only after all rows are sent, and by its number. So the keys are kept, up to a few megabytes.
 
     Args:
         partition: Number of the partition.
@@ -33,7 +33,7 @@ class RowNames:
         self._batch: pa.RecordBatch | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """The next projected batch."""
+        """Add the next projected batch."""
         if self._batch is not None:
             self._before += self._batch.num_rows
         self._batch = batch
@@ -45,13 +45,13 @@ class RowNames:
         self._bytes += keys.nbytes
 
     def in_batch(self, index: int) -> str:
-        """The name of a row of the batch that was added last, counted from 0."""
+        """The name of a row of the last batch, counted from 0."""
         assert self._batch is not None
         key = None if self._key is None else self._batch.column(self._key)[index]
         return row_name(self._partition, self._before + index + 1, () if key is None else (key.as_py(),))
 
     def of(self, number: int) -> str:
-        """The name of the row of that number in the partition, counted from 1."""
+        """The name of a row of the partition, counted from 1."""
         index = number - 1
         for keys in self._kept:
             if index < len(keys):
@@ -65,15 +65,15 @@ def row_name(partition: int, number: int, key: Sequence[object] = ()) -> str:
 
     Args:
         partition: Number of its partition.
-        number: Of the row, from 1.
-        key: The values of its key; empty where they are not known.
+        number: Number of the row, from 1.
+        key: The values of its key; empty if they are not known.
     """
     name = f"row {number} of partition {partition}"
     return f"{name}, key {', '.join(map(_shown, key))}" if key else name
 
 
 def table_key(layout: Layout) -> Sequence[str]:
-    """The table's columns that have the values of the message's key; empty where a part of it is not in the table."""
+    """The table's columns that hold the message's key; empty if a part of the key is not in the table."""
     sources = [layout.projected[number].source for number in _key_columns(layout)]
     names = {layout.projected[column.source].source: column.name for column in layout.table_columns}
     return [names[source] for source in sources] if all(source in names for source in sources) else ()

@@ -1,4 +1,4 @@
-"""The table to write into, as the database's catalog describes it."""
+"""The target table, as the database's catalog describes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIND: Final = text(
     "SELECT c.oid, n.nspname, c.relname, c.relkind::text, has_any_column_privilege(c.oid, 'INSERT') "
     "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)"
 )
-# A domain takes the binary form of the type that it is made of; domains can be made of domains.
+# A domain has the binary form of its base type, which may be a domain itself.
 _COLUMNS: Final = text(
     """
     WITH RECURSIVE base AS (
@@ -62,10 +62,10 @@ class TableColumn:
 
     Attributes:
         name: Its name, as the catalog has it.
-        type_name: The internal name of its type, of the base type where it is a domain.
+        type_name: The internal name of its type; for a domain, of the base type.
         shown_type: Its type as people write it.
         is_enum: Whether the type is an enumeration.
-        scale: The digits after the point that a ``numeric`` column keeps, or an array of them; None where it keeps all.
+        scale: The digits after the point that a ``numeric`` column, or an array of them, keeps; None if it keeps all.
         element_type: The internal name of an array's element type.
         must_be_given: Whether a row without a value for it is refused.
         generated: Whether the database computes it.
@@ -95,7 +95,7 @@ def read_table(connection: Connection, name: str) -> Table:
 
     Args:
         connection: Any connection to the database.
-        name: The table's name as it is written in SQL.
+        name: The table's name, written as in SQL.
 
     Raises:
         ConfigurationError: There is no such table, it is not a table, or may not be written to.
@@ -143,16 +143,17 @@ def read_table(connection: Connection, name: str) -> Table:
 def require_types(
     connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
 ) -> None:
-    """Make sure that the table's columns are of the types that its rows were made for.
+    """Make sure that the table's columns have the types that the rows were made for.
 
-    To be called in the transaction that has written them, at READ COMMITTED: until it ends, its lock lets nobody alter the
-    table. Before it began, anybody could: binary COPY then takes a number for another one of the same width, and INSERT rounds.
+    Call it in the transaction that has written the rows, at READ COMMITTED: the transaction's lock protects the table from
+    ALTER until it ends. Before it began, the table could change: binary COPY then takes a number for another one of the same
+    width, and INSERT rounds.
 
     Args:
         connection: Inside that transaction.
         table: Schema and name of the table.
         planned: The types by column, as `TableColumn.shown_type`.
-        shown_name: The table's name for people, who do not know a staging table's.
+        shown_name: The table's name for people: they do not know a staging table's.
 
     Raises:
         TransactionAborted: A column has another type now.
@@ -168,7 +169,7 @@ def require_types(
             raise TransactionAborted(
                 f"column {name!r} of table {shown_name!r} was {shown} when the batch was planned, and is "
                 f"{present.get(name, 'gone')} now",
-                next_step="run the batch again: it is planned anew",
+                next_step="run the batch again: it makes a new plan",
             )
 
 

@@ -1,4 +1,4 @@
-"""Avro: a schema derived from the columns' types, or a given one that they are held against; rows as fastavro takes them."""
+"""Avro: a schema derived from the columns' types, or a given one that they must match; rows in the form that fastavro takes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DERIVED: Final[Mapping[str, str]] = {
     "TimeType": "long time-micros",
     "VariantType": "string",
 }
-"""Type and logical type of what a simple Spark type becomes, by the name of its class."""
+"""Avro type and logical type of a simple Spark type, by the name of its class."""
 
 _ALSO: Final[Mapping[str, Mapping[str, pa.DataType | None]]] = {
     "ByteType": {"long": None},
@@ -67,7 +67,7 @@ _ALSO: Final[Mapping[str, Mapping[str, pa.DataType | None]]] = {
     "TimestampNTZType": {"long local-timestamp-millis": pa.timestamp("ms")},
     "TimeType": {"int time-millis": pa.time32("ms")},
 }
-"""What a given schema may have instead, and the Arrow type that makes values that do not fit fail."""
+"""The types that a given schema may have instead, and the Arrow type whose cast fails for values that do not fit."""
 
 _TEMPORAL: Final = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
 
@@ -78,7 +78,7 @@ def plan(part: Part, given: Given) -> PartSchema:
     try:
         parsed = json.loads(text)
         if isinstance(parsed, str):
-            # confluent-kafka's serializer takes no schema that is but a name.
+            # confluent-kafka's serializer does not take a schema that is only a name.
             parsed = {"type": parsed}
             text = json.dumps(parsed)
         schema = expand_schema(parsed)
@@ -115,7 +115,7 @@ def _record(part: Part, column: str, fields: Iterable[tuple[str, spark.DataType]
         made.append(
             {"name": field, "type": ["null", _derived(part, path, data_type, field, inner_space)], "default": None}
         )
-    # Named by where it stands, so that no two records have the same name.
+    # Named after its place, so that no two records have the same name.
     return {"type": "record", "name": name, **({"namespace": space} if space else {}), "fields": made}
 
 
@@ -140,7 +140,7 @@ def _derived(part: Part, column: str, data_type: spark.DataType, name: str, spac
 
 
 def _fit(part: Part, column: str, data_type: spark.DataType, schema: Json) -> pa.DataType:
-    """The Arrow type that brings a Spark type into an Avro one."""
+    """The Arrow type through which a Spark type becomes an Avro type."""
     if isinstance(schema, list):
         others = [branch for branch in schema if branch != "null"]
         if len(others) != 1:
@@ -204,14 +204,14 @@ def datums(schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
 
 def _values(array: pa.Array, data_type: spark.DataType) -> Iterable[object]:
     if any(is_temporal(array.type) for is_temporal in _TEMPORAL):
-        # fastavro takes the numbers as they are; dates and times are made for nobody.
+        # fastavro takes the numbers as they are: do not convert them to dates and times first.
         return plain_values(array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()))  # noqa: PLR2004 - bits
     convert = _converter(data_type)
     return plain_values(array) if convert is None else map(convert, array.to_pylist())
 
 
 def _converter(data_type: spark.DataType) -> Convert | None:
-    """What turns a value of Arrow's into one of fastavro's; None if that is the same."""
+    """The function that turns a value of Arrow's into one of fastavro's; None if they are the same."""
     if isinstance(data_type, spark.VariantType):
         return unless_null(variant_json)
     if isinstance(data_type, spark.ArrayType):

@@ -1,4 +1,4 @@
-"""Protobuf descriptors as data: from a file that protoc has written, or from a generated class. No code is loaded for them."""
+"""Reads Protobuf descriptors as data: from a file written by protoc, or from a generated class. Loads no code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def descriptor_set(message: object) -> bytes:
-    """The descriptors of a generated message class, with all that they import: for the setting ``descriptor``.
+    """Return the descriptors of a generated message class, with their imports: for the setting ``descriptor``.
 
     May be called anywhere; the bytes hold no code and no secret.
 
@@ -20,7 +20,7 @@ def descriptor_set(message: object) -> bytes:
         message: A class that protoc has generated.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: `message` is no such class.
     """
     from google.protobuf.descriptor_pb2 import FileDescriptorSet  # noqa: PLC0415 - an optional package
 
@@ -42,7 +42,7 @@ def descriptor_set(message: object) -> bytes:
 
 
 def read_descriptor(descriptor: str | bytes) -> bytes:
-    """A descriptor set, from its file where a path is given.
+    """Return a descriptor set; read it from its file if a path is given.
 
     Raises:
         ConfigurationError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""JSON Schema: a schema derived from the columns' types, or a given one that each row is held against."""
+"""JSON Schema: a schema derived from the columns' types, or a given one that validates each row."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
     "TimeType": {"type": "string"},
     "VariantType": {},
 }
-"""What a simple Spark type becomes, by the name of its class."""
+"""The JSON Schema of a simple Spark type, by the name of its class."""
 
 _READY: Final = (spark.BooleanType, spark.IntegralType, spark.StringType)
 
@@ -90,7 +90,7 @@ def _root(part: Part, derived: list[dict[str, Json]]) -> dict[str, Json]:
 
 
 def _object(properties: Iterable[tuple[str, dict[str, Json]]]) -> dict[str, Json]:
-    # Closed: to an open one a registry lets nobody add a property, as other rows may have it already, with another type.
+    # Closed: a registry refuses new properties in an open schema, because older rows may already have them with another type.
     return {
         "type": "object",
         "additionalProperties": False,
@@ -131,7 +131,7 @@ def _checked(part: Part, text: str) -> dict[str, Json]:
 
 
 def _require_properties(part: Part, derived: list[dict[str, Json]], schema: Mapping[str, Json]) -> None:
-    """What can be told from names and types alone; the rows themselves are held against the schema one by one."""
+    """Check names and types only; the validator later checks the rows one by one."""
     properties = cast("dict[str, Json]", schema.get("properties", {}))
     for (name, data_type), ours in zip(part.columns, derived, strict=True):
         if name not in properties:
@@ -172,7 +172,7 @@ def _values(array: pa.Array, data_type: spark.DataType) -> Iterable[object]:
 
 
 _SCALARS: Final = {
-    "DecimalType": lambda value: value,  # the validator knows decimals as numbers
+    "DecimalType": lambda value: value,  # the validator accepts decimals as numbers
     "VariantType": lambda value: json.loads(variant_json(value)),
 }
 
@@ -205,7 +205,7 @@ def registry_schema(schema: PartSchema) -> Schema:
 
 
 def serializer(schema: PartSchema, client: SchemaRegistryClient, conf: Mapping[str, object]) -> Serialize:
-    """As :class:`FormatModule` has it. What is written with a derived schema is of its types anyway."""
+    """As :class:`FormatModule` has it. Validates only with a given schema: rows always match a derived one."""
     made = JSONSerializer(
         registry_schema(schema),
         client,

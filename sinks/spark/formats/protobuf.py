@@ -1,4 +1,4 @@
-"""Protobuf: columns held against a message's descriptor. Descriptors are data: no generated code is loaded."""
+"""Protobuf: matches columns with a message's descriptor. Descriptors are data: no generated code is loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "DayTimeIntervalType": ("google.protobuf.Duration",),
     "VariantType": ("string",),
 }
-"""Which fields a simple Spark type may go into, by the name of its class."""
+"""The fields that take a simple Spark type, by the name of its class."""
 
 _KINDS: Final = {
     number: name.removeprefix("TYPE_").lower() for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()
@@ -69,7 +69,7 @@ _PLAIN: Final = ("BooleanType", "StringType", "CharType", "VarcharType", "FloatT
 _PLAIN_TYPES: Final = frozenset({*_PLAIN, "ByteType", "ShortType", "IntegerType", "LongType"})
 
 
-@lru_cache(maxsize=8)  # it is asked for with every batch of rows
+@lru_cache(maxsize=8)  # called for every batch of rows
 def _message(given: Given) -> type[Message]:
     assert given.descriptor is not None
     assert given.message is not None
@@ -101,7 +101,7 @@ def _message(given: Given) -> type[Message]:
 
 
 def _add_known(pool: descriptor_pool.DescriptorPool, name: str) -> None:
-    """One of Protobuf's own files, which a descriptor set without imports leaves out."""
+    """Add one of Protobuf's own files, which a descriptor set without imports leaves out."""
     for module in ("timestamp_pb2", "duration_pb2"):
         __import__(f"google.protobuf.{module}")
     own = descriptor_pb2.FileDescriptorProto()
@@ -251,7 +251,7 @@ def datums(schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
 
 
 def registry_schema(schema: PartSchema) -> None:
-    """As :class:`FormatModule` has it: the serializer registers the message's file, and those that it imports."""
+    """As :class:`FormatModule` has it: the serializer registers the message's file and its imports."""
     del schema
 
 

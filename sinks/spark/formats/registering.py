@@ -1,4 +1,4 @@
-"""The driver's part with the schema registry: what is given for the messages' parts, and their schemas' registration."""
+"""The driver's use of the schema registry: reads the schemas given for the messages' parts, and registers them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def given_schemas(options: SinkOptions) -> Mapping[str, Given]:
-    """What the user gives for the parts that are written with a schema, or the registry where its latest ones are wanted.
+    """The schemas that the user gives for the parts, or the registry's latest ones if the settings ask for them.
 
     Raises:
         ConfigurationError: A package is missing, the descriptor set cannot be read, or a latest schema cannot be used.
@@ -29,7 +29,7 @@ def given_schemas(options: SinkOptions) -> Mapping[str, Given]:
 
 
 def _given(options: SinkOptions, field: str, part_format: Format) -> Given:
-    module_of(part_format)  # a missing package is told of before anything else
+    module_of(part_format)  # a missing package is reported before anything else
     settings = options.registry_settings()
     if settings.use_latest:
         from dualwrite.sinks.spark.schemas.registry import latest  # noqa: PLC0415 - an optional package
@@ -44,7 +44,7 @@ def _given(options: SinkOptions, field: str, part_format: Format) -> Given:
 
 
 def registered_layout(options: SinkOptions, layout: Layout) -> Layout:
-    """The layout with its schemas registered, or found in the registry: durable there on return.
+    """Register the layout's schemas, or find them in the registry: durable there on return.
 
     Raises:
         ConfigurationError: The registry refuses a schema.
@@ -63,7 +63,7 @@ def _registered(options: SinkOptions, part: Encoded) -> Encoded:
     if options.topic is not None:
         topics: tuple[str, ...] = (options.topic,)
     elif settings.strategy == "record":
-        topics = ("",)  # subjects have no topic in their names
+        topics = ("",)  # the names of subjects contain no topic
     else:
         topics = settings.topics
     return replace(part, registered=registered(settings, part.schema, topics))

@@ -1,4 +1,4 @@
-"""A task's serializers: confluent-kafka's own, with the ids that the driver has found."""
+"""A task's serializers: confluent-kafka's own, with the schema ids that the driver has found."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 _UNFIT: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SerializationError)
-"""What the three formats' libraries raise for a value that they do not take."""
+"""The errors that the three formats' libraries raise for a value that they refuse."""
 
 
 @contextmanager
 def serializing(
     options: SinkOptions, layout: Layout, names: RowNames | None = None
 ) -> Generator[Serializing, None, None]:
-    """A task's serializers; connections are closed when the block ends. Nothing is connected before it must be.
+    """A task's serializers; connections open at first use, and close when the block ends.
 
     Args:
         options: The sink's settings.
@@ -41,7 +41,7 @@ def serializing(
 
 
 class Serializing:
-    """The serializers of one task: one for each part and topic, as one of them would write the last subject's id to all."""
+    """The serializers of one task: one for each part and topic (a shared one would write the last subject's id to all)."""
 
     def __init__(
         self, options: SinkOptions, layout: Layout, closed_later: ExitStack, names: RowNames | None = None
@@ -59,7 +59,7 @@ class Serializing:
 
         Raises:
             ConfigurationError: A row does not fit the schema, or the registry does not have it under the topic's subject.
-            Unavailable: The registry was asked for a topic's subject, and does not answer.
+            Unavailable: The registry does not answer a query for a topic's subject.
         """
         schema, field = part.schema, part.schema.part.field
         arrays = [batch.column(number) for number in part.columns]

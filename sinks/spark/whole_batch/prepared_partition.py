@@ -52,11 +52,11 @@ class Undecided:
         started_at: When the attempt began to write, by the database's clock.
         owner: Who holds the slot's lease.
         transactional_id: The slot.
-        incarnation: Of the slot's row; whose prepared transaction has the rows, where there is no staging table.
+        incarnation: Of the slot's row; without a staging table, it names the prepared transaction that holds the rows.
         namespace: Of the slot's row.
         prepared: The Kafka transaction.
-        staged: The staging table that has the rows; None where they are prepared in the target.
-        rests: Whether the worker keeps the slot's lane, and could go on with it.
+        staged: The staging table that holds the rows; None if they are prepared in the target.
+        rests: Whether the worker keeps the slot's lane, and could continue with it.
     """
 
     partition: int
