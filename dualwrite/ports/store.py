@@ -127,7 +127,7 @@ class Records(Protocol):
         ...
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """The database's own verdict on a transaction that :meth:`decide` named."""
+        """The database's own verdict on a transaction that :meth:`decide` or :meth:`hold` named."""
         ...
 
 
@@ -239,10 +239,10 @@ class Decisions(Protocol):
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
-    ) -> bool:
+    ) -> tuple[bool, str | None]:
         """The last statement if nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
-        Raises as :meth:`decide`.
+        Returns and raises as :meth:`decide`.
         """
         ...
 

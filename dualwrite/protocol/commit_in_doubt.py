@@ -1,7 +1,8 @@
 """Resolves a COMMIT in doubt, whose answer is missing, by the row, the database and the log.
 
 The row is read under its lock on a fresh connection, which waits for the old backend: by then that backend has committed or
-rolled back. A question remains only if *later* owners have overwritten the row.
+rolled back. A question remains only if *later* owners have overwritten the row, or if the dual write had no messages: such a
+row names nothing of it, and only the database itself knows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Doubt:
     """The facts known about one COMMIT in doubt.
 
     Attributes:
-        ours: The state that the COMMIT would have recorded.
+        ours: The state that the COMMIT would have recorded; empty for rows alone.
         row: The row's state, read after the old backend released its lock.
         verdict: The database's verdict; None if not asked.
         records_asked: Whether ``incident`` was looked up.
@@ -55,6 +56,11 @@ class Doubt:
     proof: LogProof | None = None
 
 
+_VERDICT = {
+    DatabaseVerdict.COMMITTED: DoubtStep.COMMITTED,
+    DatabaseVerdict.ABORTED: DoubtStep.ABORTED,
+    DatabaseVerdict.UNKNOWN: DoubtStep.IN_DOUBT,
+}
 _INCIDENT = {Outcome.LOST: DoubtStep.LOST, Outcome.UNVERIFIABLE: DoubtStep.UNVERIFIABLE}
 _PROOF = {
     LogProof.COMMITTED: DoubtStep.COMMITTED,
@@ -65,6 +71,8 @@ _PROOF = {
 
 def next_doubt_step(doubt: Doubt) -> DoubtStep:
     """The next step about a COMMIT in doubt. Pure."""
+    if not doubt.ours.has_transaction:
+        return DoubtStep.ASK_DATABASE if doubt.verdict is None else _VERDICT[doubt.verdict]
     if doubt.row == doubt.ours:
         return DoubtStep.COMMITTED
     if not doubt.row.has_transaction or (doubt.row.incarnation or 0) <= (doubt.ours.incarnation or 0):

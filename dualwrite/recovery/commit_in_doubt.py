@@ -27,7 +27,7 @@ _QUESTIONS: Final = frozenset({DoubtStep.ASK_DATABASE, DoubtStep.ASK_RECORDS, Do
 def resolve_commit(
     ground: Ground, transactional_id: str, ours: PreparedTxnState, database_transaction: str | None, deadline: Deadline
 ) -> DoubtStep:
-    """Find out whether the COMMIT that would have recorded ``ours`` has happened.
+    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
     The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
 
@@ -38,10 +38,11 @@ def resolve_commit(
         Unavailable: The database, or Kafka if the log had to be read, did not answer before the deadline.
         ConfigurationError: The database refused us until the deadline, as a standby does that is not yet promoted.
     """
+    named = str(ours) or "rows alone"
 
     def note(attempt: RetryCallState) -> None:
         error = attempt.outcome and attempt.outcome.exception()
-        logger.info("%s: COMMIT of %s in doubt, asked again: %s", transactional_id, ours, error)
+        logger.info("%s: COMMIT of %s in doubt, asked again: %s", transactional_id, named, error)
 
     retrying = Retrying(
         retry=retry_if_exception_type((Unavailable, ConfigurationError)),
@@ -52,7 +53,7 @@ def resolve_commit(
         reraise=True,
     )
     step: DoubtStep = retrying(_verdict, ground, transactional_id, ours, database_transaction, deadline)
-    logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, ours, step.value)
+    logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
     return step
 
 

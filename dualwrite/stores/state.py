@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
@@ -184,11 +184,7 @@ class SqlStateStore:
             "within_ms_": _milliseconds(within_s),
         }
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            row = connection.execute(self._decide, bound).one_or_none()
-            if row is None:
-                return False, None
-            connection.info[_DECIDED].add(transactional_id)
-            return True, self._dialect.check_end(connection, tuple(row))
+            return self._ended(connection, transactional_id, connection.execute(self._decide, bound).one_or_none())
 
     def hold(
         self,
@@ -198,16 +194,19 @@ class SqlStateStore:
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
-    ) -> bool:
+    ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
         bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            row = connection.execute(self._hold, bound).one_or_none()
-            if row is None:
-                return False
-            connection.info[_DECIDED].add(transactional_id)
-            self._dialect.check_end(connection, tuple(row))
-            return True
+            return self._ended(connection, transactional_id, connection.execute(self._hold, bound).one_or_none())
+
+    def _ended(
+        self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
+    ) -> tuple[bool, str | None]:
+        if row is None:
+            return False, None
+        connection.info[_DECIDED].add(transactional_id)
+        return True, self._dialect.check_end(connection, tuple(row))
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.run_deferred`."""

@@ -254,7 +254,7 @@ class DualWrite:
             )
         else:
             answer = Deadline(deadline.remaining_s() / 2)
-            ours = store.hold(
+            ours, self._database_transaction = store.hold(
                 self._connection,
                 self.transactional_id,
                 incarnation,
@@ -308,9 +308,6 @@ class DualWrite:
         return None
 
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
-        if not state.has_transaction:
-            self._lane.discard()
-            raise doubt  # only rows: the database alone knows
         try:
             verdict = resolve_commit(self._ground, self.transactional_id, state, self._database_transaction, deadline)
         except DualWriteError as error:

@@ -96,8 +96,8 @@ def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateS
     database.claim(store, "orders")
     store.begin(connection)
     assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
-    assert not store.hold(connection, "orders", 1)
-    assert store.hold(connection, "orders", 2)
+    assert store.hold(connection, "orders", 1) == (False, None)
+    assert store.hold(connection, "orders", 2)[0]
     assert store.decide(connection, "nobody", 1, prepared(1)) == (False, None)
     store.commit(connection)
     assert not store.read(["orders"])[0].prepared.has_transaction
@@ -110,9 +110,9 @@ def test_a_row_that_was_made_anew_is_not_ours(database: Database, store: SqlStat
     store.begin(connection)
     assert store.read_incarnation(connection, "orders", namespace=ours) is None
     assert store.decide(connection, "orders", 1, prepared(1), namespace=ours) == (False, None)
-    assert not store.hold(connection, "orders", 1, namespace=ours)
+    assert store.hold(connection, "orders", 1, namespace=ours) == (False, None)
     assert store.read_incarnation(connection, "orders", namespace=anew) == 1
-    assert store.hold(connection, "orders", 1, namespace=anew)
+    assert store.hold(connection, "orders", 1, namespace=anew)[0]
     assert store.decide(connection, "orders", 1, prepared(1), namespace=anew)[0]
     store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)

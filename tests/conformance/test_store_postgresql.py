@@ -68,7 +68,7 @@ class TestIsolationLevels:
         with postgres.engine(isolation_level=level).connect() as connection:
             for last in [
                 lambda incarnation: store.decide(connection, "orders", incarnation, prepared(incarnation))[0],
-                lambda incarnation: store.hold(connection, "orders", incarnation),
+                lambda incarnation: store.hold(connection, "orders", incarnation)[0],
             ]:
                 incarnation = store.read(["orders"])[0].incarnation
                 begin(store, connection, incarnation)
@@ -104,7 +104,7 @@ class TestIsolationLevels:
         postgres.claim(store, "orders")
         with postgres.engine(isolation_level=level).connect() as connection:
             begin(store, connection)
-            assert store.hold(connection, "orders", 1)
+            assert store.hold(connection, "orders", 1)[0]
             claim = Thread(lambda: postgres.claim(store, "orders"))
             wait_until_blocked(postgres)
             store.commit(connection)

@@ -1,6 +1,7 @@
 """The interleavings that break simpler recipes, brought about on real servers. Each names the rule that it is the reason for."""
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -240,6 +241,26 @@ def test_connection_lost_during_commit_is_resolved_by_the_row(
             write(writer, dualwrite_topic, orders, 2)
         through.dispose()
     assert both()[0][-1] == 2
+
+
+@pytest.mark.parametrize("fault", ["reset_answer", "reset_request"])
+def test_connection_lost_during_commit_of_rows_alone_is_resolved_by_the_database(
+    dualwrite_postgres, url, kafka, engine, orders, both, fault
+):
+    """The row names nothing of such a transaction; the server is out of reach for a while."""
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        with DualWriter("orders", kafka=kafka, engine=through, max_lanes=1) as writer:
+            getattr(proxy.on("COMMIT"), fault)()
+            away = proxy.on("SELECT PG_IS_IN_RECOVERY").reset_request()  # how every transaction of our own begins
+            expected = pytest.raises(TransactionAborted) if fault == "reset_request" else nullcontext()
+            with expected, writer.transaction() as tx:
+                tx.connection.execute(insert(orders).values(id=1))
+            away.wait()
+            with writer.transaction() as tx:
+                tx.connection.execute(insert(orders).values(id=2))
+        through.dispose()
+    assert both() == ([2] if fault == "reset_request" else [1, 2], [])
 
 
 def test_lost_commit_with_the_database_out_of_reach_is_in_doubt_and_never_guessed(

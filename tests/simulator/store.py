@@ -129,12 +129,13 @@ class SimulatedStore:
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
-    ) -> bool:
+    ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
         del answer_s
 
-        def share(session: Session) -> bool:
-            return _is_ours(self._database.lock(session, transactional_id, exclusive=False), incarnation, namespace)
+        def share(session: Session) -> tuple[bool, str | None]:
+            row = self._database.lock(session, transactional_id, exclusive=False)
+            return (True, self._database.name(session)) if _is_ours(row, incarnation, namespace) else (False, None)
 
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 

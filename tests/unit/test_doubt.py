@@ -1,5 +1,6 @@
 """The decision about a COMMIT whose answer is missing, over the whole space of what can be known."""
 
+from dataclasses import replace
 from itertools import product
 
 from dualwrite.protocol.commit_in_doubt import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
@@ -58,6 +59,18 @@ def test_what_the_log_cannot_tell_stays_in_doubt():
     for proof in (LogProof.OPEN, LogProof.UNKNOWABLE):
         doubt = Doubt(OURS, NEWER, DatabaseVerdict.UNKNOWN, True, None, proof)
         assert next_doubt_step(doubt) is DoubtStep.IN_DOUBT
+
+
+def test_of_rows_alone_only_the_database_knows():
+    for row, proof in product([OURS, NEWER, PreparedTxnState()], [None, *LogProof]):
+        alone = Doubt(PreparedTxnState(), row, proof=proof)
+        assert next_doubt_step(alone) is DoubtStep.ASK_DATABASE
+        told = {
+            DatabaseVerdict.COMMITTED: DoubtStep.COMMITTED,
+            DatabaseVerdict.ABORTED: DoubtStep.ABORTED,
+            DatabaseVerdict.UNKNOWN: DoubtStep.IN_DOUBT,
+        }
+        assert {verdict: next_doubt_step(replace(alone, verdict=verdict)) for verdict in DatabaseVerdict} == told
 
 
 MARKED = {LogProof.COMMITTED, LogProof.PARTLY}
