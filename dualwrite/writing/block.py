@@ -79,16 +79,20 @@ def dual_write(
         write.begin()
     try:
         try:
+            write.lent = True
             yield Transaction(write)
         except BaseException:
+            write.lent = False
             write.abort()
             raise
+        write.lent = False
         if ending is Ending.COMMIT:
             with noting_told(ground.store):
                 write.commit()
         else:
             write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
     finally:
+        write.lent = False
         write.release()
         if write.state not in _ENDED:
             # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for

@@ -17,6 +17,7 @@ from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
+    IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
@@ -44,7 +45,12 @@ logger = logging.getLogger(__name__)
 class DualWrite:
     """One dual write, driven by its block: begun, then committed, aborted or handed over, then released. Used by one thread.
 
-    The block gives the user a :class:`dualwrite.writing.transaction.Transaction`, which exposes none of these methods.
+    The block gives the user a :class:`dualwrite.writing.transaction.Transaction`, which exposes none of the verbs.
+
+    Attributes:
+        lent: Whether the user's code is running. The verbs then refuse: called there, they would end the dual write under its
+            block, which could only report an outcome that is not true.
+        prepared: The identity of its Kafka transaction; None if it is not prepared.
     """
 
     def __init__(
@@ -69,7 +75,18 @@ class DualWrite:
         self._uses_savepoints = savepoints
         self._sending = Sending(lane.producer, lane.transactional_id)
         self._database_transaction: str | None = None
+        self.lent = False
         self.prepared: PreparedTxnState | None = None
+
+    def _refuse_while_lent(self) -> None:
+        if self.lent:
+            error = IllegalStateError(
+                "the dual write was to be begun or ended inside its block",
+                transactional_id=self.transactional_id,
+                next_step="leave the block to commit both sides, or raise in it to abort both",
+            )
+            self._sending.refusal = self._sending.refusal or error
+            raise error
 
     @property
     def transactional_id(self) -> str:
@@ -136,6 +153,7 @@ class DualWrite:
             IllegalStateError, ConfigurationError: The connection cannot be used for this.
             Unavailable: The database does not answer.
         """
+        self._refuse_while_lent()
         store = self._ground.store
         store.begin(self._connection)
         try:
@@ -168,6 +186,7 @@ class DualWrite:
             DatabaseWentBack: Decided, then lost by the database.
             IllegalStateError: It has already ended.
         """
+        self._refuse_while_lent()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         deadline = Deadline(self._timeout_s)
@@ -204,6 +223,7 @@ class DualWrite:
                 count for nothing.
             IllegalStateError: It has already ended.
         """
+        self._refuse_while_lent()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
@@ -336,6 +356,7 @@ class DualWrite:
         If Kafka does not accept the abort, the producer is discarded and the next settler aborts its transaction: the row
         does not name it, so it can no longer be committed.
         """
+        self._refuse_while_lent()
         if self._machine.state is WriteState.ABORTED:
             return
         failpoints.hit("write.before_abort")
@@ -352,6 +373,7 @@ class DualWrite:
 
     def release(self) -> None:
         """Close the session once the block has ended. Its objects stay readable."""
+        self._refuse_while_lent()
         self._sending.stop()
         if self._session is not None:
             self._session.close()

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from contextlib import suppress
 
 import pytest
 from harness.orders import Order, on_postgresql
@@ -206,6 +207,24 @@ def test_commit_inside_the_block_is_refused_and_aborts_both(writer, dualwrite_to
     with writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 2)
     assert rows() == messages() == [2]
+
+
+@pytest.mark.parametrize("verb", ["begin", "commit", "abort", "hand_over", "release"])
+@on_postgresql
+def test_a_verb_of_the_block_that_is_called_inside_it_aborts_both(
+    writer, dualwrite_topic, orders, rows, messages, verb
+):
+    """Nothing that is committed is ever reported with an error that says "none", whether or not the user's code goes on."""
+    with pytest.raises(IllegalStateError, match="inside its block"), writer.transaction() as tx:
+        write(tx, dualwrite_topic, orders, 1)
+        getattr(tx._dual_write, verb)()
+    with pytest.raises(TransactionAborted, match="inside its block"), writer.transaction() as tx:
+        write(tx, dualwrite_topic, orders, 2)
+        with suppress(IllegalStateError):
+            getattr(tx._dual_write, verb)()
+    with writer.transaction() as tx:
+        write(tx, dualwrite_topic, orders, 3)
+    assert rows() == messages() == [3]
 
 
 def test_use_after_the_block_is_refused(writer, dualwrite_topic, orders):
