@@ -24,12 +24,14 @@ from dualwrite import (
     failpoints,
     recover,
 )
+from dualwrite.deadline import running_on
 from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.dual_write import DualWrite
 
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
 STATE = declare_tables(None).state
@@ -289,6 +291,68 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
         failpoints.arm("")
         assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
         assert consumer.committed([offset], 30)[0].offset == 7
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_sqlite_is_not_waited_for_as_long_as_its_driver_would(kafka, engine, dualwrite_topic, orders, both, url):
+    """The driver would wait for a reader for a minute; the ending may take four seconds."""
+    patient_driver = create_engine(url, connect_args={"timeout": 60})
+    with DualWriter("orders", kafka=kafka, engine=patient_driver, max_lanes=1) as writer:
+        writer._timeout_s = 4  # the producer's calls keep the writer's 60 s
+        with engine.connect() as reader:
+            reader.exec_driver_sql("BEGIN")
+            reader.exec_driver_sql("SELECT * FROM kafka_transaction_state").fetchone()
+            began = time.monotonic()
+            with pytest.raises(TransactionAborted, match="COMMIT") as caught:
+                write(writer, dualwrite_topic, orders, 1)
+            assert time.monotonic() - began < 50, "waited as long as the driver"
+            assert caught.value.retryable
+        write(writer, dualwrite_topic, orders, 2)
+        [limit] = {
+            connection.exec_driver_sql("PRAGMA busy_timeout").scalar() for connection in [patient_driver.connect()]
+        }
+        assert limit == 60_000, "the caller's own limit was not put back"
+    patient_driver.dispose()
+    assert both() == ([2], [2])
+
+
+class JumpingClock:
+    """The system's clock, set forward by hand: what a process sees that was paused."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead_s
+
+    def sleep(self, seconds, /):
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("messages", [True, False], ids=["with messages", "rows alone"])
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_process_that_was_paused_before_its_commit_does_not_send_it(
+    kafka, engine, dualwrite_topic, orders, both, messages, monkeypatch
+):
+    """No server ends SQLite's transaction meanwhile. The pause comes after the last look at the broker's time."""
+    clock, real = JumpingClock(), DualWrite._decide
+
+    def decide(*args):
+        clock.ahead_s += 3600
+        return real(*args)
+
+    with (
+        running_on(clock),
+        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(DualWrite, "_decide", decide)
+            with pytest.raises(TransactionAborted, match="paused before its COMMIT"), writer.transaction() as tx:
+                tx.connection.execute(insert(orders).values(id=1))
+                if messages:
+                    tx.produce(dualwrite_topic, value="1")
+        write(writer, dualwrite_topic, orders, 2)
+    assert both() == ([2], [2])
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
