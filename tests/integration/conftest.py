@@ -7,13 +7,14 @@ from contextlib import ExitStack, closing
 import pytest
 from harness.orders import Base, Order
 from harness.patience import patient
-from sqlalchemy import create_engine, make_url, select, text
+from sqlalchemy import create_engine, make_url, select, text, update
 
 from dualwrite import DualWriter, failpoints
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
+from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
 
 
@@ -90,6 +91,38 @@ def copied(request, url, engine, writer, engine_of, dualwrite_postgres):
     yield copy
     copy.dispose()
     dualwrite_postgres.drop_database(name)
+
+
+@pytest.fixture
+def backup(url, engine, tmp_path):
+    """Takes a copy of the database's content; what it returns brings that back."""
+
+    state = declare_tables(None).state
+
+    def take():
+        if engine.dialect.name == "sqlite":
+            engine.dispose()
+            file, copy = tmp_path / "rows.db", tmp_path / "copy.db"
+            shutil.copy(file, copy)
+
+            def restore():
+                engine.dispose()
+                shutil.copy(copy, file)
+
+            return restore
+        with engine.connect() as connection:
+            rows = connection.execute(select(state)).mappings().all()
+
+        def restore_rows():
+            with engine.begin() as connection:
+                for row in rows:
+                    connection.execute(
+                        update(state).where(state.c.transactional_id == row["transactional_id"]).values(**row)
+                    )
+
+        return restore_rows
+
+    return take
 
 
 @pytest.fixture

@@ -10,11 +10,14 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 from harness.checker import Case
+from harness.orders import write
 from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
 from dualwrite.cli.group import commands
+from dualwrite.protocol.observations import Outcome
+from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -91,6 +94,54 @@ def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left,
     assert dualwrite("status", "--problems").returncode == 4
     assert dualwrite("acknowledge", "case", "--all").returncode == 0
     assert dualwrite("status").returncode == 0
+
+
+def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
+    dualwrite, kafka, engine, url, dualwrite_topic, orders, backup
+):
+    """The claim survived: the id can be recovered, and the loss becomes an incident."""
+    names = ["first", "second"]
+    writers = [DualWriter(name, kafka=kafka, engine=engine, max_lanes=1) for name in names]
+    for number, writer in enumerate(writers):
+        writer.open()
+        write(writer, dualwrite_topic, orders, number)
+    restore = backup()
+    for number, writer in enumerate(writers, start=2):
+        write(writer, dualwrite_topic, orders, number)
+        writer.close()
+    restore()
+    shown = {item.row.transactional_id: item for item in status(kafka=kafka, engine=url)}
+    assert [shown[name].needs_recovery for name in names] == [True, True]
+    assert all("Kafka has committed a transaction" in shown[name].went_back for name in names)
+    assert not any(shown[name].claim_lost for name in names)
+    assert dualwrite("status", "--problems").returncode == 8
+
+    [loss] = recover("first", kafka=kafka, engine=url).losses
+    assert (loss.outcome, loss.went_back) == (Outcome.UNVERIFIABLE, True)
+    found = dualwrite("recover", "second", "--json")
+    assert found.returncode == 4, found.stderr
+    assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["unverifiable"]
+    assert dualwrite("status").returncode == 4
+    assert not any(item.went_back for item in status(kafka=kafka, engine=url))
+
+
+def test_a_lost_claim_is_shown_refused_and_has_an_exit_code(
+    dualwrite, kafka, engine, url, dualwrite_topic, orders, backup
+):
+    restore = None
+    for number in (1, 2):
+        with DualWriter("case", kafka=kafka, engine=engine, max_lanes=1) as writer:
+            write(writer, dualwrite_topic, orders, number)
+        restore = restore or backup()
+    restore()
+    assert dualwrite("status").returncode == 8
+    refused = dualwrite("recover", "case")
+    assert refused.returncode == 8, refused.stderr
+    assert "gone back in time" in refused.stdout
+    accepted = dualwrite("recover", "case", "--after-restore", "--json")
+    assert accepted.returncode == 4, "the lost decision is a loss"
+    assert json.loads(accepted.stdout)["settled"] == ["case"]
+    assert dualwrite("recover", "case").returncode == 0
 
 
 def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(

@@ -1,13 +1,12 @@
 """A database that loses its last commits while its owner lives, as after an asynchronous failover, is found out."""
 
 import secrets
-import shutil
 
 import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 from harness.orders import write
-from sqlalchemy import create_engine, insert, select, update
+from sqlalchemy import create_engine, insert
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
 from dualwrite.cli.group import commands
@@ -15,41 +14,8 @@ from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane_pool import Lanes
-
-STATE = declare_tables(None).state
-
-
-@pytest.fixture
-def backup(url, engine, tmp_path):
-    """Takes a copy of the database's content; what it returns brings that back."""
-
-    def take():
-        if engine.dialect.name == "sqlite":
-            engine.dispose()
-            file, copy = tmp_path / "rows.db", tmp_path / "copy.db"
-            shutil.copy(file, copy)
-
-            def restore():
-                engine.dispose()
-                shutil.copy(copy, file)
-
-            return restore
-        with engine.connect() as connection:
-            rows = connection.execute(select(STATE)).mappings().all()
-
-        def restore_rows():
-            with engine.begin() as connection:
-                for row in rows:
-                    connection.execute(
-                        update(STATE).where(STATE.c.transactional_id == row["transactional_id"]).values(**row)
-                    )
-
-        return restore_rows
-
-    return take
 
 
 def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded(
