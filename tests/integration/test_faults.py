@@ -19,6 +19,7 @@ from dualwrite import (
     ConfigurationError,
     DecidedTransactionLost,
     DualWriter,
+    Fenced,
     OutcomeUnverifiable,
     TransactionAborted,
     failpoints,
@@ -34,6 +35,7 @@ from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
@@ -317,20 +319,64 @@ def test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides(
     assert both() == ([1, 2, 5, 6], [1, 2, 5, 6])
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_what_a_tool_has_aborted_is_not_decided_if_there_is_time_to_look(
-    kafka, engine, orders, dualwrite_topic, monkeypatch, bulk
+def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
+    kafka, engine, orders, dualwrite_topic, monkeypatch
+):
+    """Idling asks the log by itself before it records "committed"."""
+    monkeypatch.setattr(Lane, "watch_end", lambda *_: None)
+    told = []
+
+    def at(name):
+        if name == "write.decided":
+            write_abort_markers(kafka, dualwrite_topic, writer, [0])
+
+    with DualWriter(
+        "orders", kafka=kafka, engine=engine, max_lanes=1, idle_after_s=0.01, on_loss=told.append
+    ) as writer:
+        with failpoints.watched(at):
+            write(writer, dualwrite_topic, orders, 1)
+        deadline = Deadline(PATIENCE_S)
+        while (recorded := SqlStateStore(engine).read(["orders"])[0].completed) is None:
+            assert not deadline.expired
+    assert recorded is Outcome.LOST
+    assert [type(loss) for loss in told] == [DecidedTransactionLost]
+
+
+@pytest.mark.parametrize(
+    ("bulk", "ended_by"),
+    [
+        pytest.param(False, "markers", id="markers"),
+        pytest.param(True, "markers", id="markers-bulk"),
+        pytest.param(False, "a new producer", id="new-producer"),
+        pytest.param(False, "an abort at the coordinator", id="coordinator"),
+    ],
+)
+def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
+    kafka, engine, orders, dualwrite_topic, monkeypatch, bulk, ended_by, coordinator
 ):
     for module in (evidence, instance):
         monkeypatch.setattr(module, "OLD_S", -1.0)
 
+    def abort_at_the_coordinator():
+        [row] = SqlStateStore(engine).read(["orders"])
+        kafka_id = row.kafka_id(row.incarnation)
+        state = writer._lanes.first.producer.prepared_state
+        coordinator.end({kafka_id: state}, committed=False, deadline=Deadline(60))
+
+    abort = {
+        "markers": lambda: write_abort_markers(kafka, dualwrite_topic, writer, [0]),
+        "a new producer": lambda: ended_by_hand(kafka, engine)("write.decided"),
+        "an abort at the coordinator": abort_at_the_coordinator,
+    }[ended_by]
+
     def at(name):
         if name == "write.recorded":
-            write_abort_markers(kafka, dualwrite_topic, writer, [0])
+            abort()
 
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, bulk=bulk) as writer:
-        with failpoints.watched(at), pytest.raises(TransactionAborted, match="ended there by hand"):
+        with failpoints.watched(at), pytest.raises((TransactionAborted, Fenced)) as caught:
             write(writer, dualwrite_topic, orders, 1)
+        assert caught.value.outcome == "aborted"
         write(writer, dualwrite_topic, orders, 2)
     assert not SqlStateStore(engine).incidents("orders")
     assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [2, 2]

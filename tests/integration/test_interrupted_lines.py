@@ -10,28 +10,36 @@ from sqlalchemy import insert, select
 from dualwrite import DualWriteError, DualWriter, recover
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 
-STEP = 23
-"""In the ordinary run each 23rd line, beginning with a random one of the first."""
+STEP, RENEWAL_STEP = 23, 251
+"""In the ordinary run each 23rd line, beginning with a random one of the first; fewer of those that claim and settle."""
+THOROUGH = [pytest.mark.thorough, pytest.mark.longest]
 
 
 @pytest.mark.parametrize(
-    ("first", "step"),
+    ("renewed", "first", "step"),
     [
-        pytest.param(random.randrange(1, STEP + 1), STEP, id="some lines"),
-        pytest.param(1, 1, id="every line", marks=[pytest.mark.thorough, pytest.mark.longest]),
+        pytest.param(False, random.randrange(1, STEP + 1), STEP, id="some lines"),
+        pytest.param(False, 1, 1, id="every line", marks=THOROUGH),
+        pytest.param(True, random.randrange(1, RENEWAL_STEP + 1), RENEWAL_STEP, id="some lines of a renewal"),
+        pytest.param(True, 1, 1, id="every line of a renewal", marks=THOROUGH),
     ],
 )
 def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
-    kafka, engine, orders, dualwrite_topic, first, step
+    kafka, engine, orders, dualwrite_topic, renewed, first, step, monkeypatch
 ):
+    """A renewed lane is claimed, settled and initialised inside the interrupted block, by the thread that is in it."""
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
     numbers, told = itertools.count(), {}
+    bodies = []
 
     def write(writer):
         number = next(numbers)
         with writer.transaction() as tx:
+            bodies.append(number)
             tx.produce(dualwrite_topic, value=str(number), partition=0)
             tx.connection.execute(insert(orders).values(id=number))
         return number
@@ -40,6 +48,9 @@ def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
         write(writer)
         for line in itertools.count(first, step):
             interruption = Interruption(line)
+            bodies.clear()
+            if renewed:
+                writer._lanes.first.producer._instance.doubt("for the test")
             try:
                 with interruption.armed():
                     told[write(writer)] = interruption.at
@@ -47,7 +58,7 @@ def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
                 assert interruption.at is not None
             except DualWriteError as error:
                 told[f"{interruption.at}"] = error
-            if interruption.at is None:
+            if interruption.at is None or (renewed and bodies):
                 break
             try:
                 told[write(writer)] = None

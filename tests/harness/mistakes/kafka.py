@@ -74,6 +74,10 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
         "DID NOT RAISE",
     ),
     Check(
+        "integration/test_faults.py::test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles[postgresql]",
+        "Outcome.COMMITTED",
+    ),
+    Check(
         "integration/test_suspended_brokers.py::test_a_broker_is_suspended_at_every_point_of_a_dual_write",
         "lost: write.decided-closes/2",
     ),
@@ -93,6 +97,23 @@ def closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
 def settles_without_what_the_owner_knows(patch: pytest.MonkeyPatch) -> None:
     """Settling is not told in which partitions the owner's last abort may have been forgotten."""
     patch.setattr(ProducerInstance, "undecided_in", frozenset())
+
+
+@mistake(
+    Check(
+        "integration/test_faults.py"
+        "::test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look[markers-postgresql]",
+        "DID NOT RAISE",
+    ),
+    Check(
+        "integration/test_faults.py"
+        "::test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look[new-producer-postgresql]",
+        "DecidedTransactionLost",
+    ),
+)
+def decides_without_a_last_look(patch: pytest.MonkeyPatch) -> None:
+    """An owner decides a transaction that was open for long without asking whether it still is."""
+    patch.setattr(ProducerInstance, "require_still_open", lambda *_: None)
 
 
 @mistake(

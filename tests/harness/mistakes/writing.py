@@ -256,7 +256,7 @@ def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
     Check(
         "integration/test_dual_writer.py"
         "::test_a_verb_of_the_block_that_is_called_inside_it_aborts_both[postgresql-commit]",
-        r"\[1\]",
+        "while the dual write is completed",
     )
 )
 def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
