@@ -1,8 +1,12 @@
-"""A broker is suspended at every fail point and goes on: no connection breaks, and it has missed markers (KAFKA-20734).
+"""A broker is suspended at every fail point of a dual write, of a claim, of settling and of mending.
 
-Many writers stand at their points when one broker stops, so that it has to be suspended once. Half of each topic is on that
-broker alone. When the broker's session has ended, the writers go on: their coordinators skip its markers and call the
-transactions complete. Then it comes back, with these transactions open, and the writers go on as they like.
+It goes on, no connection breaks, and it has missed markers (KAFKA-20734). Many writers stand at their points when one broker
+stops, so that it has to be suspended once. Half of each topic is on that broker alone. When the broker's session has ended,
+the writers go on: their coordinators skip its markers and call the transactions complete. Then it comes back, with these
+transactions open, and the writers go on as they like. What mends them stands at its points when the broker stops again.
+
+Not here are the points of batches that are decided as one (``batch.*``, ``complete.*``, ``participant.*``); processes
+are killed there in the tests of Spark.
 """
 
 import threading
@@ -29,6 +33,7 @@ from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
+from dualwrite.writing import writer as writer_module
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 
@@ -37,6 +42,7 @@ ROWS = Table("operations", MetaData(), Column("id", Text, primary_key=True))
 ABORTING = {"write.before_abort", "write.rolled_back"}
 WRITING = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
+MENDING = [name for name in failpoints.FAILPOINTS if name.startswith("mend.")]
 DECIDED = {"write.prepared", "write.recorded", "write.decided"}
 """From there on a dual write comes to its decision without the partition's leader, and its marker is due while there is none."""
 GOES_ON = ("aborts", "writes elsewhere", "closes", "dies")
@@ -53,7 +59,8 @@ class Writer:
 
     Args:
         crowd: Where it writes.
-        point: The fail point of its second dual write, or of whoever settles that after its owner's death.
+        point: The fail point of its second dual write, or of what settles that after its owner's death. Where a point belongs
+            to mending, the writer decides during the first suspension, and its successor is at the point in a second one.
         goes_on: What it does when the broker is back.
     """
 
@@ -63,6 +70,7 @@ class Writer:
         self.goes_on = goes_on
         self.name = f"{point}-{goes_on}".replace(" ", "-")
         self.settled = point in SETTLING
+        self.mended = point in MENDING
         self.kafka_id = ""
         self._made = 0
         self._writer = None
@@ -78,12 +86,18 @@ class Writer:
         [row] = SqlStateStore(self._crowd.engine).read([self.name])
         self.kafka_id = row.kafka_id(row.incarnation)
         if not self.settled:
-            with self._crowd.waiting_at(self.point):
+            with self._crowd.waiting_at("write.decided" if self.mended else self.point):
                 self._write(aborts=self.point in ABORTING)
+            if self.mended:
+                self.die()  # at once: its owner would mend it, once the broker is back
             return
-        with self._crowd.dying_at("write.decided"):
+        with self._crowd.armed("write.decided", self._die_there):
             self._write()
-        self.die()
+        with self._crowd.waiting_at(self.point):
+            self.open()
+
+    def until_suspended_again(self):
+        """What comes after the dead owner, up to its point and to its end."""
         with self._crowd.waiting_at(self.point):
             self.open()
 
@@ -97,6 +111,10 @@ class Writer:
         elif self.goes_on == "writes elsewhere":
             self._write(partitions=(1, 1))
         self._writer.close()
+
+    def _die_there(self):
+        self.die()  # before the block ends: its housekeeping would settle what is decided
+        raise Dies
 
     def die(self):
         """As by SIGKILL: nothing is recorded, and nobody keeps house."""
@@ -125,6 +143,32 @@ class Dies(BaseException):
     """Stands for SIGKILL in a thread."""
 
 
+_here = threading.local()
+"""The thread's writer waits at a point, if ``armed`` says so."""
+
+
+class Armed:
+    """A point of one writer, whichever of its threads passes it."""
+
+    def __init__(self, point, does):
+        self.point = point
+        self.does = does
+        self.passed = False
+
+
+class Carrying(ThreadPoolExecutor):
+    """Its threads belong to the writer of the thread that gives them work."""
+
+    def submit(self, function, /, *arguments, **named):
+        armed = getattr(_here, "armed", None)
+
+        def work():
+            _here.armed = armed
+            return function(*arguments, **named)
+
+        return super().submit(work)
+
+
 class Crowd:
     """All writers of one suspension, with their topic, their rows and their journal."""
 
@@ -138,7 +182,7 @@ class Crowd:
         self.topic = f"t{time.monotonic_ns()}"
         self.writers = [Writer(self, *one) for one in writers]
         self._admin = AdminClient({**cluster.client_config(), "log_level": 0, "socket.timeout.ms": 3000})
-        self._here = threading.local()
+        self._never_reached = []
         self._arrived = threading.Semaphore(0)
         self._suspended = threading.Event()
         replicas = {"replica_assignment": [[SUSPENDED], [OTHER]], "config": {"min.insync.replicas": "1"}}
@@ -151,64 +195,66 @@ class Crowd:
         except (KafkaException, KeyError):
             return None
 
-    # What the fail points do to the thread that passes them
+    # What the fail points do to the writer that passes them
 
     def waiting_at(self, point):
-        return self._armed(point, self._wait)
-
-    def dying_at(self, point):
-        return self._armed(point, self._die)
+        return self.armed(point, self._wait)
 
     @contextmanager
-    def _armed(self, point, does):
-        self._here.point, self._here.does = point, does
+    def armed(self, point, does):
+        armed = _here.armed = Armed(point, does)
         try:
             yield
         finally:
-            # A thread of its own has passed it, or nobody: nobody is waited for.
-            if self._here.point is not None and does == self._wait:
-                self._arrived.release()
-            self._here.point = None
+            _here.armed = None
+            if not armed.passed:
+                self._never_reached.append(point)
+                self._arrived.release()  # the others need not wait for it
 
-    def passed(self, name):
-        if getattr(self._here, "point", None) == name:
-            self._here.point = None
-            self._here.does()
+    @staticmethod
+    def passed(name):
+        armed = getattr(_here, "armed", None)
+        if armed is not None and armed.point == name and not armed.passed:
+            armed.passed = True
+            armed.does()
 
     def _wait(self):
         self._arrived.release()
         assert self._suspended.wait(PATIENCE_S)
 
-    @staticmethod
-    def _die():
-        raise Dies
-
     # The course of events
 
     def run(self):
+        mended = [writer for writer in self.writers if writer.mended]
         with failpoints.watched(self.passed), ThreadPoolExecutor(len(self.writers)) as threads:
-            under_way = [threads.submit(writer.until_suspended) for writer in self.writers]
-            for _ in self.writers:
-                wait_until(
-                    lambda: self._arrived.acquire(timeout=1) or [one.result() for one in under_way if one.done()]
-                )
-            self.cluster.suspend(SUSPENDED)
-            try:
-                wait_until(lambda: self._leader() == -1)
-                self._suspended.set()
-                self._wait_until_skipped()
-            finally:
-                self.cluster.resume(SUSPENDED)
-            wait_until(lambda: self._leader() == SUSPENDED)
-            for one in under_way:
-                one.result(PATIENCE_S)
+            decided = [writer for writer in self.writers if writer.mended or writer.point in DECIDED]
+            self._suspend_under([threads.submit(writer.until_suspended) for writer in self.writers], decided)
+            if mended:
+                # The next step of the others ends the mended transaction while the broker is away, or when it is back.
+                ended = [writer for writer in mended if writer.point == "mend.added"]
+                self._suspend_under([threads.submit(writer.until_suspended_again) for writer in mended], ended)
             for one in [threads.submit(writer.go_on) for writer in self.writers]:
                 one.result(PATIENCE_S)
-        return self._check()
+        return [f"never reached: {point}" for point in self._never_reached] + self._check()
 
-    def _wait_until_skipped(self):
+    def _suspend_under(self, under_way, decided):
+        """Suspend the broker when all of them are at their points, until what is decided has been ended without it."""
+        self._suspended.clear()
+        for _ in under_way:
+            wait_until(lambda: self._arrived.acquire(timeout=1) or [one.result() for one in under_way if one.done()])
+        self.cluster.suspend(SUSPENDED)
+        try:
+            wait_until(lambda: self._leader() == -1)
+            self._suspended.set()
+            self._wait_until_skipped([writer.kafka_id for writer in decided])
+        finally:
+            self.cluster.resume(SUSPENDED)
+        wait_until(lambda: self._leader() == SUSPENDED)
+        for one in under_way:
+            one.result(PATIENCE_S)
+
+    def _wait_until_skipped(self, ids):
         """Until the coordinators call complete what they could not write the markers of."""
-        ids = [writer.kafka_id for writer in self.writers if writer.point in DECIDED]
         coordinator = KafkaCoordinator(KafkaConfig.parse(self.cluster.client_config()))
         try:
             wait_until(
@@ -245,7 +291,8 @@ def cluster():
 
 
 @pytest.fixture
-def crowd_of(cluster, dualwrite_database, tmp_path):
+def crowd_of(cluster, dualwrite_database, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "ThreadPoolExecutor", Carrying)
     engine = create_engine(dualwrite_database, pool_size=30, max_overflow=30)
     with engine.connect() as connection:
         upgrade(connection)
@@ -262,7 +309,7 @@ def test_a_broker_is_suspended_at_every_point_of_a_dual_write(crowd_of):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("goes_on", GOES_ON)
-def test_a_broker_is_suspended_at_every_point_whatever_its_writer_does_next(crowd_of, goes_on):
-    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING]])
+def test_a_broker_is_suspended_at_every_point_of_settling_and_mending_whatever_its_writer_does_next(crowd_of, goes_on):
+    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING, *MENDING]])
     wrong = crowd.run()
     assert not wrong, "\n".join(wrong)
