@@ -10,6 +10,7 @@ import time
 import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from harness import cut_off
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
@@ -259,9 +260,32 @@ OF_A_COMMIT = ["begun", "checked", "produced", "body_done", "prepared", "recorde
 OF_AN_ABORT = ["before_abort", "rolled_back"]
 
 
+EVERY_POINT = [f"write.{point}" for point in [*OF_A_COMMIT, *OF_AN_ABORT]]
+
+
+@pytest.fixture(scope="module")
+def cluster_to_cut():
+    with cut_off.cluster_to_cut() as cluster:
+        yield cluster
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("point", [f"write.{point}" for point in [*OF_A_COMMIT, *OF_AN_ABORT]])
+@pytest.mark.parametrize("point", EVERY_POINT)
 def test_a_broker_is_suspended_at_every_fail_point(cluster, tmp_path, point):
+    go_on_without_a_broker_at(cluster, tmp_path, point)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=[] if point == "write.decided" else pytest.mark.thorough) for point in EVERY_POINT],
+)
+def test_a_broker_is_cut_off_from_its_controllers_at_every_fail_point(cluster_to_cut, tmp_path, point):
+    """It goes on showing its partitions as their leader, with the transactions open whose markers it has missed."""
+    go_on_without_a_broker_at(cluster_to_cut, tmp_path, point)
+
+
+def go_on_without_a_broker_at(cluster, tmp_path, point):
+    """A dual write comes to the point, a broker is taken away there, and comes back; others follow."""
     stage = Stage(cluster, tmp_path / "rows.sqlite", point.replace(".", "-"))
     ended = threading.Event()
     resumers = []

@@ -59,6 +59,11 @@ def bulk_believes_what_is_open(patch: pytest.MonkeyPatch) -> None:
         "integration/test_suspended_brokers.py::test_a_broker_is_suspended_at_every_point_of_a_dual_write",
         "lost: write.decided-closes/2",
     ),
+    Check(
+        "integration/test_forgotten_markers.py::"
+        "test_a_broker_is_cut_off_from_its_controllers_at_every_fail_point[write.decided]",
+        "a/0",
+    ),
 )
 def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
     """A producer begins its next transaction on the answer to its last one."""
