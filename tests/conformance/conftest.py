@@ -11,6 +11,7 @@ from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres
+from dualwrite.testing.servers import postgresql_binaries
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,19 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
     made.dispose()
 
 
+@pytest.fixture(scope="module")
+def postgres_16_url() -> Iterator[str]:
+    """PostgreSQL 16, which the same wheel holds: the newest without ``transaction_timeout``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postgresql_binaries, "INSTALLATION", "pginstall")
+        with EmbeddedPostgres({"max_prepared_transactions": "100"}) as server:
+            yield server.create_database()
+
+
 @pytest.fixture
-def postgres(postgres_url: str) -> Iterator[Database]:
-    made = prepare("postgresql", emptied(postgres_url))
+def postgres(request: pytest.FixtureRequest) -> Iterator[Database]:
+    """A fresh database; on PostgreSQL 16 for tests that are parametrized with ``on_16_too``."""
+    made = prepare("postgresql", emptied(request.getfixturevalue(getattr(request, "param", "postgres_url"))))
     yield made
     made.dispose()
 

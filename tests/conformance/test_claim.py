@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -264,11 +265,11 @@ def test_the_names_of_one_writer_are_found_by_an_index(database: Database, store
     """A pool of lanes and slots has many thousand names, and every opening looks for those of one writer."""
     made = ", ".join(column.name for column in store._tables.state.columns if column.name != "transactional_id")
     row = database.claim(store, "others")
-    numbers = "WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 20000) "
+    numbers = "WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 200000) "
     database.execute(
         f"INSERT INTO {database.state_table} (transactional_id, {made}) {numbers if database.kind == 'sqlite' else ''}"
         f"SELECT 'other#' || n, {made} FROM {database.state_table}, "
-        f"{'numbers' if database.kind == 'sqlite' else 'generate_series(1, 20000) AS numbers (n)'} "
+        f"{'numbers' if database.kind == 'sqlite' else 'generate_series(1, 200000) AS numbers (n)'} "
         f"WHERE transactional_id = 'others'"
     )
     database.execute(f"ANALYZE {database.state_table}" if database.kind == "postgresql" else "ANALYZE")
@@ -282,8 +283,14 @@ def test_the_names_of_one_writer_are_found_by_an_index(database: Database, store
             cursor.execute(explain + statement, parameters)
             plans.append("\n".join(str(line) for line in cursor.fetchall()))
 
+    def find() -> float:
+        began = time.perf_counter()
+        assert [found.transactional_id for found in store.find("mine#")] == ["mine#1", "mine#2"]
+        return time.perf_counter() - began
+
+    assert min(find() for _ in range(5)) < 0.05
     event.listen(store.engine, "before_cursor_execute", note_plan)
-    assert [found.transactional_id for found in store.find("mine#")] == ["mine#1", "mine#2"]
+    find()
     assert store.find("others") == [row]
     assert plans
     for plan in plans:

@@ -22,6 +22,11 @@ from dualwrite.testing import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgresql
 
+on_16_too = pytest.mark.parametrize(
+    "postgres", ["postgres_url", "postgres_16_url"], indirect=True, ids=["newest", "16"]
+)
+"""What limits a COMMIT before PostgreSQL 17, which has no ``transaction_timeout``."""
+
 
 @pytest.fixture
 def store(postgres: Database) -> SqlStateStore:
@@ -302,6 +307,26 @@ def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_
     assert not store.read(["orders"])[0].prepared.has_transaction
 
 
+@pytest.mark.parametrize("postgres", ["postgres_16_url"], indirect=True)
+def test_before_17_an_owner_is_limited_while_it_is_paused_and_its_commit_is_not(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    assert connection.dialect.server_version_info is not None
+    assert connection.dialect.server_version_info[0] == 16
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    store.decide(connection, "orders", 1, prepared(1), within_s=0.05)
+    connection.execute(text("SELECT pg_sleep(0.2)"))
+    store.commit(connection)
+    assert store.read(["orders"])[0].prepared == prepared(1)
+    begin(store, connection)
+    store.decide(connection, "orders", 1, prepared(1, 7), idle_s=0.05)
+    assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
+    with pytest.raises((TransactionAborted, TransactionInDoubt)):
+        store.commit(connection)
+    assert store.read(["orders"])[0].prepared == prepared(1)
+
+
 def hang_at_commit(postgres: Database, seconds: float = 600) -> None:
     postgres.execute(
         "CREATE FUNCTION hang() RETURNS trigger LANGUAGE plpgsql AS "
@@ -328,6 +353,7 @@ def test_the_server_ends_a_commit_that_takes_too_long(
     assert store.read_locked("orders", Deadline(120)) == row
 
 
+@on_16_too
 def test_what_was_deferred_to_commit_can_be_run_before_the_decision(
     postgres: Database, store: SqlStateStore, connection: Connection
 ) -> None:
@@ -344,6 +370,7 @@ def test_what_was_deferred_to_commit_can_be_run_before_the_decision(
     store.commit(connection)
 
 
+@on_16_too
 def test_a_commit_that_is_not_answered_is_given_up(postgres: Database, store: SqlStateStore) -> None:
     postgres.claim(store, "orders")
     hang_at_commit(postgres)
@@ -414,6 +441,7 @@ def test_the_limit_for_a_paused_owner_is_only_lowered_and_only_for_the_transacti
         )
 
 
+@on_16_too
 @pytest.mark.parametrize(("idle_s", "expected"), [(10, "10s"), (90, "1min"), (None, "1min")])
 def test_from_the_record_of_the_decision_on_the_limit_is_lower(
     postgres: Database, idle_s: float | None, expected: str
