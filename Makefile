@@ -38,11 +38,13 @@ types: venv source ## mypy, strict
 
 # In front of the one that is installed: no second environment is needed.
 SQLALCHEMY_OLDEST := 2.0.40
-sqlalchemy-oldest: venv ## the stores and the migrations with the oldest SQLAlchemy that is supported (a minute)
+sqlalchemy-oldest: venv jars ## stores, migrations, savepoints and dual writes with the oldest supported SQLAlchemy (two minutes)
 	@[ -d .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)/sqlalchemy ] || $(PY) -m pip install --quiet --no-deps \
 		--disable-pip-version-check --target .cache/sqlalchemy-$(SQLALCHEMY_OLDEST) SQLAlchemy==$(SQLALCHEMY_OLDEST)
 	PYTHONPATH=$(CURDIR)/.cache/sqlalchemy-$(SQLALCHEMY_OLDEST) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal \
-		tests/conformance/test_store.py tests/conformance/test_claim.py tests/conformance/test_store_postgresql.py tests/migrations
+		tests/conformance/test_store.py tests/conformance/test_claim.py tests/conformance/test_store_postgresql.py \
+		tests/conformance/test_store_savepoints.py tests/migrations \
+		tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
 
 simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
 	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)
