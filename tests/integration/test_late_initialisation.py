@@ -1,4 +1,8 @@
-"""An InitProducerId that arrives late aborts what is open under that id, decided or not: nobody may write there after one."""
+"""An InitProducerId that arrives late aborts what is open under that id, decided or not: nobody may write there after one.
+
+One rule rests on a line of librdkafka's log. These tests hold its wording, and pass with confluent-kafka 2.16.0 and 2.16.1.
+Versions up to 2.15.0 cannot be used at all: they have no ``Producer.cluster_id``.
+"""
 
 import threading
 
