@@ -25,6 +25,8 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Partition, is_older
+from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
+from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery.claim import Ground, claim_rows
 from dualwrite.recovery.reported import note_told
@@ -81,7 +83,7 @@ class Lane:
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
-        self._is_fresh = False
+        self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED)
         self._forgotten: str | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
 
@@ -105,9 +107,8 @@ class Lane:
     @property
     def needs_settling(self) -> bool:
         """Whether a transaction of ours may be open in Kafka that no producer of ours will end."""
-        if self._row is None or self._is_fresh:
-            return False
-        return not self._is_usable()
+        state = self._machine.state
+        return state is LaneState.UNSETTLED or (state is LaneState.STARTED and not self._is_usable())
 
     def _is_usable(self) -> bool:
         if self._producer is None:
@@ -158,9 +159,16 @@ class Lane:
 
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was just claimed and settled, and whose Kafka id has not been used."""
+        self._note_claim(row)
+        self._note_settled()
+
+    def _note_claim(self, row: StateRow) -> None:
+        self._machine.apply(LaneEvent.CLAIM)
         self._row = row
+
+    def _note_settled(self) -> None:
+        self._machine.apply(LaneEvent.SETTLE)
         self._unrecorded = None
-        self._is_fresh = True
 
     def may_go_on(self) -> bool:
         """Whether the lane may be used again after a rest without a new claim. Call it before :meth:`ready`.
@@ -199,7 +207,7 @@ class Lane:
         self.know_end(deadline)
         if self._is_usable():
             return
-        if not self._is_fresh:
+        if self._machine.state is not LaneState.SETTLED:
             self._settle_former(deadline)
         self._start(deadline)
 
@@ -295,7 +303,7 @@ class Lane:
         )
         failpoints.hit("claim.settled")
         self._undecided_in = {}
-        self.adopt(row)
+        self._note_settled()
         return report
 
     def _claim(self, deadline: Deadline) -> StateRow:
@@ -309,7 +317,8 @@ class Lane:
                     guard = self._guard() if self._guard else None
                 (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
                 # Ours from here on, even if settling fails.
-                known, self._row = self._row, row
+                known = self._row
+                self._note_claim(row)
             finally:
                 turn.end()
         except NoTurn:
@@ -333,8 +342,7 @@ class Lane:
     def _start(self, deadline: Deadline) -> None:
         """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""
         while True:
-            # Only once: initialising an id a second time would abort what may be decided by now.
-            self._is_fresh = False
+            self._machine.apply(LaneEvent.START)
             producer = self._make_producer(self.row)
             self._producer = producer
             producer.init_transactions()
@@ -401,6 +409,8 @@ class Lane:
                 self._undecided_in[self.row.incarnation] = undecided_in
             self._producer.close()
             self._producer = None
+        if self._machine.allows(LaneEvent.DISCARD):
+            self._machine.apply(LaneEvent.DISCARD)
 
     def __repr__(self) -> str:
         return f"<Lane {self.transactional_id} {self._producer!r}>"

@@ -7,6 +7,7 @@ import pytest
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables import diagram
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
+from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
@@ -32,6 +33,15 @@ WRITE_ARROWS = {
     (W.DECIDED, E.FIND_LOST): W.LOST,
 }
 
+L, N = LaneState, LaneEvent
+LANE_ARROWS = {
+    (L.UNCLAIMED, N.CLAIM): L.UNSETTLED,
+    (L.UNSETTLED, N.CLAIM): L.UNSETTLED,
+    (L.UNSETTLED, N.SETTLE): L.SETTLED,
+    (L.SETTLED, N.CLAIM): L.UNSETTLED,
+    (L.SETTLED, N.START): L.STARTED,
+    (L.STARTED, N.DISCARD): L.UNSETTLED,
+}
 B, A = BatchState, BatchEvent
 BATCH_ARROWS = {
     (B.PREPARED, A.COMMIT): B.DECIDED,
@@ -60,6 +70,18 @@ def hold_against(machine, arrows, state, event):
 @pytest.mark.parametrize("event", list(A))
 def test_one_batch_moves_as_its_table_says_and_no_other_way(state, event):
     hold_against(Machine("batch", BATCH_LIFE, state), BATCH_ARROWS, state, event)
+
+
+@pytest.mark.parametrize("state", list(L))
+@pytest.mark.parametrize("event", list(N))
+def test_one_lane_moves_as_its_table_says_and_no_other_way(state, event):
+    hold_against(Machine("lane", LANE_LIFE, state), LANE_ARROWS, state, event)
+
+
+def test_a_producer_is_started_only_once_for_each_settled_claim():
+    assert [state for state in L if N.START in LANE_LIFE[state]] == [L.SETTLED]
+    assert LANE_LIFE[L.SETTLED][N.START] is L.STARTED
+    assert N.SETTLE not in LANE_LIFE[L.STARTED]
 
 
 @pytest.mark.parametrize("state", list(W))
@@ -91,7 +113,8 @@ def test_prepare_and_keep_freeze_everything_but_commit_abort_complete(state):
 
 
 @pytest.mark.parametrize(
-    ("table", "states"), [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState), (BATCH_LIFE, BatchState)]
+    ("table", "states"),
+    [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState), (BATCH_LIFE, BatchState), (LANE_LIFE, LaneState)],
 )
 def test_every_state_has_a_row_and_cannot_be_changed(table, states):
     assert set(table) == set(states)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TypeVar
 
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchState
+from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneState
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteState
 
@@ -50,6 +51,12 @@ def page() -> str:
             "",
             "```mermaid",
             draw(PRODUCER_LIFE, ProducerState.CREATED),
+            "```",
+            "",
+            "## One lane",
+            "",
+            "```mermaid",
+            draw(LANE_LIFE, LaneState.UNCLAIMED),
             "```",
             "",
             "## One batch that many participants write, and that is decided at once",
