@@ -83,7 +83,7 @@ class Batch(Protocol):
         ...
 
     def is_written(self) -> bool:
-        """Read the batch's own row, after :meth:`settle` has ended whoever could still commit it."""
+        """Read the batch's own row, after :meth:`settle` has fenced every process that could still commit it."""
         ...
 
     def settle(self, completed: Collection[str]) -> None:

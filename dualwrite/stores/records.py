@@ -133,7 +133,7 @@ class Records:
         )
 
     def note_told(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """Record that a caller has now been told of these losses, unless one was before."""
+        """Record that these losses are now reported to a caller, unless they already were."""
         incident = self._incident
         keys = sorted((transactional_id, digest(state)) for transactional_id, state in losses)
         for transactional_id, key in keys:

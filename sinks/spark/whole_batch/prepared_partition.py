@@ -50,7 +50,7 @@ class Undecided:
         rows: Rows in the database, and messages in the Kafka transaction.
         bytes: Their size, as :class:`Progress` counts it.
         started_at: When the attempt began to write, by the database's clock.
-        owner: Who holds the slot's lease.
+        owner: The holder of the slot's lease.
         transactional_id: The slot.
         incarnation: Of the slot's row; without a staging table, it names the prepared transaction that holds the rows.
         namespace: Of the slot's row.

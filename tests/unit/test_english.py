@@ -1,0 +1,60 @@
+"""Docstrings, comments, messages and pages keep to short, active English: phrases that read as translated are refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = ("dualwrite", "sinks", "migrations", "examples")
+PAGES = [
+    page for page in sorted((ROOT / "docs").glob("*.md")) if not page.name.startswith("proof-")
+]  # not the generated ones
+TEXTS = [
+    *(path for name in CODE for path in sorted((ROOT / name).rglob("*.py"))),
+    *PAGES,
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+# For each pattern, what to write instead, and a sentence in which it must be found.
+BANNED = {
+    r"\banew\b": ("again", "The slot is claimed anew."),
+    r"\b(?:is|are|was|were) to be\b": ("must, or the imperative", "The row is\n    # to be settled first."),
+    r"\b(?:is|are|was|were|been) told\b": ("what is reported, and to whom", '"the driver was "\n"told of the loss"'),
+    r"(?<!\bare\s)\ball the same\b": ("nevertheless, still", "It was written all the same."),
+    r"\bbut for\b": ("except for, besides", "Nothing but for the ledger is written."),
+    r"\bwhoever\b": ("the process: owner, settler, driver", "Whoever settles next finds it."),
+    r'"""(?:what|who|whom|whose)\b': ("a noun phrase, or a verb", '"""What the task has prepared."""'),
+    r"\b(?:he|him|his)\b": ("it, or the name of the process", "A fenced owner loses his rows."),
+    r"\bbounds the whole\b": ("limits", "timeout_s: Bounds the whole call."),
+    r"\banyhow\b": ("regardless, in any case", "It will be aborted anyhow."),
+    r"\bsomebody\b": ("the process, or another process", "Somebody else has claimed the id."),
+}
+_GAP = r"""[\s"'#]+"""  # a phrase may continue in the next line of a comment, or in the next part of a string
+_PATTERNS = [(re.compile(text.replace(" ", _GAP), re.IGNORECASE), instead) for text, (instead, _) in BANNED.items()]
+
+
+def found_in(text):
+    """The banned phrases of a text: the line's number, the line, the phrase, and what to write instead."""
+    lines = text.splitlines()
+    for pattern, instead in _PATTERNS:
+        for match in pattern.finditer(text):
+            number = text.count("\n", 0, match.start()) + 1
+            yield f"line {number}: {lines[number - 1].strip()} <- not {match[0]!r}: write {instead}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_there_is_no_banned_phrase_in(path):
+    found = list(found_in(path.read_text(encoding="utf-8")))
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(("instead", "sentence"), BANNED.values())
+def test_a_planted_phrase_is_found_and_its_line_is_named(instead, sentence):
+    (found,) = found_in(f'"""A module."""\n{sentence}\n')
+    assert found.startswith(f"line 2: {sentence.splitlines()[0].strip()}")
+    assert found.endswith(instead)
+
+
+def test_words_that_contain_a_banned_one_are_allowed():
+    assert list(found_in("The theory: this row is the first, these are all the same, this is how to begin.")) == []
