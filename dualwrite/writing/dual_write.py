@@ -81,7 +81,7 @@ class DualWrite:
     def _refuse_while_lent(self) -> None:
         if self.lent:
             error = IllegalStateError(
-                "the dual write was to be begun or ended inside its block",
+                "the dual write cannot be begun or ended inside its block",
                 transactional_id=self.transactional_id,
                 next_step="leave the block to commit both sides, or raise in it to abort both",
             )
