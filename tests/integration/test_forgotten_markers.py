@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from harness import cut_off
@@ -32,7 +33,9 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AWAY = 3
 LONG_S = 120
-DEAD = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended"]
+DELETED = {"deleted-where-open": 0, "deleted-elsewhere": 1}
+"""Stages, with the partition whose records are deleted afterwards."""
+DEAD = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended", *DELETED]
 ALIVE = ["aborts-next", "writes-next", "closes"]
 UNAWARE = "unaware"
 DECIDED = [*DEAD, *ALIVE, UNAWARE]
@@ -195,6 +198,18 @@ def test_a_decided_transaction_is_committed_also_where_its_marker_was_forgotten(
     assert stage.row.completed is Outcome.COMMITTED
     after = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)
     assert not [item for item in after if item.needs_recovery]
+
+
+@pytest.mark.parametrize("name", DELETED)
+def test_what_was_forgotten_is_committed_although_records_of_the_transaction_are_gone(stages, name):
+    """One partition shows a commit or is open, the other shows nothing: neither counts for the whole."""
+    stage = stages[name]
+    gone = TopicPartition(stage.topic, DELETED[name], -1)
+    stage.admin.delete_records([gone])[gone].result(LONG_S)
+    assert not stage.recover().losses
+    assert not stage.hanging()
+    assert stage.visible() == {f"a/{1 - gone.partition}"}
+    assert stage.row.completed is Outcome.COMMITTED
 
 
 @pytest.mark.parametrize("point", ["settle.retired", "mend.before", "mend.added", "mend.ended"])

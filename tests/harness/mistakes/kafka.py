@@ -12,6 +12,7 @@ from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.kafka.producer.librdkafka.evidence import Evidence
 from dualwrite.kafka.producer.librdkafka.handle import Handle
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
+from dualwrite.protocol.observations import LogProof
 from dualwrite.recovery import inspect
 from dualwrite.stores import rows, state
 from dualwrite.writing.lane import Lane
@@ -176,6 +177,24 @@ def topic_id_not_compared(patch: pytest.MonkeyPatch) -> None:
 def anybodys_marker_taken_for_ones_own(patch: pytest.MonkeyPatch) -> None:
     """The proof takes the next marker of the producer for the transaction's own, though its records are gone."""
     patch.setattr(log.Scan, "_is_own_first", lambda *_: True)
+
+
+@mistake(
+    Check(
+        "integration/test_forgotten_markers.py"
+        "::test_what_was_forgotten_is_committed_although_records_of_the_transaction_are_gone[deleted-where-open]",
+        r"\[0\]",
+    )
+)
+def partly_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
+    """A commit marker in one partition is taken for the commit of the whole transaction."""
+    real = log.combined
+
+    def combined(state, proofs):
+        found = real(state, proofs)
+        return LogProof.COMMITTED if found is LogProof.PARTLY else found
+
+    patch.setattr(log, "combined", combined)
 
 
 @mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
