@@ -1,11 +1,17 @@
 """What a refused row, and a partition without rows, look like: no Spark is needed to see it."""
 
+from contextlib import contextmanager
+
+import psycopg
 import pytest
 from harness.one_task import OneTask
+from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
+from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError, TransactionAborted, failpoints
-from dualwrite.sinks.spark.driver import prepared_limit
+from dualwrite.migrations import upgrade
+from dualwrite.testing import EmbeddedPostgres
 
 
 @pytest.mark.parametrize("way", ["write_batch", "staging"])
@@ -52,19 +58,49 @@ def test_a_key_that_another_table_lacks_is_named(numbers):
     job.fail()
 
 
-def test_a_database_without_room_for_prepared_transactions_is_told_before_rows_are_written(numbers, monkeypatch):
-    job = OneTask(numbers, "prepared")
-    job.begin()
-    monkeypatch.setattr(prepared_limit, "_ROOM", prepared_limit.text("SELECT 0, 0"))
+def test_a_database_without_room_for_one_more_prepared_transaction_is_named_with_its_setting(kafka, dualwrite_topic):
+    """Before rows are written where there is none; and when it prepares, where another task was faster."""
+    with EmbeddedPostgres({"max_prepared_transactions": "1"}) as server:
+        engine = create_engine(server.url)
+        with engine.connect() as connection:
+            upgrade(connection)
+        engine.dispose()
+        case = SparkCase(kafka, server.url, dualwrite_topic)
+        job = OneTask(case, "prepared")
+        for point, error, words in (
+            ("spark.task_started", ConfigurationError, "takes 1 prepared transactions, and has 1 .*max_prepared_tr"),
+            (
+                "spark.rows_copied",
+                TransactionAborted,
+                "takes no more prepared transactions .*max_prepared_transactions",
+            ),
+        ):
+            job.begin()
+            with pytest.raises(error, match=words), preparing_at(point, server.dsn) as passed:
+                job.run_task()
+            assert ("spark.rows_copied" in passed) is (point == "spark.rows_copied")
+            with psycopg.connect(server.dsn, autocommit=True) as connection:
+                connection.execute("ROLLBACK PREPARED 'another'")
+            job.fail()
+            nothing_is_left(case)
+        job.finish()
+        nothing_is_left(case)
+
+
+@contextmanager
+def preparing_at(point, dsn):
+    """Prepare another transaction when the task passes a point. Yields the points that it has passed."""
     passed = []
-    with (
-        failpoints.watched(passed.append),
-        pytest.raises(ConfigurationError, match="takes 0 .*max_prepared_transactions"),
-    ):
-        job.run_task()
-    assert "spark.rows_copied" not in passed
-    job.fail()
-    nothing_is_left(numbers)
+
+    def observe(name):
+        if name == point and name not in passed:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                connection.execute("BEGIN")
+                connection.execute("PREPARE TRANSACTION 'another'")
+        passed.append(name)
+
+    with failpoints.watched(observe):
+        yield passed
 
 
 @pytest.mark.parametrize("way", ["write_batch", "staging"])
