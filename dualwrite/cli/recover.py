@@ -104,7 +104,9 @@ def _print(report: RecoveryReport, *, dry_run: bool) -> None:
         f"{len(report.losses)} losses"
     )
     for name in report.skipped:
-        out.print(f"  {name}: left alone: its writer began a transaction a moment ago")
+        out.print(
+            f"  {name}: left alone: its owner may be at work: its transaction is young, or its lease has not expired"
+        )
     for item in report.forgotten:
         out.print(f"  {forgotten_words(item)}")
     for error in report.went_back:

@@ -61,7 +61,8 @@ class RecoveryReport:
         rolled_forward: The ids whose decided transaction this recovery committed in Kafka.
         losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Includes those
             recorded by another process that ended before it reported them.
-        skipped: Ids that need recovery but were left alone: a transaction of their writer was not open for long enough.
+        skipped: Ids that need recovery but were left alone: a transaction of their writer was not open for long enough, or
+            their lease has not expired.
         went_back: Ids that cannot be claimed because the database has lost a claim of theirs: see ``after_restore``.
         forgotten: With ``after_restore``, the Kafka ids that the database had forgotten, and what was done with each.
         unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing to settle either.

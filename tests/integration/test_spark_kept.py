@@ -1,12 +1,15 @@
 """Workers that Spark uses again keep their slots and producers: no claim and no new producer from the second batch on."""
 
+import json
 from functools import partial
 
 import pytest
+from click.testing import CliRunner
 from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 
+from dualwrite.cli.group import commands
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -35,6 +38,16 @@ def assert_each_was_claimed_once(case, batches):
     assert len(found) < batches * TASKS, "no slot was used twice"
 
 
+def assert_idle_slots_are_settled(case):
+    """To an operator, too: the workers' producers are alive, and nothing of theirs is unsettled."""
+    servers = ["--url", case.url, "--bootstrap-server", case.kafka["bootstrap.servers"]]
+    shown = CliRunner().invoke(commands, ["status", "--json", *servers])
+    assert shown.exit_code == 0, shown.output
+    items = json.loads(shown.stdout)["ids"]
+    assert {item["transactional_id"] for item in items} == set(claims(case))
+    assert not any(item["needs_recovery"] for item in items)
+
+
 def shifted(spark, batch):
     """The batch of that number: other rows, the same partitions."""
     return numbered(spark, ROWS, TASKS).selectExpr(
@@ -49,6 +62,7 @@ def test_whole_batches_after_the_first_one_claim_nothing(spark, numbers, write, 
     numbers.verify(4 * ROWS)
     nothing_is_left(numbers)
     assert_each_was_claimed_once(numbers, batches=4)
+    assert_idle_slots_are_settled(numbers)
 
 
 def test_partition_by_partition_nothing_is_claimed_after_the_first_batch_either(spark, numbers):
@@ -57,6 +71,7 @@ def test_partition_by_partition_nothing_is_claimed_after_the_first_batch_either(
     numbers.verify(4 * ROWS)
     nothing_is_left(numbers)
     assert_each_was_claimed_once(numbers, batches=4)
+    assert_idle_slots_are_settled(numbers)
 
 
 @pytest.mark.parametrize("how", ["whole", "by partition"])
