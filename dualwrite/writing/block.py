@@ -59,7 +59,7 @@ def dual_write(
         margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
         timeout_s: Limits the ending, in seconds.
         ending: How the block's end ends the dual write.
-        permit: For an ending that hands over; see :meth:`DualWrite.hand_over`.
+        permit: May still refuse the ending; see :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over`.
         savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
             middle of a COPY.
 
@@ -88,7 +88,7 @@ def dual_write(
         write.lent = False
         if ending is Ending.COMMIT:
             with noting_told(ground.store):
-                write.commit()
+                write.commit(permit=permit)
         else:
             write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
     finally:

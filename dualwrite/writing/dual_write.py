@@ -175,8 +175,11 @@ class DualWrite:
             self.abort()
             raise
 
-    def commit(self) -> None:
+    def commit(self, *, permit: Callable[[Connection], None] = lambda _: None) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
+
+        Args:
+            permit: Called in the database's transaction after its last statement. If it raises, both sides abort.
 
         Raises:
             TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
@@ -192,7 +195,7 @@ class DualWrite:
         deadline = Deadline(self._timeout_s)
         try:
             state = self._prepare()
-            answer = self._record(state, deadline)
+            answer = self._record(state, deadline, permit)
         except Unavailable as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -255,7 +258,7 @@ class DualWrite:
         failpoints.hit("write.prepared")
         return state
 
-    def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
+    def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Connection], None]) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT."""
         store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
         allowance = None
@@ -283,6 +286,8 @@ class DualWrite:
             )
         if not ours:
             raise self._fenced(None)
+        # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
+        permit(self._connection)
         self._machine.apply(WriteEvent.RECORD)
         failpoints.hit("write.recorded")
         if allowance is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
@@ -16,7 +17,7 @@ from dualwrite.sinks.spark.columns.digests import (
 )
 from dualwrite.sinks.spark.columns.from_arrow import without_unused
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
-from dualwrite.sinks.spark.driver.task_errors import named_failures
+from dualwrite.sinks.spark.driver.task_errors import without_cause
 from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.per_partition.task import PartitionReport
@@ -58,9 +59,11 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
             outcome cannot be verified. The loss is recorded.
         Unavailable: A server does not answer. Run the batch again.
-        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Tasks failed, found other rows than those written
-            earlier, or the job was cancelled. Written partitions stay; run the batch again. If this library knows the
-            reason, the error is a :class:`JobFailed` whose first line states it.
+        JobFailed: Tasks failed, found other rows than those written earlier, or the job was cancelled. Its first line says
+            why, its second line which partitions are written: these stay. Run the batch again. No task of this call can write
+            any more, unless the error says otherwise.
+        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Spark could not plan the batch, or compute what its plan
+            depends on. This call wrote no row.
     """
     _require_classic(df)
     return _write(df, SinkOptions(**settings), batch_id)
@@ -88,7 +91,7 @@ def _write(
         if warn and not options.allow_nondeterministic:
             for what in _unseen(df, task.layout, stream_shown=stream_shown):
                 _warn(job.name, what, partition_count, len(written))
-        with named_failures(job.name), job.progress(partition_count):
+        with job.progress(partition_count):
             missing = sorted({*range(partition_count)}.difference(written))
             if missing and not options.allow_nondeterministic:
                 job.require_same_rows(_run(reports, written))
@@ -169,6 +172,10 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
     Args:
         settings: As for :func:`write_batch`.
 
+    Returns:
+        The function. It raises what :func:`write_batch` raises. In a stream, which shows an error's text only, its
+        :class:`JobFailed` has no cause: Spark's exception is in the driver's log.
+
     Raises:
         ConfigurationError: A setting is missing or wrong.
     """
@@ -182,7 +189,8 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
         if query_id is not None:
             batch_id = f"{query_id}/{number}"
             shown = options.allow_nondeterministic or require_deterministic_stream(df, query_id)
-        report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown)
+        with nullcontext() if query_id is None else without_cause():
+            report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown)
         if report.partitions > 1:
             warned.add(query_id)
 

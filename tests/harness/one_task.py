@@ -1,5 +1,7 @@
 """A batch of one partition whose task and whose driver run in this process, without Spark: each step when a test wants it."""
 
+from contextlib import contextmanager
+
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import LongType, StringType, StructType
@@ -31,12 +33,23 @@ class OneTask:
     def begin(self):
         with self._driver() as driver:
             if self.way == "write_batch":
-                self._task = driver.plan(SCHEMA)
-                driver.begin(1)
+                self.begin_under(driver)
                 driver.leave_to_caller()
             else:
                 driver.settle_left()
-            self._layout, self._run = driver.layout(SCHEMA), driver.run
+                self._layout, self._run = driver.layout(SCHEMA), driver.run
+
+    @contextmanager
+    def driving(self):
+        """A driver of ``write_batch``, as long as the block runs: an error that leaves the block is the job's failure."""
+        with self._driver() as driver:
+            self.begin_under(driver)
+            yield driver
+
+    def begin_under(self, driver):
+        self._task = driver.plan(SCHEMA)
+        driver.begin(1)
+        self._layout, self._run = driver.layout(SCHEMA), driver.run
 
     def run_task(self, *, ids=range(ROWS), without_name=None):
         names = [None if number == without_name else f"row {number}" for number in ids]

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +185,29 @@ class ArmedTask(PartitionTask):
             if self.pid_file:
                 leave_group(self.pid_file)
             failpoints.arm(self.point)
+
+
+@dataclass(frozen=True)
+class WaitingTask(PartitionTask):
+    """One that waits where it has flushed its messages, and decides when a file is there.
+
+    Attributes:
+        stands: A file that it makes when it has come there.
+        goes_on: The file for which it waits.
+    """
+
+    stands: str = ""
+    goes_on: str = ""
+
+    def run_arrow(self, batches):
+        def wait(name):
+            if name == "write.prepared":
+                Path(self.stands).touch()
+                while not Path(self.goes_on).exists():
+                    time.sleep(0.01)
+
+        with failpoints.watched(wait):
+            yield from super().run_arrow(batches)
 
 
 class SameTask(PartitionTask):

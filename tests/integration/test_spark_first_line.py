@@ -6,7 +6,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import options, write_with
 from pyspark.errors import StreamingQueryException
 
-from dualwrite.sinks.spark import register
+from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -37,17 +37,45 @@ def test_a_batch_that_fails_says_why_before_any_traceback(spark, numbers):
     assert REFUSED in " ".join(first_lines(in_task.value))
     assert "(row 6 of partition 0, key '5')" in " ".join(first_lines(in_task.value))
 
+    with pytest.raises(JobFailed) as by_partition:
+        write_batch(numbered(spark, 10, 1), batch_id="2", **numbers.settings)
+    [reason, stays] = str(by_partition.value).splitlines()
+    assert reason.startswith(f"sink '{numbers.sink}' batch '2': TransactionAborted: ")
+    assert "table 'numbers' does not take the " in reason
+    assert "(row 6 of partition 0, key '5')" in reason
+    assert stays.startswith("none of its 1 partitions is committed")
+    assert isinstance(by_partition.value.__cause__, SPARKS_ERRORS)
+
+
+def test_a_stream_by_foreach_batch_says_why_in_the_last_lines_of_the_one_traceback_that_it_shows(
+    spark, numbers, run_stream
+):
+    """Before that, Spark shows the way through its own code: nobody can change that."""
+    numbers.execute("ALTER TABLE numbers ADD CHECK (id <> 5)")
+    with pytest.raises(StreamingQueryException) as caught:
+        run_stream(by=foreach_batch(**numbers.settings))
+    _before, *shown = str(caught.value).split("Traceback (most recent call last):")
+    assert len(shown) == 1
+    told = [line for line in shown[0].splitlines() if line and not line.startswith(" ")]
+    assert "JobFailed: sink '" in told[0]
+    assert "TransactionAborted: " in told[0]
+    assert "table 'numbers' does not take the " in told[0]
+    assert told[1].startswith("none of its 1 partitions is committed")
+
 
 @pytest.fixture
 def run_stream(spark, numbers, tmp_path):
     register(spark)
     numbered(spark, 10, 1).write.parquet(str(tmp_path / "source"))
 
-    def run(mode="append", **more):
+    def run(mode="append", by=None, **more):
         rows = spark.readStream.schema("id bigint, name string").parquet(str(tmp_path / "source"))
         if mode != "append":
             rows = rows.groupBy("id").agg({"name": "max"}).toDF("id", "name")
-        stream = rows.writeStream.format("dualwrite").outputMode(mode).options(**options(numbers, **more))
+        if by is None:
+            stream = rows.writeStream.format("dualwrite").outputMode(mode).options(**options(numbers, **more))
+        else:
+            stream = rows.writeStream.foreachBatch(by)
         stream = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
         stream.start().awaitTermination()
 

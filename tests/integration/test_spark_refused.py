@@ -9,7 +9,7 @@ from pyspark import TaskContext
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import foreach_batch, foreach_partition, write_batch
+from dualwrite.sinks.spark import JobFailed, foreach_batch, foreach_partition, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -102,16 +102,23 @@ def test_a_run_of_other_rows_is_refused_and_one_of_the_same_rows_in_another_orde
         yield from batches
 
     df = numbered(spark, 10, 2)
-    with pytest.raises(SPARKS_ERRORS, match="partition 1 fails"):
+    words = "1 of its 2 partitions are committed and stay (0); run it again with the same batch id: it skips these"
+    with pytest.raises(JobFailed) as failed:
         write_batch(df.mapInArrow(fail_when_the_other_is_written, df.schema), batch_id="1", **numbers.settings)
-    assert "batch '1' failed: 1 of its 2 partitions are committed and stay (0); run it again with" in caplog.text
+    [reason, stays] = str(failed.value).splitlines()
+    assert reason.endswith("batch '1': RuntimeError: partition 1 fails")
+    assert stays.startswith(words)
+    assert f"batch '1' failed: {words}" in caplog.text
     assert [(seen.phase, seen.written_partitions) for seen in numbers.batches()] == [("failed", 1)]
     half = [(number, f"row {number}") for number in range(5)]
     assert numbers.rows() == numbers.messages() == half
 
     turned = df.select((9 - functions.col("id")).alias("id"), "name")
-    with pytest.raises(SPARKS_ERRORS, match="partition 0.*is written already with 5 rows, and has other rows now"):
+    with pytest.raises(
+        JobFailed, match="partition 0.*is written already with 5 rows, and has other rows now"
+    ) as failed:
         write_batch(turned, batch_id="1", **numbers.settings)
+    assert str(failed.value).splitlines()[1].startswith(words)
     assert numbers.rows() == numbers.messages() == half
 
     in_order = df.sortWithinPartitions(functions.col("id").desc())

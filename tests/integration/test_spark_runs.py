@@ -1,22 +1,26 @@
 """A job fails while one of its tasks goes on: nothing of that task is left open when the run is given up, or is left later."""
 
+import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness.one_task import OneTask
+from harness.one_task import ROWS, OneTask
 from harness.patience import PATIENCE_S
-from harness.spark import SPARKS_ERRORS
+from harness.spark import SPARKS_ERRORS, WaitingTask
 from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left, options, write_with
 from pyspark import TaskContext
 
-from dualwrite import DualWriteError, Fenced, failpoints
+from dualwrite import DualWriteError, Fenced, Unavailable, failpoints, recover
 from dualwrite.deadline import Deadline
-from dualwrite.sinks.spark import foreach_batch, register, write_batch
+from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
+from dualwrite.sinks.spark.per_partition import job as job_module
+from dualwrite.sinks.spark.per_partition.job import BatchJob
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 
@@ -34,13 +38,15 @@ def failing_at(point, job):
     passed = []
 
     def observe(name):
-        if name == point and not passed:
-            passed.append(name)
+        has_failed = point in passed
+        passed.append(name)
+        if name == point and not has_failed:
+            passed[:] = [name]
             job.fail()
 
     with failpoints.watched(observe):
-        yield
-    assert passed
+        yield passed
+    assert point in passed
 
 
 @pytest.mark.parametrize(
@@ -56,11 +62,41 @@ def failing_at(point, job):
     ],
 )  # fmt: skip
 def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job, point):
-    with pytest.raises(DualWriteError), failing_at(point, job):
+    with pytest.raises(DualWriteError), failing_at(point, job) as passed:
         job.run_task()
+    if point == "claim.before":  # whoever settles does not come again: if the task died here, this would stay open
+        assert "write.begun" not in passed
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
     job.finish()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "write.prepared",
+        *(pytest.param(point, marks=pytest.mark.thorough) for point in ("claim.initialized", "write.produced", "write.recorded")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("job", ["staging", "write_batch"], indirect=True)
+def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, job, point):
+    """A lease that has not expired is the task's sign of life; so is that of what it has handed over, and nobody has decided."""
+    reports = []
+
+    def recover_at(name):
+        if name == point:
+            reports.append(recover(kafka=numbers.kafka, engine=numbers.url, open_for_s=0.001))
+
+    with failpoints.watched(recover_at):
+        done = job.run_task()
+    if job.way == "staging":
+        recover_at(point)
+    assert reports
+    assert [report.settled for report in reports] == [[]] * len(reports)
+    assert reports[-1].skipped == [f"{numbers.sink}.spark#1"]
+    job.decide(done)
+    numbers.verify(ROWS)
     nothing_is_left(numbers)
 
 
@@ -106,6 +142,102 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     assert len(passed) == 2
     assert waits.is_set()
     assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+
+
+def test_a_task_commits_nothing_after_its_job_has_failed_though_its_slot_could_not_be_settled(
+    numbers, monkeypatch, caplog
+):
+    """Kafka, or the database, is away for a moment when the job fails: nobody claims the slot, which would fence the task."""
+    job, left, failed = OneTask(numbers, "write_batch"), ExitStack(), []
+
+    def fail(name):
+        if name != "write.prepared" or failed:
+            return
+        monkeypatch.setattr(BatchJob, "_settle_slots", raising(Unavailable("Kafka does not answer")))
+        with pytest.raises(ZeroDivisionError) as caught, left:
+            raise ZeroDivisionError
+        failed.append(caught.value)
+        monkeypatch.undo()
+
+    left.enter_context(job.driving())
+    with pytest.raises(Fenced, match="was given up"), failpoints.watched(fail):
+        job.run_task()
+    words = "none of its 1 partitions is committed, on either side; run it again with the same batch id"
+    assert f"failed: {words}" in caplog.text
+    assert "not settled after a failure; the next run does it: Kafka does not answer" in caplog.text
+    if sys.version_info >= (3, 11):
+        assert [note.partition(" failed: ")[2] for note in failed[0].__notes__] == [words]
+    assert numbers.rows() == numbers.messages() == []
+    job.finish()
+    nothing_is_left(numbers)
+
+
+def raising(error):
+    """A function that raises it."""
+
+    def function(*_):
+        raise error
+
+    return function
+
+
+@pytest.fixture
+def patient_spark(spark):
+    """The session, which leaves the workers of killed tasks alone: such a task goes on until it ends by itself."""
+    conf, name = spark._jvm.org.apache.spark.SparkEnv.get().conf(), "spark.python.task.killTimeout"
+    conf.set(name, f"{PATIENCE_S:.0f}s")
+    yield spark
+    conf.remove(name)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "committed"), [pytest.param("_settle_slots", 0, marks=pytest.mark.thorough), ("_begin_run", 1)]
+)
+def test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_settle(
+    patient_spark, numbers, tmp_path, monkeypatch, method, committed
+):
+    """The task holds its slot, and has flushed its messages: it decides, unless its run is given up, and that is awaited."""
+    stands, goes_on = tmp_path / "stands", tmp_path / "goes on"
+    real_begin, real_end = BatchJob.begin, SparkJobs.end
+
+    def begin(self, partition_count):
+        real_begin(self, partition_count)
+        monkeypatch.setattr(BatchJob, method, raising(Unavailable("the database does not answer")))
+
+    def end(self, *arguments):
+        goes_on.touch()
+        real_end(self, *arguments)
+
+    def fail_when_the_other_stands(batches):
+        if TaskContext.get().partitionId() == 1:
+            while not stands.exists():
+                time.sleep(0.01)
+            raise RuntimeError("a task fails")
+        yield from batches
+
+    monkeypatch.setattr(BatchJob, "begin", begin)
+    monkeypatch.setattr(SparkJobs, "end", end)
+    monkeypatch.setattr(job_module, "PartitionTask", partial(WaitingTask, stands=str(stands), goes_on=str(goes_on)))
+    df = numbered(patient_spark, 10, 2)
+    jobs = SparkJobs(patient_spark.sparkContext)
+    with pytest.raises(JobFailed) as caught, jobs.started():
+        write_batch(df.mapInArrow(fail_when_the_other_stands, df.schema), batch_id="1", **numbers.settings)
+    found = numbers.rows()
+    jobs.end("the test", Deadline(PATIENCE_S))
+    assert numbers.rows() == numbers.messages() == found
+    assert len(found) == committed * 5
+    [reason, words] = str(caught.value).splitlines()
+    assert reason.endswith("batch '1': RuntimeError: a task fails")
+    assert words.startswith(
+        "1 of its 2 partitions are committed" if committed else "none of its 2 partitions is committed"
+    )
+    assert ("may commit more" in words) is (method == "_begin_run")
+    monkeypatch.undo()
+    write_batch(df, batch_id="1", **numbers.settings)
+    numbers.verify(10)
     nothing_is_left(numbers)
 
 

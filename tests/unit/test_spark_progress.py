@@ -64,3 +64,7 @@ def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(bef
 )
 def test_a_failed_run_tells_which_partitions_stay(written, shown):
     assert shown in what_stays(written, 9)
+    assert "commit more" not in what_stays(written, 9)
+    unsure = what_stays(written, 9, given_up=False)
+    assert shown in unsure
+    assert "tasks that still run may commit more" in unsure

@@ -6,9 +6,10 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
-from dualwrite.sinks.spark.driver.task_errors import JobFailed, named_failures, told_by_task
+from dualwrite.sinks.spark.driver.task_errors import reason_of
 
-SHOWN = """An error occurred while calling o81.collectToPython.
+SHOWN = """\
+An error occurred while calling o81.collectToPython.
 : org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times
 Caused by: org.apache.spark.api.python.PythonException: Traceback (most recent call last):
   File "/python/dualwrite/sinks/spark/copying.py", line 97, in copying
@@ -16,26 +17,32 @@ psycopg.errors.UniqueViolation: duplicate key value
 
 The above exception was the direct cause of the following exception:
 
+Traceback (most recent call last):
+  File "/python/dualwrite/sinks/spark/per_partition/task.py", line 97, in _write
+    raise map_database_error(error) from error
 dualwrite.errors.TransactionAborted: sink#1: table 'orders' does not take the rows (nothing was written on either side)
 
 \tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)
 """
 
 
-def test_the_reason_of_a_task_is_the_first_line():
-    with pytest.raises(JobFailed) as caught, named_failures("sink 's' batch '1'"):
-        raise PySparkException(message=SHOWN)
-    assert str(caught.value).splitlines()[0] == (
-        "sink 's' batch '1': TransactionAborted: sink#1: table 'orders' does not take the rows "
-        "(nothing was written on either side)"
-    )
-    assert isinstance(caught.value.__cause__, PySparkException)
+OURS = "dualwrite.errors.TransactionAborted: sink#1: table 'orders' does not take the rows (nothing was written on either side)"
+REASON = OURS.removeprefix("dualwrite.errors.")
 
 
-def test_what_is_not_ours_stays_as_it_is():
-    with pytest.raises(PySparkException, match="^ValueError: boom$") as caught, named_failures("sink 's' batch '1'"):
-        raise PySparkException(message="ValueError: boom")
-    assert not isinstance(caught.value, JobFailed)
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [
+        (SHOWN, REASON),
+        (SHOWN.replace(OURS, "my.own.Error: no such flight: 7"), "my.own.Error: no such flight: 7"),
+        (SHOWN.replace(OURS, "KeyError"), "KeyError"),
+        ("[DIVIDE_BY_ZERO] Division by zero. SQLSTATE: 22012\n\n== DataFrame ==\n", "[DIVIDE_BY_ZERO] Division by zero. SQLSTATE: 22012"),
+        ("An error occurred while calling o81.run.\n: org.apache.spark.SparkException: Job 3 cancelled\n\tat org.apache", "org.apache.spark.SparkException: Job 3 cancelled"),
+        ("", "PySparkException"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failed_job_is_what_its_task_has_raised_last(shown, reason):
+    assert reason_of(PySparkException(message=shown)) == reason
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ def test_what_is_not_ours_stays_as_it_is():
     ],
 )
 def test_workers_of_another_python_are_named_with_the_setting(shown, says):
-    reason = told_by_task(f"Traceback\n{shown}\n at org.apache.spark")
+    reason = reason_of(PySparkException(message=f"Traceback\n{shown}\n at org.apache.spark"))
     assert says in reason
     assert "PYSPARK_PYTHON" in reason
     assert "\n" not in reason

@@ -1,10 +1,10 @@
 """Runs: which run of a batch may still write. Beginning the next run, or giving one up, replaces the run's token.
 
 A task checks its run's token in the transactions that matter: when it leases a slot, and in the last statement before
-its rows stay in the database undecided. It keeps a lock on the run until that transaction ends, or until it is resolved
-if it ends prepared. So the token is replaced only once every task that passed the check has ended its transaction, and
-the replacing process sees what those left; all later tasks are refused. Otherwise a task slower than its job's failure
-would leave locks, tables and open transactions behind.
+its rows are decided, or stay in the database undecided. It keeps a lock on the run until that transaction ends, or
+until it is resolved if it ends prepared. So the token is replaced only once every task that passed the check has ended
+its transaction, and the replacing process sees what those left; all later tasks are refused. Otherwise a task slower
+than its job's failure would commit behind its back, or leave locks, tables and open transactions behind.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SparkJobs:
             self._context.cancelJobsWithTag(self._tag)
             while running := self._running():
                 if deadline.expired:
-                    logger.warning("%s: %d tasks still run; they can write nothing, and hold locks", name, running)
+                    logger.warning("%s: %d tasks still run, and may hold locks", name, running)
                     return
                 pause(_LOOKS_AGAIN_S)
         except Py4JError as error:  # usually, because Spark itself has ended

@@ -27,6 +27,9 @@ _OTHER_PYTHON: Final = (
         "Spark's workers run another version of Python than the driver:{}",
     ),
 )
+_RAISED: Final = re.compile(r"^  .*\n(\w\S*(?:: .*)?)$", re.MULTILINE)
+"""The last line of a traceback: it follows an indented one."""
+_CALLING: Final = "An error occurred while calling"
 _SET_PYTHON: Final = (
     "let PYSPARK_PYTHON (spark.pyspark.python) name the driver's Python, or one of the same version with the same packages, "
     "on every machine"
@@ -36,40 +39,47 @@ _HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
 """Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``; Spark reads it after an error has left us."""
 
 
+JOB_ERRORS: Final = (PySparkException, Py4JJavaError)
+"""The exceptions of a failed job; the call and the version of Spark decide which of them."""
+
+
 class JobFailed(PySparkException):
-    """A Spark job failed for a reason that this library knows. ``__cause__`` is Spark's own exception."""
+    """A Spark job of this library failed, or was cancelled. ``__cause__`` is Spark's own exception.
+
+    The first line is the reason; the second line says which partitions are committed.
+    """
 
 
-def told_by_task(text: str) -> str | None:
-    """The reason in the text of Spark's exception, in one line; None if it is not one of this library's errors.
+def reason_of(error: Exception) -> str:
+    """The reason of a failed job, in one line: this library's error if there is one, otherwise what the task raised last.
 
     Args:
-        text: The exception's text, which includes the task's traceback.
+        error: Spark's exception. Its text includes the task's traceback.
     """
+    text = str(error)
     for pattern, words in _OTHER_PYTHON:
         if found := pattern.search(text):
             return f"{words.format(found[1])} ({_SET_PYTHON})"
-    errors = _OURS.findall(text)
-    return "{}: {}".format(*errors[-1]) if errors else None
+    if ours := _OURS.findall(text):
+        return "{}: {}".format(*ours[-1])
+    if raised := _RAISED.findall(text):
+        return str(raised[-1])
+    told = (line.removeprefix(": ") for line in text.splitlines() if line and not line.startswith(_CALLING))
+    return next(told, type(error).__name__)
 
 
 @contextmanager
-def named_failures(name: str) -> Generator[None, None, None]:
-    """Make the error of a failed job begin with its reason.
-
-    Args:
-        name: Names the job in the error.
+def without_cause() -> Generator[None, None, None]:
+    """Leave Spark's exception to the log. A stream's own exception shows all causes as text, and before the error itself.
 
     Raises:
-        JobFailed: In place of Spark's exception, if the reason is known.
+        JobFailed: The block's, without its cause.
     """
     try:
         yield
-    except (PySparkException, Py4JJavaError) as error:
-        reason = told_by_task(str(error))
-        if reason is None:
-            raise
-        raise JobFailed(f"{name}: {reason}") from error
+    except JobFailed as error:
+        logger.exception("where the error comes from that the stream shows")
+        raise error from None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dualwrite.errors import DualWriteError
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.columns.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.driver.plan import DriverSide
+from dualwrite.sinks.spark.driver.task_errors import JOB_ERRORS, JobFailed, reason_of
 from dualwrite.sinks.spark.per_partition.task import PartitionReport, PartitionTask
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
     from dualwrite.sinks.spark.options.settings import SinkOptions
+    from dualwrite.stores.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +64,17 @@ class BatchReport:
     written_bytes: int
 
 
-def what_stays(written: Sequence[int], partition_count: int) -> str:
+def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
     """Describe what a failed run has left, for people.
 
     Args:
         written: The numbers of the partitions that are committed, in order.
         partition_count: How many partitions the batch has.
+        given_up: Whether none of its tasks can commit any more.
     """
+    if not given_up:
+        words = what_stays(written, partition_count)
+        return f"{words}. The run could not be ended in the database: tasks that still run may commit more"
     if not written:
         return f"none of its {partition_count} partitions is committed, on either side; run it again with the same batch id"
     ranges: list[list[int]] = []
@@ -99,6 +105,8 @@ class BatchJob(DriverSide):
     _layout: Layout
     _begun_partitions = 0
     _finished = False
+    _given_up = False
+    _tasks_run: Run | None = None
 
     def __init__(self, options: SinkOptions, batch_id: str, jobs: SparkJobs | None = None) -> None:
         super().__init__(options, batch_id, run_name=batch_id)
@@ -124,25 +132,44 @@ class BatchJob(DriverSide):
                 raise
             logger.warning("%s: not settled after a failure; the next run does it: %s", self.name, unsettled)
         finally:
-            if error is not None and self._begun_partitions:
-                self._note_failed()
-                self._tell_what_stays(error)
-            self._close()
+            try:
+                if error is not None and self._begun_partitions:
+                    self._note_failed()
+                    self._tell_what_stays(error)
+            finally:
+                self._close()
 
     def _give_up(self) -> None:
-        self._settle()
-        if self._jobs is not None:
-            # None of the tasks can write any more. Once they are killed, the next step settles what they leave.
-            self._jobs.end(self.name, Deadline(self._options.timeout_s))
+        try:
+            if self._jobs is not None:
+                self._end_tasks(self._jobs)
             self._settle()
+        finally:
+            self._given_up = self.run not in {None, self._tasks_run}
+
+    def _end_tasks(self, jobs: SparkJobs) -> None:
+        try:
+            self._settle()
+        except DualWriteError as error:
+            logger.warning("%s: not settled, tried again when its tasks have ended: %s", self.name, error)
+        finally:
+            # If the run could not be given up, its tasks can commit until they end. Once they are killed, the next step
+            # settles what they leave.
+            jobs.end(self.name, Deadline(self._options.timeout_s))
 
     def _tell_what_stays(self, error: BaseException) -> None:
-        """Say what became of the whole batch: tasks report only their own partition."""
+        """Say what became of the whole batch: tasks report only their own partition.
+
+        Raises:
+            JobFailed: In place of Spark's own exception.
+        """
         try:
-            words = what_stays(self.written_partitions(), self._begun_partitions)
+            words = what_stays(self.written_partitions(), self._begun_partitions, given_up=self._given_up)
         except DualWriteError as unknown:
             words = f"which of its partitions are committed is not known: {unknown}"
         logger.error("%s failed: %s", self.name, words)
+        if isinstance(error, JOB_ERRORS):
+            raise JobFailed(f"{self.name}: {reason_of(error)}\n{words}") from error
         if sys.version_info >= (3, 11):
             error.add_note(f"{self.name} failed: {words}")
 
@@ -153,6 +180,7 @@ class BatchJob(DriverSide):
             ConfigurationError, Unavailable: As :meth:`layout`.
         """
         assert self.run is not None
+        self._tasks_run = self.run
         self._layout = self.layout(schema)
         return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
 

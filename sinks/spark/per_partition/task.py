@@ -227,6 +227,7 @@ class _Writing:
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,
                     savepoints=False,
+                    permit=attempt.require_run,
                 ) as transaction,
             ):
                 write_rows(

@@ -88,7 +88,7 @@ def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attempt, "leased_slot", partial(_without, "require", attempt.leased_slot))
 
 
-@mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "DID NOT RAISE"))
+@mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "write.begun"))
 def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
     """A task goes on with a slot that it has claimed after whoever settles had, without a look at its lease."""
     from dualwrite.sinks.spark.worker.attempt import SlotPool
@@ -148,3 +148,42 @@ def other_rows_taken_for_the_same(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(digests.Fingerprint, "differs_from", lambda *_: False)
     patch.setattr(job, "PartitionTask", SameTask)
+
+
+@mistake(
+    Check(
+        f"{_RUNS}::test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_settle[_begin_run-1]",
+        "assert",
+    )
+)
+def tasks_not_awaited_where_settling_fails(patch: pytest.MonkeyPatch) -> None:
+    """The driver raises when it could not give a failed run up, without a wait for the tasks of that run."""
+    from dualwrite.sinks.spark.per_partition.job import BatchJob
+
+    patch.setattr(BatchJob, "_end_tasks", lambda self, _: self._settle())
+
+
+@mistake(
+    Check(
+        f"{_RUNS}::test_a_task_commits_nothing_after_its_job_has_failed_though_its_slot_could_not_be_settled",
+        "DID NOT RAISE",
+    )
+)
+def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
+    """A task decides without a look whether its run was given up meanwhile."""
+    from dualwrite.sinks.spark.per_partition import task
+
+    patch.setattr(task, "dual_write", partial(_without, "permit", task.dual_write))
+
+
+@mistake(
+    Check(
+        f"{_RUNS}::test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work[write_batch-write.prepared]",
+        "Fenced",
+    )
+)
+def lease_not_looked_at_by_a_recovery(patch: pytest.MonkeyPatch) -> None:
+    """A recovery takes a task that is at work for a dead one, though its lease has not expired."""
+    from dualwrite.recovery import recover
+
+    patch.setattr(recover, "living_leases", lambda *_, **__: frozenset())
