@@ -25,9 +25,10 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from dualwrite import ConfigurationError, Unavailable
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
+from dualwrite.sinks.spark.options.message_formats import Format
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
 from dualwrite.sinks.spark.per_partition import job
-from dualwrite.sinks.spark.schemas.parts import Format, Given, Part, module_of
+from dualwrite.sinks.spark.schemas.parts import Given, Part, module_of
 from dualwrite.sinks.spark.schemas.registry import latest, registered, task_registry
 
 UTC = dt.timezone.utc

@@ -15,8 +15,9 @@ from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import descriptor_set
 from dualwrite.sinks.spark.columns.column_types import TYPE_TABLE, Form
 from dualwrite.sinks.spark.columns.from_rows import converter
+from dualwrite.sinks.spark.options.message_formats import Format
 from dualwrite.sinks.spark.schemas import parts
-from dualwrite.sinks.spark.schemas.parts import Format, Given, Part, module_of, natural_arrow
+from dualwrite.sinks.spark.schemas.parts import Given, Part, module_of, natural_arrow
 
 LONG, STRING = spark.LongType(), spark.StringType()
 ROW = StructType([StructField("x", LONG)])

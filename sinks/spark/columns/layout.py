@@ -11,7 +11,8 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.columns.column_types import Form, check_json, wire_for
-from dualwrite.sinks.spark.schemas.parts import REGISTERED, Format, Given, Part, PartSchema, module_of
+from dualwrite.sinks.spark.options.message_formats import REGISTERED, Format
+from dualwrite.sinks.spark.schemas.parts import Given, Part, PartSchema, module_of
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.table import Table

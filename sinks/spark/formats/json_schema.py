@@ -19,8 +19,8 @@ from pyspark.sql import types as spark
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.columns.column_types import row_of
 from dualwrite.sinks.spark.columns.from_rows import json_converter, variant_json
+from dualwrite.sinks.spark.options.message_formats import Format
 from dualwrite.sinks.spark.schemas.parts import (
-    Format,
     Given,
     Part,
     PartSchema,

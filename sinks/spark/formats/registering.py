@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from dualwrite.sinks.spark.columns.layout import Encoded
 from dualwrite.sinks.spark.formats.descriptors import read_descriptor
-from dualwrite.sinks.spark.schemas.parts import REGISTERED, Format, Given, module_of
+from dualwrite.sinks.spark.options.message_formats import REGISTERED, Format
+from dualwrite.sinks.spark.schemas.parts import Given, module_of
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout

@@ -15,8 +15,8 @@ from sqlalchemy import exc, make_url
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.protocol.naming import pool_of_sink
+from dualwrite.sinks.spark.options.message_formats import KEY_FORMATS, REGISTERED, Format
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
-from dualwrite.sinks.spark.schemas.parts import KEY_FORMATS, REGISTERED, Format
 from dualwrite.stores.failures import shown_url
 from dualwrite.stores.rows import check_name
 

@@ -1,39 +1,22 @@
-"""The formats of messages' keys and values, and the values that describe a part with a schema."""
+"""The values that describe a part of a message that is written with a schema."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
 import pyarrow as pa
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.options.message_formats import Format
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
     from confluent_kafka.serialization import SerializationContext
 
-
-class Format(str, Enum):
-    """How a message's key or value is written."""
-
-    JSON = "json"
-    RAW = "raw"
-    AVRO = "avro"
-    JSON_SCHEMA = "jsonschema"
-    PROTOBUF = "protobuf"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-REGISTERED: Final = frozenset({Format.AVRO, Format.JSON_SCHEMA, Format.PROTOBUF})
-"""The formats that are written with a schema from the registry."""
-KEY_FORMATS: Final = tuple(str(item) for item in Format if item is not Format.JSON)
 
 Serialize: TypeAlias = "Callable[[object, SerializationContext], bytes | None]"
 """One of confluent-kafka's serializers."""

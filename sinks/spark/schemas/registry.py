@@ -21,7 +21,8 @@ from confluent_kafka.schema_registry.error import OAuthTokenError
 from confluent_kafka.serialization import MessageField, SerializationContext
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.sinks.spark.schemas.parts import Format, Given, PartSchema, Serialize, module_of
+from dualwrite.sinks.spark.options.message_formats import Format
+from dualwrite.sinks.spark.schemas.parts import Given, PartSchema, Serialize, module_of
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
