@@ -1,7 +1,6 @@
 """The Data Source over prepared transactions: tasks load the table and prepare, the driver's decision ends all of it."""
 
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
 
 import pytest
@@ -17,12 +16,11 @@ from harness.spark_source import (
 )
 from sqlalchemy import create_engine, text
 
-from dualwrite import PreparedTxnState, recover
+from dualwrite import recover
 from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
 from dualwrite.sinks.spark.driver.prepared_limit import require_prepared
-from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -108,13 +106,9 @@ def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
 
 def test_what_somebody_has_ended_cannot_be_decided(dualwrite_postgres):
     """An operator's ROLLBACK PREPARED: the rows are gone, so the messages must not come."""
-    gone = Undecided(
-        partition=0, rows=1, bytes=1, started_at=datetime.now(timezone.utc), owner="nobody", transactional_id="any.spark#1",
-        incarnation=1, namespace="any", prepared=PreparedTxnState(), staged=None, rests=False,
-    )  # fmt: skip
     engine = create_engine(dualwrite_postgres.url)
     with engine.connect() as connection, pytest.raises(TransactionAborted, match="of 1 prepared .* 0 are there"):
-        require_prepared(connection, [gone], "sink 'any' batch '1'")
+        require_prepared(connection, ["dualwrite:any"], "sink 'any' batch '1'")
     engine.dispose()
 
 

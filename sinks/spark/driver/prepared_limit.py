@@ -14,12 +14,9 @@ from sqlalchemy import Connection, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.participants import name_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-
-    from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided
 
 _LONGEST_WAIT: Final = "30s"
 _PRESENT: Final = text(
@@ -110,16 +107,20 @@ def waited_in_vain(error: BaseException | None) -> bool:
     return False
 
 
-def require_prepared(connection: Connection, brought: Collection[Undecided], name: str) -> None:
+def require_prepared(connection: Connection, names: Collection[str], name: str) -> None:
     """Make sure, inside the deciding transaction, that the transactions that tasks have prepared are still there.
 
     A settler claims the slot before it ends one, and then the decision on that slot fails.
 
+    Args:
+        connection: Inside the transaction.
+        names: The prepared transactions.
+        name: Names the batch in the error.
+
     Raises:
         TransactionAborted: At least one is missing.
     """
-    names = [name_of(one.namespace, one.prepared) for one in brought]
-    present: int = connection.execute(_PRESENT, {"names": names}).scalar_one() if names else 0
+    present: int = connection.execute(_PRESENT, {"names": list(names)}).scalar_one() if names else 0
     if present != len(names):
         raise TransactionAborted(
             f"{name}: of {len(names)} prepared database transactions {present} are there: the others have been ended",

@@ -20,6 +20,7 @@ from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
 from dualwrite.sinks.spark.writing.staging import drop_dead_staging, drop_staging, empty, take_over
 from dualwrite.stores.jobs.ledger import WHOLE_BATCH
+from dualwrite.stores.participants import name_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -202,7 +203,8 @@ class _Deciding:
         if self._truncate:
             empty(connection, layout.table)
         staged = [(one, one.staged) for one in self._prepared if one.staged is not None]
-        require_prepared(connection, [one for one in self._prepared if one.staged is None], self.name)
+        names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.staged is None]
+        require_prepared(connection, names, self.name)
         for one, table in staged:
             take_over(
                 connection,
