@@ -23,6 +23,10 @@ PLANTED = {
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
+    "the Spark sinks: two ways over what both share": (
+        "sinks/spark/options/near_names",
+        "dualwrite.sinks.spark.schemas.parts",
+    ),
     "the pure core imports no driver and does no I/O": ("protocol/settle", "sqlalchemy"),
     "the ports import no driver": ("ports/store", "psycopg"),
     "the simulated broker is pure": ("../simulator/broker", "time"),
