@@ -1,4 +1,4 @@
-"""One actor of a scenario on real servers: a process that opens a writer, writes, recovers, and stops where it is told to.
+"""One actor of a scenario on real servers: a process that opens a writer, writes, recovers, and stops at given points.
 
 It stands at fail points: there it tells its director, who may then pause, kill, or let it go on to another one.
 """
@@ -27,7 +27,7 @@ TOO_LARGE = 2_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What an actor is given.
+    """The settings of an actor.
 
     Attributes:
         name: What the scenario calls it; stands in the row as its owner.
@@ -140,7 +140,7 @@ def _flush(tx: Any) -> None:
 
 
 def main(director: Connection, settings: Settings) -> None:
-    """The process: do what the director sends, one thing after the other, until he hangs up."""
+    """The process: performs the director's commands one after the other, until the connection closes."""
     log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(log, number)

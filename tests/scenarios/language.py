@@ -1,7 +1,7 @@
 """The language of the scenario files: one statement a line, read aloud as it stands. See README.md beside this file.
 
-A file is parsed into statements; each has the name of a method of whoever performs it (:class:`Stage`) and its arguments. So
-a file that can be parsed can be performed, by the stage of real servers and by that of the simulator alike.
+A file is parsed into statements. Each names a method of the :class:`Stage` that performs it, and its arguments. So a file
+that can be parsed can be performed, by the stage of real servers and by that of the simulator alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ACTOR: Final = r"(?P<actor>[A-Z])"
 _LABELS: Final = r"(?P<labels>nothing|[a-z]\w*(?: [a-z]\w*)*)"
 _REQUEST: Final = r"(?P<request>\w+)"
 _HOW: Final = (
-    r"(?:, up to (?:the (?P<nth>\d+)(?:st|nd|rd|th) )?(?P<point>[a-z_]+\.[a-z_]+)(?:, or is told (?P<else_told>[A-Z]\w+))?"
+    r"(?:, up to (?:the (?P<nth>\d+)(?:st|nd|rd|th) )?(?P<point>[a-z_]+\.[a-z_]+)(?:, or fails with (?P<else_told>[A-Z]\w+))?"
     r"|, and (?P<waits>has to wait)"
     r"|: (?P<told>[A-Z]\w+(?: or [A-Z]\w+)*))?"
 )
@@ -45,7 +45,7 @@ STATEMENTS: Final = {
     "operator_aborts": rf"an operator aborts {_ACTOR}'s transaction",
     "operator_marks": rf"a tool writes abort markers over {_ACTOR}'s transaction",
     "records_deleted": r"the records in Kafka are deleted",
-    "topic_made_anew": r"the topic is deleted and made anew",
+    "topic_made_anew": r"the topic is deleted and created again",
     "broker_is_killed": r"the broker is killed and started again",
     "database_is_killed": r"the database is killed and started again",
     "database_stops": r"the database is killed",
@@ -63,13 +63,13 @@ _PATTERNS: Final = {verb: re.compile(pattern) for verb, pattern in STATEMENTS.it
 
 
 class Stage(Protocol):
-    """Who performs scenarios. It has a method for each statement, named as in the language, with its parts as arguments."""
+    """Performs scenarios. It has a method for each statement, named as in the language, with its parts as arguments."""
 
     def perform(self, statement: Statement) -> None:
         """Do it, or check it.
 
         Raises:
-            AssertionError: What the statement says is not so.
+            AssertionError: The statement is not true.
         """
         ...
 
@@ -118,7 +118,7 @@ class Scenario:
 
     @property
     def given(self) -> frozenset[str]:
-        """What it needs that is not there by itself."""
+        """The things that it needs besides one broker and one database."""
         return frozenset(part.strip() for part in self.head.get("given", "").split(",") if part.strip())
 
     @property

@@ -13,8 +13,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "proof-scenarios.md"
 HEAD: Final = """\
 # Scenarios
 
-What goes wrong in systems that write to two places, told step by step, with what both sides must show in the end. These are
-files of `tests/scenarios`, performed as they stand on real servers: processes are stopped by SIGSTOP and killed by SIGKILL,
+Hazards of systems that write to two places, step by step, and what both sides must show in the end. These are files of
+`tests/scenarios`, performed as they stand on real servers: processes are stopped by SIGSTOP and killed by SIGKILL,
 requests are held, lost and repeated by proxies, operators act through the brokers' own requests.
 
 `A`, `B`, `R` are processes that share one transactional id. `m1` is a dual write: one row, and one message to each of two

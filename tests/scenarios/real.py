@@ -248,7 +248,7 @@ class RealStage:
         self._follow(player, how)
 
     def _follow(self, player: _Player, how: dict[str, str | None]) -> None:
-        """Wait until the actor stands where it should, has ended as it should, or waits for somebody else."""
+        """Wait until the actor stands where it should, has ended as it should, or waits for a lock or the network."""
         if how["waits"]:
             self._until(lambda: player.link.poll(0.01) or self._waits(player), f"{player.name} neither ended nor waits")
             assert not player.link.poll(0), f"{player.name} did not have to wait: {player.link.recv()}"
