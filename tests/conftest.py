@@ -1,4 +1,4 @@
-"""What all tests share. The servers themselves come from the library's own pytest plugin."""
+"""Fixtures that all tests share. The servers themselves come from the library's own pytest plugin."""
 
 from __future__ import annotations
 

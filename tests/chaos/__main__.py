@@ -13,7 +13,7 @@ from chaos.run import CACHE, Run
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=500, help="how many processes are to be killed (500)")
+    parser.add_argument("--kills", type=int, default=500, help="how many processes to kill (500)")
     parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
     parser.add_argument("--arenas", type=int, default=1, help="sets of servers that work at once (1)")
     parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks")

@@ -1,4 +1,4 @@
-"""A process that has everything imported and no thread, and forks the processes that are to be killed.
+"""A process that has imported everything and runs no thread: it forks the processes that will be killed.
 
 Reads one JSON object a line and writes one for each thing that happened. When its standard input ends, it kills every child.
 """
@@ -125,7 +125,7 @@ class Parent:
                 _say(number=number, event="stopped")
                 continue
             del self._children[pid], self._pids[number]
-            # What it told before it died is told first.
+            # Pass on first what it wrote before it died.
             for pipe in [pipe for pipe, whose in self._pipes.items() if whose == number]:
                 self._told(pipe)
             _say(

@@ -1,4 +1,4 @@
-"""What the forked processes do: write, settle from outside, work as tasks on leased slots, check."""
+"""The jobs of the forked processes: write, settle from outside, work as tasks on leased slots, check."""
 
 from __future__ import annotations
 

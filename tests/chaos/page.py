@@ -1,6 +1,6 @@
 """The report: ``python -m chaos.page RUN...`` takes the results of runs, adds them up, and writes page and picture.
 
-Without runs it writes them anew from the figures that the repository keeps.
+Without runs it writes them again from the figures that the repository keeps.
 """
 
 from __future__ import annotations

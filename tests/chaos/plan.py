@@ -1,4 +1,4 @@
-"""What is to happen in a round, drawn from the seed: the same seed and number make the same round."""
+"""The plan of a round, drawn from the seed: the same seed and number make the same round."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Episode:
-    """What one transactional id goes through: steps one after the other, or a zombie, or rivals at once.
+    """The fate of one transactional id: steps one after the other, or a zombie, or rivals at once.
 
     Attributes:
         kind: ``killed`` (one after the other), ``zombie`` (the first is paused, the second takes over, the first resumes),
-            ``suspended`` (paused for a while; nobody takes over) or ``rivals`` (the first dies, the others settle at once).
+            ``suspended`` (paused for a while; no other process takes over) or ``rivals`` (the first dies, the others settle at once).
         steps: The processes.
     """
 

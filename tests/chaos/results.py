@@ -1,4 +1,4 @@
-"""What a run has counted, kept in a file after each round, so that a run that is stopped can be gone on with."""
+"""The counts of a run, kept in a file after each round, so that a stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADDED = (
 
 
 def machine() -> str:
-    """What this ran on, in one line."""
+    """The machine and versions of this run, in one line."""
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 

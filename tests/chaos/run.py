@@ -25,7 +25,7 @@ class Run:
 
     Args:
         directory: Results, and the evidence of what was found.
-        kills: How many processes are to be killed.
+        kills: How many processes to kill.
         seed: Draws the plan.
         arenas: How many sets of servers work at once.
         kills_per_round: How often the checker compares.

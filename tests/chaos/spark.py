@@ -157,7 +157,7 @@ class SparkPart:
                 driver.wait(BOUND_S)
         finally:
             kill_group(driver)
-            if pid_file.exists():  # the worker that was to be paused is in a group of its own
+            if pid_file.exists():  # the worker to pause is in a process group of its own
                 with suppress(ProcessLookupError):
                     os.kill(int(pid_file.read_text()), signal.SIGKILL)
         return driver.returncode

@@ -48,9 +48,9 @@ def test_the_next_claim_raises_the_incarnation_and_returns_the_newest_decision(
 ) -> None:
     first = database.claim(store, "orders")
     state = decide(store, first)
-    second = store.claim(["orders"], owner="somebody else", cluster_id=CLUSTER)[0]
+    second = store.claim(["orders"], owner="another owner", cluster_id=CLUSTER)[0]
     assert (second.incarnation, second.prepared, second.namespace) == (2, state, first.namespace)
-    assert second.owner == "somebody else"
+    assert second.owner == "another owner"
 
 
 def test_rows_come_in_order_of_id_and_once_each(database: Database, store: SqlStateStore) -> None:
@@ -114,8 +114,8 @@ def test_a_guard_lets_its_owner_through_who_does_not_know_of_a_claim_of_its_own(
 def test_a_guard_of_the_same_incarnation_but_another_owner_stops_the_claim(
     database: Database, store: SqlStateStore
 ) -> None:
-    """The row was deleted, and made anew by somebody else."""
-    first = store.claim(["orders"], owner="somebody else", cluster_id=CLUSTER)[0]
+    """The row was deleted, and another process created it again."""
+    first = store.claim(["orders"], owner="another owner", cluster_id=CLUSTER)[0]
     with pytest.raises(Fenced):
         database.claim(store, "orders", guard=("orders", first.incarnation))
 
@@ -133,7 +133,7 @@ def test_a_guard_that_was_claimed_away_stops_the_claim(
     database: Database, store: SqlStateStore, guard: tuple[str, int]
 ) -> None:
     database.claim(store, "orders")
-    store.claim(["orders"], owner="somebody else", cluster_id=CLUSTER)
+    store.claim(["orders"], owner="another owner", cluster_id=CLUSTER)
     with pytest.raises(Fenced) as caught:
         database.claim(store, "orders", "orders#1", guard=guard)
     assert caught.value.transactional_id == guard[0]

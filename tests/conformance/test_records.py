@@ -1,4 +1,4 @@
-"""What is recorded after a decision, on every database."""
+"""The records made after a decision, on every database."""
 
 from __future__ import annotations
 

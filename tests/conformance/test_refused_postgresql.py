@@ -1,4 +1,4 @@
-"""What of PostgreSQL is refused, and in which words: rights, logins, standbys, read-only sessions."""
+"""PostgreSQL set-ups that are refused, and the messages: rights, logins, standbys, read-only sessions."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_slot_that_was_kept_for_long_is_anybodys(pool: SlotPool, monkeypatch: 
 
 def test_slots_are_given_back_together_by_who_holds_them(pool: SlotPool) -> None:
     leases = [pool.lease(f"worker {number}", 60) for number in range(3)]
-    pool.release({"job#1": "worker 0", "job#2": "somebody else", "job#3": "worker 2"})
+    pool.release({"job#1": "worker 0", "job#2": "another worker", "job#3": "worker 2"})
     assert pool.held_by("worker") == [leases[1]]
     pool.release({})
 

@@ -106,14 +106,14 @@ def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateS
 def test_a_row_that_was_made_anew_is_not_ours(database: Database, store: SqlStateStore, connection: Connection) -> None:
     ours = database.claim(store, "orders").namespace
     database.execute(f"DELETE FROM {database.state_table}")
-    anew = database.claim(store, "orders").namespace
+    renewed = database.claim(store, "orders").namespace
     store.begin(connection)
     assert store.read_incarnation(connection, "orders", namespace=ours) is None
     assert store.decide(connection, "orders", 1, prepared(1), namespace=ours) == (False, None)
     assert store.hold(connection, "orders", 1, namespace=ours) == (False, None)
-    assert store.read_incarnation(connection, "orders", namespace=anew) == 1
-    assert store.hold(connection, "orders", 1, namespace=anew)[0]
-    assert store.decide(connection, "orders", 1, prepared(1), namespace=anew)[0]
+    assert store.read_incarnation(connection, "orders", namespace=renewed) == 1
+    assert store.hold(connection, "orders", 1, namespace=renewed)[0]
+    assert store.decide(connection, "orders", 1, prepared(1), namespace=renewed)[0]
     store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)
 

@@ -1,4 +1,4 @@
-"""What only PostgreSQL does: isolation levels, waiting for rows, dying sessions."""
+"""Behaviour of PostgreSQL alone: isolation levels, waiting for rows, dying sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.postgresql
 on_16_too = pytest.mark.parametrize(
     "postgres", ["postgres_url", "postgres_16_url"], indirect=True, ids=["newest", "16"]
 )
-"""What limits a COMMIT before PostgreSQL 17, which has no ``transaction_timeout``."""
+"""Also on PostgreSQL 16, which has no ``transaction_timeout``: other settings limit a COMMIT there."""
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(commi
             store.rollback(connection)
         server.restart("immediate")
         database.dispose()  # the connections of before
-        with store.engine.connect() as connection:  # somebody else's, of a name that only begins like ours
+        with store.engine.connect() as connection:  # not ours: its name only begins like ours
             connection.execute(text("SELECT 1"))
             connection.exec_driver_sql("PREPARE TRANSACTION 'dualwrite:theirs'")
             connection.rollback()

@@ -100,7 +100,7 @@ Step = tuple[str, bool]
 
 
 def sequences(database: Database, *ways: bool) -> Iterator[Sequence[Step]]:
-    """What to try: on SQLite every short sequence; everywhere some longer ones that the database would not refuse."""
+    """The sequences to try: on SQLite every short one; everywhere some longer ones that the database would not refuse."""
     if database.kind == "sqlite":
         moves = [f"{verb} {name}" for verb in ("SAVEPOINT", "RELEASE", "ROLLBACK TO") for name in "ab"]
         yield from itertools.product([("produce", True), *itertools.product(moves, ways)], repeat=3)

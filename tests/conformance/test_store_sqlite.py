@@ -1,4 +1,4 @@
-"""What only SQLite does: the driver's ways of transaction control, files and locks."""
+"""Behaviour of SQLite alone: the driver's ways of transaction control, files and locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that writes in one way, and dies where it is told to."""
+"""A process that writes in one way, and dies at a given point."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to do: recover and finish the run before, begin another one and die in it.
+    """The job of a process: recover and finish the run before, begin another one and die in it.
 
     Attributes:
         way: Which way.

@@ -32,7 +32,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Servers:
-    """What all tests of a run share."""
+    """The servers that all tests of a run share."""
 
     kafka: EmbeddedKafka
     postgres: EmbeddedPostgres

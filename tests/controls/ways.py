@@ -29,7 +29,7 @@ PARTITIONS: Final = (0, 1)
 
 @dataclass(frozen=True)
 class Ground:
-    """What a way is given.
+    """The servers and names that a way uses.
 
     Attributes:
         kafka: librdkafka's configuration.

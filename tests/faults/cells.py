@@ -65,7 +65,7 @@ CELLS = [Cell(*cell) for cell in itertools.product(KEYS, Fault, Phase)] + [
 
 @dataclass(frozen=True)
 class Draw:
-    """What the seed chooses.
+    """The choices of the seed.
 
     Attributes:
         nth: Which of the requests in that phase.

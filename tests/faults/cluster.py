@@ -92,7 +92,7 @@ def wait_until_in_sync(admin: AdminClient) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """What happens to which broker, and when.
+    """A plan: what happens to which broker, and when.
 
     Attributes:
         point: The fail point where an owner waits meanwhile.
@@ -151,7 +151,7 @@ class InCluster(Stage):
         """Do the deed to a broker."""
         self.note(f"{deed} broker {broker}")
         if deed == "move":
-            # Brokers that came back lead nothing until somebody asks for it.
+            # Brokers that come back lead no partition until an election is requested.
             self.admin.elect_leaders(ElectionType.PREFERRED).result(120)
             return
         self.gone = broker

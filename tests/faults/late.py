@@ -1,6 +1,6 @@
 """Delayed EndTxn (KAFKA-17754): each first copy arrives when the next transaction has begun, of the same owner or another.
 
-After every decision the EndTxn is held. Either the client asks again, is told that it is done, and goes on; or the owner
+After every decision the EndTxn is held. Either the client repeats the request, is answered "done", and continues; or the owner
 is killed and another one settles. In the next transaction, between its messages, the held one is let go.
 """
 

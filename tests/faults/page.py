@@ -138,7 +138,7 @@ def render(found: Mapping[str, Any]) -> str:
         "`retry.backoff.ms`. Its first copy, when it came late, aborted a transaction that was decided: a loss, told and "
         "recorded. Such a producer is now thrown away before it is used.",
         "- An abort while the request for a partition had no answer made librdkafka end the whole process when the producer was "
-        "closed. Such a producer is now thrown away without the abort; its transaction is aborted when its lane claims anew.",
+        "closed. Such a producer is now thrown away without the abort; its transaction is aborted when its lane claims again.",
         "- One series did not end within its 90 s while other work held the machine (load 30). Alone, the same seed takes 27 s.",
         "",
         "## What this does not show",

@@ -1,4 +1,4 @@
-"""What every case stands on: servers, proxies of its own, owners in processes of their own, and a pump that waits for all."""
+"""The stage of every case: servers, proxies of its own, owners in processes of their own, and a pump that waits for all."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Owner:
 
 @dataclass
 class Result:
-    """What became of one case."""
+    """The result of one case."""
 
     occurred: int = 0
     findings: list[str] = field(default_factory=list)
@@ -316,7 +316,7 @@ class Stage:
         return []
 
     def act_now(self) -> None:
-        """Do all that was to be done later."""
+        """Do everything that was postponed."""
         while self._later:
             self._later.pop()[1]()
 

@@ -41,7 +41,7 @@ def compare(
     engine: Engine,
     admin: AdminClient,
 ) -> list[str]:
-    """What is wrong: rows against messages, offsets and what the owners were told.
+    """Compare rows with messages, offsets and the answers that the owners got; return what is wrong.
 
     Args:
         transactional_id: The id of the case.

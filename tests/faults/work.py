@@ -1,4 +1,4 @@
-"""The process that dual-writes in a case: tells what it was told, pauses where the case wants to act, may be killed."""
+"""The process that dual-writes in a case: reports the answers it got, pauses where the case wants to act, may be killed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Job:
-    """What one owner of the case's id does.
+    """The work of one owner of the case's id.
 
     Attributes:
         name: Begins the ids of its operations.

@@ -108,7 +108,7 @@ class Both:
             raise
 
     def play_and_shrink(self, clients, sequences):
-        """Play all, as `play`; what differs is told by a sequence without any step that is not needed for it."""
+        """Play all, as `play`; report a difference by a sequence without any step that is not needed for it."""
         try:
             self.play(clients, sequences)
         except Difference as different:
@@ -219,7 +219,7 @@ class Both:
 
 
 def _observations(play, bases):
-    """What is to be looked at."""
+    """The queries whose answers are compared."""
     ids = sorted({client.kafka_id for _, client in play.clients})
     known = frozenset(found.producer_id for found in play.broker.transactions)
     asked = [sim.DescribeTransactions(kafka_id) for kafka_id in ids]

@@ -16,12 +16,12 @@ from simulator.state import Broker, create_topic, new_broker, partition, with_pa
 
 PARTITIONS = 2
 SET = 1  # in the place of every time that is set
-LONG_MS = 900_000  # a machine may be slow; the broker must not time anything out unless it is told
+LONG_MS = 900_000  # a machine may be slow; the broker must not time anything out by itself
 GROUP = "g"
 
 
 class Client(NamedTuple):
-    """Somebody who uses a transactional id, and what it was told last. ``sequences``: the next one, by partition."""
+    """A user of a transactional id, and the last answer it got. ``sequences``: the next one, by partition."""
 
     kafka_id: str
     producer_id: int = -1
@@ -137,7 +137,7 @@ REQUESTS = {
     "describe": lambda client: sim.DescribeTransactions(client.kafka_id),
     "list": lambda client, *states: sim.ListTransactions(frozenset(states), frozenset({client.producer_id})),
 }
-"""What a client can send: from the client and the step's arguments to the request, None where it makes no sense."""
+"""The requests of a client: from the client and the step's arguments to the request; None if it makes no sense."""
 
 
 def _deleted(broker, client, number, before):
@@ -161,7 +161,7 @@ ENVIRONMENT = {
     "create topic": lambda broker, _, name: create_topic(broker, name, 1),
     "delete topic": lambda broker, _, name: environment.delete_topic(broker, name),
 }
-"""What happens without a request: from the broker, the client and the step's arguments to the next broker."""
+"""Events without a request: from the broker, the client and the step's arguments to the next broker."""
 
 WITHOUT_IDS = {"init", "init other", "force", "describe", "plain"}
 
@@ -252,7 +252,7 @@ def transition_cover(alphabet, clients, depth):
     """Sequences that try every step in every state that the simulator reaches in fewer than ``depth`` steps.
 
     Steps that change nothing on the simulator are tried one after the other in one sequence: what they change on the real
-    broker shows all the same.
+    broker still shows.
     """
     start = begin(clients)
     seen = {start}

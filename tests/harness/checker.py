@@ -1,4 +1,4 @@
-"""Compares what the workers were told, what the database has and what a ``read_committed`` consumer sees."""
+"""Compares the answers that the workers got, the database's rows and what a ``read_committed`` consumer sees."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def history(self) -> History:
-        """What the workers were told."""
+        """The answers that the workers got."""
         return Journal.read(self.journal) if self.journal.exists() else History()
 
     def in_database(self) -> list[str]:

@@ -58,7 +58,7 @@ class Database:
             connection.execute(text(statement), values)
 
     def query(self, statement: str, **values: Any) -> Sequence[Row[Any]]:
-        """What another session sees now."""
+        """The rows that another session sees now."""
         with self.engines[0].connect() as connection:
             return connection.execute(text(statement), values).all()
 

@@ -12,7 +12,7 @@ from dualwrite.stores.state import SqlStateStore
 
 
 def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], None]:
-    """For ``failpoints.hit``: somebody aborts the transaction of ``orders`` at the moment of its decision."""
+    """For ``failpoints.hit``: an operator aborts the transaction of ``orders`` at the moment of its decision."""
     hit = failpoints.hit
 
     def end_it(name):

@@ -13,7 +13,7 @@ from harness.patience import PATIENCE_S
 
 
 class Failed(Exception):
-    """What a function in the driver process has raised, as text: Spark's own errors do not travel between processes."""
+    """The error that a function in the driver process raised, as text: Spark's own errors do not pickle."""
 
 
 class DriverProcess:

@@ -1,4 +1,4 @@
-"""What an operator does about transactions that hang (docs/limits.md): finds and aborts them, as ``kafka-transactions.sh`` does."""
+"""Finds and aborts hanging transactions (docs/limits.md), as an operator does with ``kafka-transactions.sh``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ENDED = {TransactionState.EMPTY, TransactionState.COMPLETE_COMMIT, TransactionS
 
 
 def abort_hanging(kafka: Mapping[str, str], topic: str, partitions: int) -> list[str]:
-    """Abort what is open in a topic although its coordinator calls it ended. To be called after a recovery.
+    """Abort transactions that are open in a topic although their coordinator calls them ended. Call it after a recovery.
 
-    A recovery leaves open what nobody has decided, where its abort was skipped while nobody was looking. If it were decided,
-    whoever compares both sides afterwards would find it lost.
+    A recovery leaves an undecided transaction open if the markers of its abort were skipped unnoticed. If it were decided,
+    the comparison of both sides afterwards would find it lost.
 
     Returns:
         Each with its partition, for people.

@@ -21,7 +21,7 @@ def patient(config: Mapping[str, str]) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """What no event tells: the state of a process that is not our child, of a broker's partition."""
+    """Wait for a state that no event reports: of a process that is not our child, of a broker's partition."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -41,7 +41,7 @@ LIBRDKAFKA = {"init": 4, "add": 0, "offsets": 0, "end": 1, "produce": 10}
 
 
 class Names:
-    """What one sequence calls things, and what they are called on the real broker."""
+    """Maps the names that one sequence uses to those on the real broker."""
 
     def __init__(self, prefix, topic, partitions):
         self.prefix = prefix

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class SchemaRegistry:
-    """What it holds, and what it was asked."""
+    """A schema registry for tests: remembers schemas, and the requests that it got."""
 
     def __init__(self, url: str):
         self.url = url

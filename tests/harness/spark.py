@@ -28,11 +28,11 @@ TESTS = Path(__file__).parents[1]
 ROWS = 1000
 PARTITIONS = 4
 SPARKS_ERRORS = (PySparkException, Py4JJavaError)
-"""What a job that fails raises: which of them depends on the version and on the call."""
+"""The errors of a failed job: which one depends on the version and on the call."""
 
 
 def set_environment() -> None:
-    """What Spark's JVM, and all that it starts, must find when it is started."""
+    """Set the environment that Spark's JVM and its processes must find at their start."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
     os.environ["TZ"] = "America/New_York"
@@ -104,7 +104,7 @@ class SparkCase:
             engine.dispose()
 
     def batches(self) -> list[Batch]:
-        """What people see of this sink's batches."""
+        """This sink's batches, as people see them."""
         engine = create_engine(self.url)
         try:
             return list(read_batches(engine, sink=self.sink))
@@ -162,7 +162,7 @@ class ArmedTask(PartitionTask):
         partition: Which partition.
         pid_file: Where the worker's process id is written to, before.
         attempts: How many attempts.
-        counter: A file that counts the attempts; without it they are counted as Spark does, in each run of a stage anew.
+        counter: A file that counts the attempts; without it they are counted as Spark does, from 0 in each run of a stage.
     """
 
     point: str = ""

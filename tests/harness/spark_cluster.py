@@ -97,7 +97,7 @@ def write(way: str, case: SparkCase, frame: str = "numbers", *, speculation: boo
         armed: As :class:`ArmedTask`: ``point``, and perhaps ``attempts``, ``counter`` and ``pid_file``.
     """
     spark = SparkSession.active()
-    # Read anew for each set of tasks; whether there is speculation at all is a setting of the whole application.
+    # Read again for each set of tasks; whether there is speculation at all is a setting of the whole application.
     spark.sparkContext._jsc.sc().conf().set("spark.speculation.quantile", _AT_HALF if speculation else _NEVER)
     df = FRAMES[frame](spark)
     if way == "write_batch":
@@ -117,7 +117,7 @@ _OPTIONS = {"point": "inTask", "attempts": "attempts", "counter": "counter", "pi
 
 
 def _newest_job(spark: SparkSession) -> dict:
-    """What Spark itself counts."""
+    """Spark's own counts."""
     store = spark.sparkContext._jsc.sc().statusStore()
     jobs = store.jobsList(None)
     newest = max((jobs.apply(number) for number in range(jobs.size())), key=lambda found: found.jobId())

@@ -1,4 +1,4 @@
-"""A process that dual-writes operations with unique names over all partitions, and journals what it was told.
+"""A process that dual-writes operations with unique names over all partitions, and journals the answers it got.
 
 Run as ``python -m harness.worker JOB.json``, or forked by the chaos run; killed by fail points and from outside.
 """

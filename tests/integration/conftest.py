@@ -1,4 +1,4 @@
-"""What the integration tests share: a migrated database and an engine to look with; producers that are closed."""
+"""Fixtures of the integration tests: a migrated database and an engine to look with; producers that are closed."""
 
 import secrets
 import shutil

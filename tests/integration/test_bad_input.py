@@ -1,4 +1,4 @@
-"""What a user of ``DualWriter`` gets for settings and surroundings that cannot work: a clear error, nothing half done."""
+"""Settings and surroundings of ``DualWriter`` that cannot work: a clear error, nothing half done."""
 
 import io
 import logging

@@ -64,7 +64,7 @@ def test_messages_of_nobody_are_foreign_and_torn(case, check):
 
 
 def test_a_transaction_that_stays_open_hangs(case, check):
-    producer = Producer({**case.kafka, "transactional.id": f"somebody-else-{case.topic}"})
+    producer = Producer({**case.kafka, "transactional.id": f"another-writer-{case.topic}"})
     producer.init_transactions(120)
     producer.begin_transaction()
     producer.produce(case.topic, "open", partition=0)

@@ -1,4 +1,4 @@
-"""What stands in the way of a dual write in the database: deadlocks, serialization failures, an exhausted pool."""
+"""Conflicts of a dual write in the database: deadlocks, serialization failures, an exhausted pool."""
 
 import threading
 

@@ -148,7 +148,7 @@ def test_deleted_records_leave_nothing_to_prove(coordinator, producer, config, d
 
 @pytest.mark.parametrize("named", [True, False], ids=["with topic id", "without topic id"])
 def test_a_topic_made_anew_under_its_name_proves_nothing(coordinator, producer, config, dualwrite_kafka, named):
-    topic = dualwrite_kafka.create_topic(f"anew-{named}", 1)
+    topic = dualwrite_kafka.create_topic(f"again-{named}", 1)
     producer.write(topic)
     state = producer.state(coordinator, topic_ids=named)
     finish(coordinator, producer, ABORT)
@@ -161,7 +161,7 @@ def test_a_topic_made_anew_under_its_name_proves_nothing(coordinator, producer, 
 
 def test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does(coordinator, producer, dualwrite_kafka):
     """The same producer and epoch, the same offset, another topic under the same name."""
-    topic = dualwrite_kafka.create_topic("made-anew", 1)
+    topic = dualwrite_kafka.create_topic("made-again", 1)
     lost = written(coordinator, producer, topic, COMMIT)
     dualwrite_kafka.delete_topic(topic)
     dualwrite_kafka.create_topic(topic, 1)

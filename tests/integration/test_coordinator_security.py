@@ -74,7 +74,7 @@ def refusal(call, *arguments, **named):
 
 
 def once_allowed(call):
-    """What the call gives as soon as a right that was granted just now is known to the broker."""
+    """The call's result, once the broker knows a right that was granted just now."""
     deadline = soon()
     while True:
         try:
@@ -388,7 +388,7 @@ def _received(source):
 
 
 def unsigned_token(_):
-    """A token that only says who somebody is: Kafka's own validator for tests takes it."""
+    """An unsigned token that only names its bearer: Kafka's own validator for tests accepts it."""
     expiry = time.time() + 600
     parts = [{"alg": "none"}, {"sub": "ann", "iat": time.time(), "exp": expiry}]
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode() for part in parts]

@@ -176,7 +176,7 @@ def test_claiming_waits_for_a_decision_under_way(dualwrite_postgres, url, kafka,
 
 
 def test_nothing_is_retired_before_its_outcome_is_proved_and_recorded(kafka, engine, orders, dualwrite_topic, both):
-    """The broker aborts a decided transaction (an operator's InitProducerId): it is told, recorded, and counted."""
+    """The broker aborts a decided transaction (an operator's InitProducerId): reported, recorded, and counted."""
     writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
     (row,) = SqlStateStore(engine).read(["orders"])
     Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)

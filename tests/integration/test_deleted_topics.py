@@ -84,7 +84,7 @@ def test_without_any_of_its_topics_nobody_can_tell(kafka, engine, left, topics, 
 
 
 def test_a_topic_that_is_there_and_shows_another_end_outweighs_the_others(kafka, engine, left, topics, dualwrite_kafka):
-    """Somebody has aborted it by hand in one topic: committing the rest would tear it."""
+    """An operator has aborted it by hand in one topic: committing the rest would tear it."""
     dualwrite_kafka.delete_topic(topics[2])
     with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
         ids = left.prepared.producer_id, left.prepared.epoch

@@ -15,7 +15,7 @@ from dualwrite.testing.reading import read_committed
 
 @pytest.fixture
 def both(engine, orders, kafka, dualwrite_topic):
-    """What both sides show."""
+    """The state that both sides show."""
 
     def read():
         with engine.connect() as connection:

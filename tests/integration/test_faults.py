@@ -1,4 +1,4 @@
-"""What the world does to a dual write: time-outs, paused owners, forgotten ids, other clusters, many recoverers."""
+"""Faults around a dual write: time-outs, paused owners, forgotten ids, other clusters, many recoverers."""
 
 import os
 import signal

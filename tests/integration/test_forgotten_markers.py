@@ -1,6 +1,6 @@
 """A broker that forgets the markers of a partition without a leader (KAFKA-20734), because the leader was suspended.
 
-Nothing tells of it: the answers are good, and no connection breaks. Owners find it before they go on, whoever settles finds it
+Nothing shows it: the answers are good, and no connection breaks. Owners find it before they continue, settlers find it
 after them, and what was left open is ended there.
 """
 

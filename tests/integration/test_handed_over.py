@@ -190,7 +190,7 @@ def test_a_request_that_may_come_late_is_followed_by_a_claim(
             complete(through, rows, Deadline(2))
         assert len([one for one in proxy.requests if one.api_key == Api.END_TXN]) == 1, "sent once"
         assert not lane.may_go_on()
-        # Whoever comes next claims: the owner's next transaction has another Kafka id.
+        # The next settler claims: the owner's next transaction has another Kafka id.
         lane._row = None
         lane.discard()
         lane.ready(soon())

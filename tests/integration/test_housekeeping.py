@@ -1,4 +1,4 @@
-"""What a broken dual write has left open in Kafka is settled by the writer itself, while nobody uses it."""
+"""The writer itself settles, while it is idle, what a broken dual write has left open in Kafka."""
 
 import threading
 

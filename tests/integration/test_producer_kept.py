@@ -1,4 +1,4 @@
-"""What a dead producer has left prepared: kept, compared and completed by another one (KIP-939's recovery)."""
+"""A transaction that a dead producer left prepared: kept, compared and completed by another one (KIP-939's recovery)."""
 
 import subprocess
 import sys
@@ -234,7 +234,7 @@ def test_initialising_without_keeping_aborts_what_is_there(killed_after, ready, 
 
 @pytest.fixture
 def aborted_meanwhile(killed_after, coordinator, kafka_id):
-    """A prepared transaction, the view of it while it was ongoing, and then its abort by somebody else."""
+    """A prepared transaction, the view of it while it was ongoing, and then its abort by an operator."""
     [state] = killed_after(ONE_PREPARED)
     kept = KeptTransaction(coordinator, kafka_id)
     view = kept.look(Deadline(30))

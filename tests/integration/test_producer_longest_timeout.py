@@ -1,4 +1,4 @@
-"""The longest transaction timeout, on a broker that allows it: librdkafka's arithmetic overflows there unless it is told better."""
+"""The longest transaction timeout, on a broker that allows it: librdkafka's arithmetic overflows there with its own settings."""
 
 import threading
 

@@ -53,7 +53,7 @@ def test_an_executor_dies_and_its_worker_wakes_up_too_late(cluster, numbers, tmp
 
 @pytest.mark.parametrize("way", ["write_batch", thorough("staging"), thorough("prepared")])
 def test_an_executor_dies_with_shuffle_files_that_others_need(cluster, numbers, tmp_path, way):
-    """Spark computes them again, and begins the writing stage anew: its partitions are written by another run of it."""
+    """Spark computes them again, and restarts the writing stage: its partitions are written by another run of it."""
     running = cluster.start(
         write, way, numbers, "shuffled", point="spark.rows_copied:1:stop", counter=str(tmp_path / "counter")
     )

@@ -1,4 +1,4 @@
-"""Every type on both sides, by both ways; names that need care; what the catalog and Kafka lack is told before a task runs."""
+"""Every type on both sides, by both ways; names that need care; what the catalog and Kafka lack is reported before a task runs."""
 
 import datetime as dt
 import json

@@ -1,4 +1,4 @@
-"""What a refused row, and a partition without rows, look like: no Spark is needed to see it."""
+"""Errors for a refused row, and for a partition without rows: they can be seen without Spark."""
 
 from contextlib import contextmanager
 

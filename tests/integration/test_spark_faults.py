@@ -162,7 +162,7 @@ def test_no_secret_shows_in_any_log_or_error(spark, numbers, drivers, dualwrite_
         assert process.wait(PATIENCE_S) != 0
         kill_group(process)
         log = drivers.log.read_text()
-        assert "numbers_id_check" in log  # the failure itself is told
+        assert "numbers_id_check" in log  # the failure itself is reported
         assert canary not in log
     finally:
         numbers.execute(f"DROP ROLE {role}")

@@ -1,4 +1,4 @@
-"""Adaptive execution cuts the same rows into other partitions when a batch is run again: written once all the same, or refused."""
+"""Adaptive execution cuts the same rows into other partitions when a batch runs again: still written once, or refused."""
 
 from contextlib import contextmanager
 from functools import partial

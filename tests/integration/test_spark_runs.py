@@ -64,7 +64,7 @@ def failing_at(point, job):
 def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job, point):
     with pytest.raises(DualWriteError), failing_at(point, job) as passed:
         job.run_task()
-    if point == "claim.before":  # whoever settles does not come again: if the task died here, this would stay open
+    if point == "claim.before":  # the settler does not come again: if the task died here, this would stay open
         assert "write.begun" not in passed
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)

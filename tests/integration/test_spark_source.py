@@ -164,7 +164,7 @@ def test_names_with_quotes_and_columns_that_the_database_fills(spark, numbers, w
 
 
 def test_an_emptied_staging_table_fails_the_batch(spark, numbers, write):
-    """What a crash of the database does to an unlogged table."""
+    """Empty an unlogged table, as a crash of the database does."""
     numbers.execute(
         "CREATE FUNCTION empty_it() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE name text; BEGIN "
         "FOR name IN SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%' LIMIT 1 LOOP "

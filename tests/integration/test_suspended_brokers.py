@@ -46,7 +46,7 @@ MENDING = [name for name in failpoints.FAILPOINTS if name.startswith("mend.")]
 DECIDED = {"write.prepared", "write.recorded", "write.decided"}
 """From there on a dual write comes to its decision without the partition's leader, and its marker is due while there is none."""
 GOES_ON = ("aborts", "writes elsewhere", "closes", "dies")
-"""What an owner does when the broker is back: its next dual write aborts, or writes to the other partition; or it ends."""
+"""The owner's next step when the broker is back: its dual write aborts, or writes to the other partition; or the owner ends."""
 DONE = {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT}
 
 
@@ -55,7 +55,7 @@ class OnPurpose(Exception):
 
 
 class Writer:
-    """One writer, which is to be at one fail point when the broker is suspended.
+    """One writer, which stands at one fail point when the broker is suspended.
 
     Args:
         crowd: Where it writes.
@@ -97,7 +97,7 @@ class Writer:
             self.open()
 
     def until_suspended_again(self):
-        """What comes after the dead owner, up to its point and to its end."""
+        """The work after the owner's death, up to its point and to its end."""
         with self._crowd.waiting_at(self.point):
             self.open()
 
@@ -264,7 +264,7 @@ class Crowd:
             coordinator.close()
 
     def _check(self):
-        """What is wrong."""
+        """The differences found."""
         report = recover(kafka=self.kafka, engine=self.engine, timeout_s=120)
         # Of owners that live, nothing hangs: they know where their last transaction was, until it is known to have ended there.
         hanging = [f"hanging: {one}" for one in abort_hanging(self.kafka, self.topic, 2)]

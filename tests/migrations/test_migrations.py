@@ -61,7 +61,7 @@ def views_of(connection: Connection, schema: str | None) -> set[str]:
 
 
 def reflected(connection: Connection, schema: str | None) -> dict[str, Any]:
-    """What the database itself says of our tables."""
+    """The database's own description of our tables."""
     found = inspect(connection)
     return {
         name: {

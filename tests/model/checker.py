@@ -1,4 +1,4 @@
-"""What must hold whenever everything has come to rest: FAULTS.md's checker, over the simulator's own memory."""
+"""Checks that must hold whenever everything has come to rest, over the simulator's own memory."""
 
 from __future__ import annotations
 

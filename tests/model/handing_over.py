@@ -42,7 +42,7 @@ _LOOKS = 3
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a worker has handed over for a driver to decide."""
+    """The part that a worker has handed over for a driver to decide."""
 
     write: Write
     incarnation: int
@@ -148,7 +148,7 @@ class Decided:
 
     @property
     def ledger_row(self) -> str:
-        """What tells that it was made."""
+        """The row of the ledger that records it."""
         return f"decision {self.number}"
 
 
@@ -234,7 +234,7 @@ class Driver:
             if one.write.ending is Ending.PREPARE
         }
         if wanted and not connection.run("SELECT", lambda session: database.has_prepared(session, wanted)):
-            raise TransactionAborted("somebody has ended what was prepared in the database")
+            raise TransactionAborted("the transaction prepared in the database has been ended")
 
     def is_written(self) -> bool:
         """By the claim the old session has ended."""
@@ -259,7 +259,7 @@ class Driver:
 
 
 class Settler:
-    """A process that claims slots, whoever has them, and settles: a driver that begins a batch again, or gives one up."""
+    """A process that claims slots, even leased ones, and settles: a driver that begins a batch again, or gives one up."""
 
     def __init__(self, simulation: Simulation, told: Told, slots: Collection[str]) -> None:
         self._simulation = simulation

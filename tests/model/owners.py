@@ -55,12 +55,12 @@ OF_THE_USERS_STATEMENT = (ConnectionLost, Conflict, LockTimeout, StatementFailed
 
 
 class CodeFailed(Exception):
-    """What the user's own code raises inside a block."""
+    """The error that the user's own code raises inside a block."""
 
 
 @dataclass
 class Write:
-    """One dual write: what it was to do, and what its owner was told.
+    """One dual write: its plan, and the outcome that its owner was told.
 
     Attributes:
         number: Counts all writes; the name of its row.
@@ -69,9 +69,9 @@ class Write:
         rows: Whether it has rows.
         fails: ``code`` or ``statement`` where the user's code makes it abort.
         told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
-            handed over, also ``handed over`` and, by whoever has decided it, ``completed``.
+            handed over, also ``handed over`` and, once its decider has completed it, ``completed``.
         lane: The transactional id that it ran under.
-        ending: Whether its owner leaves the decision to somebody else, and how.
+        ending: Whether its owner leaves the decision to another process, and how.
     """
 
     number: int
@@ -86,12 +86,12 @@ class Write:
 
 @dataclass
 class Told:
-    """What processes were told, beside their writes. It survives them, as a log file would.
+    """Reports to processes, besides those on their writes. Survives the processes, as a log file would.
 
     Attributes:
-        losses: The states that somebody was told are lost.
+        losses: The states that were reported as lost.
         opened: How opening or recovering ended, by process.
-        alarms: What says that somebody has made a mistake.
+        alarms: Errors that blame the caller or an operator.
         counts: How often processes found that something could be done the short way.
     """
 
@@ -111,7 +111,7 @@ class Told:
 def make_producer(
     simulation: Simulation, ground: Ground, *, eager: bool
 ) -> Callable[[StateRow], TransactionalProducer]:
-    """What to give to a lane of a process of the model."""
+    """Return the function that makes the producers of a lane in the model."""
 
     def make(row: StateRow) -> TransactionalProducer:
         return TransactionalProducer(
@@ -127,7 +127,7 @@ def make_producer(
 
 
 class Owner:
-    """A process that opens the writer's lanes and writes what it is told to."""
+    """A process that opens the writer's lanes and writes on command."""
 
     def __init__(self, simulation: Simulation, told: Told, *, lanes: int, eager: bool) -> None:
         self._simulation = simulation
@@ -166,7 +166,7 @@ class Owner:
             self._told.note(error)
 
     def _keep_house(self) -> None:
-        """What a writer does for its lanes in the background, and when it closes."""
+        """The work of a writer for its lanes in the background, and when it closes."""
         for lane in self._lanes:
             try:
                 lane.know_end(Deadline(10.0))

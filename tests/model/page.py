@@ -1,6 +1,6 @@
 """The report: ``python -m model.page RESULTS...`` takes the results of runs, adds them up, and writes the page.
 
-Without results it writes the page anew from the figures that the repository keeps. Give it runs whose seeds do not overlap.
+Without results it writes the page again from the figures that the repository keeps. Give it runs whose seeds do not overlap.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ METHOD = """\
 The broker is simulated by rules that `make simulator` holds against a real one, answer for answer; the database has
 PostgreSQL's row locks and sessions (READ COMMITTED or REPEATABLE READ), or SQLite's one writer; the client repeats requests,
 reports deliveries and fails as librdkafka does. A schedule has one to four processes at a time, of one or two lanes, and
-twenty to eighty steps of chance, each of which may be a fault. Then all that is held arrives, or never does, whoever lives
+twenty to eighty steps of chance, each of which may be a fault. Then all that is held arrives, or never does, every live process
 comes to rest, two recoveries run, and both sides are compared:
 
-- every message that readers see is in the database and the other way round, whole, once, in order; but for recorded losses
+- every message that readers see is in the database and the other way round, whole, once, in order; except for recorded losses
   that the environment has caused (a transaction that was timed out or terminated);
-- whoever was told "committed" or "aborted" was told the truth;
-- no transaction holds readers back, but for undecided ones whose abort was skipped while nobody looked: those an operator ends;
-- nothing hangs, no error says that somebody has made a mistake;
+- every "committed" and "aborted" that a caller got is true;
+- no transaction holds readers back, except undecided ones whose abort was skipped unnoticed: an operator ends these;
+- nothing hangs, no error blames the caller or an operator;
 - the second recovery finds nothing to do and changes nothing.
 
 What is found is made shorter, and is then a text that can be run again: `tests/model/found` has what was found once.
@@ -63,7 +63,7 @@ FOOT = """\
 
 _HAPPENED = {
     "opens": "an owner starts, and settles what it finds",
-    "recoveries": "somebody runs the recovery command",
+    "recoveries": "an operator runs the recovery command",
     "kills": "a process is killed",
     "held": "a request is held back by the network",
     "late requests": "such a request arrives, late",
@@ -90,7 +90,7 @@ _HAPPENED = {
     "workers go on": "it goes on with its producer after it has rested",
     "drivers": "a driver decides on what workers have handed over",
     "completed without a claim": "such a transaction is completed without a claim",
-    "settlers": "a driver claims and settles slots, whoever works there",
+    "settlers": "a driver claims and settles slots, even if tasks work there",
     "closes": "an owner closes",
     "housekeeping": "an owner settles what it has left behind",
     "quiet points": "all comes to rest, and both sides are compared",

@@ -1,4 +1,4 @@
-"""What a run of random schedules has counted, and the file it is kept in."""
+"""The counts of a run of random schedules, and their file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def machine() -> str:
-    """What this ran on, in one line."""
+    """The machine and versions of this run, in one line."""
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 
 @dataclass
 class Counts:
-    """What has happened in some schedules.
+    """Counts of what happened in some schedules.
 
     Attributes:
         schedules: How many there were.

@@ -111,7 +111,7 @@ class Performer:
         return process.call is not None and self._world.simulation.can_step(process)
 
     def _may_ask(self, process: Process) -> bool:
-        """Whether it can send its request: also to somebody who does not answer."""
+        """Whether it can send its request, even to a server that does not answer."""
         return self._can_step(process) or not (process.call.session or process.call.held or process.call.lost)
 
     def _before(self, name: str, label: str) -> Process:
@@ -397,6 +397,6 @@ def run_lines(lines: Sequence[str], *, lenient: bool = False) -> World:
                     if not lenient:
                         raise
     except Exception as error:
-        error.world = world  # type: ignore[attr-defined] # for whoever shrinks it
+        error.world = world  # type: ignore[attr-defined] # for the shrinker
         raise
     return world

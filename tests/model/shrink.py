@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def kind_of_finding(error: BaseException) -> str:
-    """What two findings have in common that are the same."""
+    """The common key of two findings that are the same."""
     return re.sub(r"\[.*?\]|m?\d+|write \d+ of \w+( \(told \w+\))?|[A-Z] ", "", str(error))[:60]
 
 

@@ -1,4 +1,4 @@
-"""A broker that forgets markers (KAFKA-20734), and whoever settles dies at any of his steps, or meets another settler there."""
+"""A broker that forgets markers (KAFKA-20734): a settler dies at any of its steps, or meets another settler there."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_settler_may_die_at_any_step(forgotten):
 
 @pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
 def test_nobody_takes_it_for_complete_where_the_coordinator_has_forgotten_the_id_as_well(forgotten):
-    """Nobody can end it there any more but by hand: docs/limits.md. Settling says so until somebody has."""
+    """It can only be ended by hand now: docs/limits.md. Settling says so until an operator has done it."""
     with pytest.raises(Finding, match="recovery failed: Unavailable"):
         run(forgotten, "A is killed", "the broker forgets orders, incarnation 1", "everything heals")
 

@@ -285,7 +285,7 @@ class World:
         self.simulation.broker = environment.suspend(self.simulation.broker, (TOPIC, partition))
 
     def do_lose_leader(self, partition: int) -> None:
-        """No connection breaks: nobody is told."""
+        """No connection breaks: no error shows."""
         self._happened("leaders lost", f"partition {partition} has no leader any more")
         self.simulation.broker = environment.lose_leader(self.simulation.broker, (TOPIC, partition))
         self._markers_of_the_environment()
@@ -495,14 +495,14 @@ class World:
         return [known.transactional_id for known in self.simulation.broker.transactions if known.state == "Ongoing"]
 
     def prepared(self) -> list[str]:
-        """The Kafka ids whose markers are to be written."""
+        """The Kafka ids whose markers are still to come."""
         return list(environment.prepared_ids(self.simulation.broker))
 
     def at_rest(self, *, everywhere: bool = False) -> list[str]:
         """The Kafka ids that the coordinator may forget.
 
         Args:
-            everywhere: Only those that have nothing open in any partition: until an id is forgotten, in a week, somebody ends it.
+            everywhere: Only those that have nothing open in any partition: before an id is forgotten, after a week, an operator ends them.
         """
         return [
             known.transactional_id
@@ -517,7 +517,7 @@ class World:
 
 
 def _open_values(found: Partition, entry: ProducerEntry) -> Iterator[Hashable]:
-    """What a producer has written to a partition and nobody has ended there."""
+    """The messages that a producer has written to a partition in a transaction that is still open there."""
     for batch in found.batches:
         if batch.producer_id == entry.producer_id and batch.base_offset >= entry.txn_start:
             yield from batch.values

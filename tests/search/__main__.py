@@ -72,7 +72,7 @@ def peak_mib() -> int:
 
 
 def keep(kind: str, name: str, found: Found, **more: Any) -> None:
-    """Add it to what is known, and write the page anew."""
+    """Add it to what is known, and write the page again."""
     seen: dict[str, Any] = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     kept = asdict(found) | {"seconds": round(found.seconds, 1), "date": today} | more

@@ -1,4 +1,4 @@
-"""What the search goes through: the long runs, and those that every test run repeats."""
+"""The configurations of the search: the long runs, and those that every test run repeats."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What is at its end: processes and late requests that can change nothing any more, whatever else happens.
+"""Finds processes and late requests that are at their end: they can change nothing any more, whatever else happens.
 
 Most of what a search meets are owners long overtaken, each at another line of its program, and requests that the broker will
 refuse whenever they arrive. A state is looked up without them: an owner at its end counts as done, a request that will be
 refused as gone. That is sound, since nothing else could ever tell:
 
 - The verdict about a state looks at the row, the broker, late requests and what was spent, never at processes.
-- What is at its end stays so: whoever owns the row has overtaken for good, an epoch only rises, a state that the row shows no
+- What is at its end stays so: the row's owner has overtaken for good, an epoch only rises, a state that the row shows no
   longer it never shows again, and an incarnation that is used up is not given back.
 - Each step that it could still take leaves row and broker as they are, tells nobody anything wrong, and leads to the next
   such step. At most it spends a misfortune on a request that is refused; with one more to come all is possible that is
@@ -29,7 +29,7 @@ from search.values import DONE, NOTHING, Database, Process
 _AT_REST = frozenset({sim.EMPTY, sim.COMPLETE_COMMIT, sim.COMPLETE_ABORT})
 _ASKING = frozenset({"add", "produce", "end", "abort", "raise_epoch"})
 _OWNING = _ASKING | {"begin", "update"}
-"""What an owner is at who has a producer, and no lock of the row."""
+"""The positions of an owner that has a producer, and no lock of the row."""
 
 
 class Ends:

@@ -10,7 +10,7 @@ from search.world import State, World
 
 @dataclass
 class Found:
-    """What a search has come to.
+    """The result of a search.
 
     Attributes:
         states: How many there are, or were seen until the fault.

@@ -1,4 +1,4 @@
-"""What must hold, whoever died where: after one complete settling, and again when the last late request has arrived.
+"""The demands on every state: after one complete settling, and again when the last late request has arrived.
 
 As the checker of the real runs: what the database has is whole in Kafka, or its loss is recorded; what it does not have is
 not there at all; nothing twice, nothing out of order, nothing left open; a second settling changes nothing.
@@ -26,7 +26,7 @@ _AT_REST = frozenset({sim.EMPTY, sim.COMPLETE_COMMIT, sim.COMPLETE_ABORT})
 
 
 class Excuses(NamedTuple):
-    """What has happened that excuses a loss. Nothing else may cost a decided transaction."""
+    """The events that excuse a loss. Nothing else may cost a decided transaction."""
 
     loses: bool
     halves: bool
@@ -62,7 +62,7 @@ class Judge:
     def verdict(
         self, database: Database, broker: Broker, late: tuple[sim.Request, ...], excuses: Excuses
     ) -> str | None:
-        """What is wrong, None if nothing."""
+        """The fault found; None if there is none."""
         lock = database.lock
         ends = [database._replace(lock=None)]
         if lock is not None and lock.orphan:

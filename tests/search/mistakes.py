@@ -34,7 +34,7 @@ class Mistake(NamedTuple):
     caught: bool = True
 
     def world(self) -> World:
-        """What there is to search."""
+        """The configuration to search."""
         return World(self.bounds, self.rules, open_is_fine=self.open_is_fine)
 
 
@@ -79,7 +79,7 @@ class CheckedByAnOldSnapshot(Rules):
 
 @within(TWO_OWNERS)
 class UnconditionalUpdate(Rules):
-    """An owner writes its state into the row whoever owns the id by now."""
+    """An owner writes its state into the row even if another process owns the id by now."""
 
     updates_on_condition = False
 
@@ -121,7 +121,7 @@ class FailedCommitTakenForCommitted(Rules):
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(timeout=1)))
 class FencedTakenForCommitted(Rules):
-    """An owner whose commit in Kafka is answered with "fenced" believes that whoever fenced it has committed."""
+    """An owner whose commit in Kafka is answered with "fenced" believes that the process that fenced it has committed."""
 
     answers_are_verdicts = True
 
@@ -137,7 +137,7 @@ class OneKafkaIdForAllIncarnations(Rules):
 
 @within(TWO_OWNERS)
 class ConditionalInitTakenForACompareAndSet(OneKafkaIdForAllIncarnations):
-    """All owners share a Kafka id, and whoever retires it names the producer id and epoch that it has seen, to be safe."""
+    """All owners share a Kafka id, and a settler that retires it names the producer id and epoch that it has seen, to be safe."""
 
     retires_what_it_has_seen = True
 

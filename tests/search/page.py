@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "proof-search.md"
 HEAD = """\
 # Every interleaving, within bounds
 
-A test tries what somebody thought of. This search tries everything: every order in which the steps of several processes,
+A test tries what its author thought of. This search tries everything: every order in which the steps of several processes,
 the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
 
 What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.commit_in_doubt.next_doubt_step`, the
@@ -32,7 +32,7 @@ that was still on its way arrives, in every order.
 - What the database has is whole in Kafka, once, in order; or its loss is recorded, and something has happened that
   excuses a loss.
 - What the database does not have is not in Kafka, not even a part.
-- Nobody was told "committed" of what the database does not have, or "aborted" of what it has or may yet commit.
+- No caller was told "committed" of what the database does not have, or "aborted" of what it has or may yet commit.
 - Nothing stays open for readers, settling comes to an end, a second settling changes nothing.
 - No false alarm about a database that has gone back in time.
 """

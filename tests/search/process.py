@@ -17,7 +17,7 @@ from search.values import Database, Process
 from search.writing import Writing
 
 _RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "mend": Settling, "resolve": Doubting}
-"""What a process may be at; all the rest is writing."""
+"""The positions of a process; all others are writing."""
 
 
 class Walk:

@@ -13,7 +13,7 @@ from search import views
 
 
 class Rules:
-    """What the product does. The decisions are its own functions; the attributes say what its recipes do."""
+    """The product's rules. The decisions are its own functions; the attributes say what its recipes do."""
 
     sentence = ""
     next_step = staticmethod(settle.next_step)

@@ -1,4 +1,4 @@
-"""What every step of a process is made of: where it leads, what it asks of the broker, and what callers are told by it."""
+"""The parts of every step of a process: where it leads, its request to the broker, and the answer to its caller."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Step:
         return p._replace(doing="init") if p.todo else DONE
 
     def reusable(self, p: Process) -> Process:
-        """What comes after a transaction, or a failure: ``Lane.ready``."""
+        """The step after a transaction, or a failure: ``Lane.ready``."""
         if p.producer is not ProducerState.READY:
             return Process("claim", p.todo, p.owner, p.incarnation, known=p.known, undecided=undecided_of(p))
         if p.ended is not None:

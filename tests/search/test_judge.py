@@ -1,4 +1,4 @@
-"""What the search demands of a state after settling: each demand fails on a state made by hand, and none on a good one."""
+"""The search's demands on a state after settling: each fails on a state made by hand, and none on a good one."""
 
 import pytest
 from simulator import environment

@@ -1,4 +1,4 @@
-"""What a state of the search is made of: a database row, processes, and budgets for what goes wrong."""
+"""The parts of a state of the search: a database row, processes, and budgets for what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the product sees of the simulated broker: through its own reading of the log, and its own words."""
+"""The product's view of the simulated broker: through its own reading of the log, and its own words."""
 
 from __future__ import annotations
 

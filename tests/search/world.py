@@ -2,7 +2,7 @@
 
 Each part is kept once and known by a number, so a state is a handful of small numbers, and a step that was worked out for
 one state serves all others in which the same process meets the same row and the same broker. Processes are kept in a fixed
-order: none is told from another but by what it knows, so states that differ in who is called first are one. And what is at
+order: only their knowledge tells them apart, so states that differ in their processes' names are one. And what is at
 its end is left out, see `ends`.
 """
 
@@ -32,7 +32,7 @@ State = tuple[Number, ...]
 
 
 class Bounds(NamedTuple):
-    """What a search goes through.
+    """The bounds of a search.
 
     Attributes:
         transactions: For each process how many it does; a process of 0 only settles.
@@ -183,11 +183,11 @@ class World:
         return self._late.number(tuple(request for request in waiting if not self._ends.refused(request, found)))
 
     def left(self, budgets: Number) -> Budgets:
-        """What may still happen."""
+        """The events that may still happen."""
         return self._budgets.parts[budgets]
 
     def wrong(self, state: State) -> str | None:
-        """What would be wrong if nothing more happened here than one settling, and late requests arriving."""
+        """The fault that shows if nothing more happens than one settling, and late requests arriving; None if there is none."""
         database, broker, late, budgets, *_ = state
         return self.verdict(database, broker, late, self.excuses(budgets))
 
@@ -203,7 +203,7 @@ class World:
 
     @cache_of
     def excuses(self, budgets: Number) -> Number:
-        """What has happened by then that excuses a loss."""
+        """The events so far that excuse a loss."""
         return self._kinds.number(Excuses.of(self.bounds.budgets, self._budgets.parts[budgets]))
 
     def steps(self, process: Number, database: Number, broker: Number) -> list[tuple]:
@@ -214,7 +214,7 @@ class World:
         return [self._numbered(move) for move in moves if self._possible(move)]
 
     def others(self, database: Number, broker: Number, late: Number) -> list[tuple]:
-        """What the broker, the network, tools and the database do: words, row, broker, late requests, what is spent."""
+        """The events of broker, network, tools and database: words, row, broker, late requests, what is spent."""
         steps = [(text, database, broker_, late, spends) for text, broker_, spends in self._own(broker)]
         steps += [(text, database, broker_, late_, -1) for text, broker_, late_ in self._arriving(broker, late)]
         if self.bounds.budgets.marker:
@@ -229,7 +229,7 @@ class World:
 
     @cache_of
     def spend(self, budgets: Number, which: int) -> Number:
-        """What is left then; -1 where there was none."""
+        """The budget left then; -1 if there was none."""
         left = self._budgets.parts[budgets]
         if not left[which]:
             return -1
@@ -269,7 +269,7 @@ class World:
         return list(self._by_itself(self._brokers.parts[number]))
 
     def _by_itself(self, broker: Broker) -> Iterator[tuple]:
-        """What the broker does by itself, and what others do to it."""
+        """The events of the broker itself, and what others do to it."""
 
         def after(text: str, after_: Broker, spends: str | None = None) -> Iterator[tuple]:
             if after_ != broker and (spends is None or getattr(self.bounds.budgets, spends) > 0):
@@ -316,7 +316,7 @@ class World:
             )
 
     def _tools(self, database: Database, broker: Broker) -> Iterator[tuple[str, Broker]]:
-        """What an operator does to the transaction of an owner that is none any more."""
+        """The acts of an operator on the transaction of a former owner."""
         for place in PLACES:
             for entry in partition(broker, place).producers:
                 owner = next(known for known in broker.transactions if known.producer_id == entry.producer_id)
@@ -328,7 +328,7 @@ class World:
                     )
 
     def _sessions(self, database: Database) -> Iterator[tuple[Number, Number]]:
-        """What the database does by itself: a session whose owner has turned away comes to its end."""
+        """The event of the database itself: a session whose owner has turned away ends."""
         lock = database.lock
         if lock is not None and lock.orphan:
             text = f"database: the session of owner {lock.holder} commits"

@@ -261,7 +261,7 @@ class Writing(Step):
             self.go(f"the end of its last transaction is not known ({shown})", thrown)
 
     def raise_epoch(self) -> None:
-        """What librdkafka does within an abort after some errors, before the producer may be used again."""
+        """The step of librdkafka within an abort after some errors, before the producer may be used again."""
         p = self.p
         request = sim.InitProducerId(
             self.rules.kafka_id(p.incarnation), producer_id=p.producer_id, producer_epoch=p.epoch

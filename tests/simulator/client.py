@@ -1,8 +1,8 @@
 """A simulated librdkafka: the requests of confluent-kafka's transactional producer, and its failures.
 
 It follows librdkafka 2.16 as a client without version 2 transactions. It adds partitions, then writes to them. It
-silently sends another copy of an unanswered request, while the first may still arrive: after ``retry.backoff.ms``, but
-for ``InitProducerId`` as soon as it reconnects, which a log line reports. An answer maps to an error that is fatal,
+silently sends another copy of an unanswered request, while the first may still arrive: after ``retry.backoff.ms``, or,
+for ``InitProducerId``, as soon as it reconnects, which a log line reports. An answer maps to an error that is fatal,
 requires an abort, or is retried. Only the part that the library uses is simulated. Source: ``rdkafka_txnmgr.c``,
 ``rdkafka_request.c``, ``rdkafka_idempotence.c``.
 

@@ -1,4 +1,4 @@
-"""What the broker leaves of a transaction's time is given away once: to the decision, or to Kafka."""
+"""The time that the broker leaves a transaction is spent once: on the decision, or on Kafka."""
 
 import itertools
 

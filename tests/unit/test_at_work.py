@@ -1,4 +1,4 @@
-"""Whether somebody works at a batch: from what is recorded of it, and from its tasks' leases."""
+"""Whether any process works on a batch: from its records, and from its tasks' leases."""
 
 from datetime import datetime, timedelta, timezone
 

@@ -1,4 +1,4 @@
-"""Whose open transactions hold back readers, and when that is worth a warning."""
+"""The open transactions that hold back readers, and when that is worth a warning."""
 
 import time
 
@@ -11,7 +11,7 @@ from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.recovery.blocking import offsets_partition
 
 T0, T1 = Place("t", 0), Place("t", 1)
-OURS, THEIRS = "orders#1.0123456789ab.3", "somebody"
+OURS, THEIRS = "orders#1.0123456789ab.3", "unknown"
 
 
 def view(producer_id, started_ms, *places):

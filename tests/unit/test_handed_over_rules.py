@@ -1,4 +1,4 @@
-"""What a decider does next about a handed-over transaction, and when its owner may go on: the whole space of what can be known."""
+"""A decider's next step on a handed-over transaction, and when its owner may continue: over all inputs."""
 
 from dataclasses import replace
 from datetime import datetime, timezone

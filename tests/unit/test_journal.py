@@ -1,4 +1,4 @@
-"""The journal keeps what it was told, also of a process that died in the middle of a line."""
+"""The journal keeps every complete entry, also of a process that died in the middle of a line."""
 
 import pytest
 

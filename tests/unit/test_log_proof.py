@@ -46,7 +46,7 @@ def log_of(steps):
 
 
 def both_ways(log, producer_id, epoch, offset):
-    """What a glance proves, and what the scan proves."""
+    """The proof by a glance, and the proof by the scan."""
     scan = Scan(FirstOffset("topic", 0, offset), producer_id, epoch)
     stable = rules.fetch(log, offset, READ_COMMITTED)
     if stable.error_code is not ErrorCode.NONE:

@@ -1,4 +1,4 @@
-"""What librdkafka is told: it must never be left to its own time-outs."""
+"""librdkafka's settings: it must never be left to its own time-outs."""
 
 import pytest
 from confluent_kafka import Producer

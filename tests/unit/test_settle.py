@@ -202,7 +202,7 @@ def test_a_commit_beside_deleted_records_is_looked_at_before_it_counts_for_the_w
 
 
 def test_what_was_open_when_the_log_was_read_and_is_not_any_more_is_proved_again():
-    """It may have been aborted in between: by a time-out of whoever was ending it there."""
+    """It may have been aborted in between: after a time-out of the process that was ending it there."""
     for k in ALL:
         unproved = (
             k.is_pending and k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE} and k.still_open == ()

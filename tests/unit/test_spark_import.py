@@ -1,4 +1,4 @@
-"""Who needs no Spark pays nothing for it, and what cannot work is refused before anything is connected."""
+"""Without Spark, the sink costs nothing; settings that cannot work are refused before anything connects."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a task tells while it writes."""
+"""The log lines of a task while it writes."""
 
 import re
 import subprocess

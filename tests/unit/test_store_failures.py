@@ -1,4 +1,4 @@
-"""What database errors become."""
+"""The mapping of database errors."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_drivers_words_are_one_line() -> None:
 
 
 def test_an_engine_of_asyncio_is_refused_with_the_way_that_works() -> None:
-    given = create_async_engine("postgresql+psycopg://somebody@nowhere/x")
+    given = create_async_engine("postgresql+psycopg://user@nowhere/x")
     with pytest.raises(ConfigurationError, match=r"AsyncEngine cannot be used.*asyncio\.to_thread"):
         engine_of(given)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Session is not an engine"):

@@ -1,4 +1,4 @@
-"""What users hold in their hands shows only what they may use."""
+"""The transaction object shows users only what they may use."""
 
 from dualwrite import Transaction
 

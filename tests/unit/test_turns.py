@@ -157,7 +157,7 @@ def test_a_place_is_added_by_whoever_chooses(turns):
 
 
 def use(turns, before):
-    """What a block does with a ticket; and somebody else's end in the middle of it."""
+    """The use of a ticket by a block; and another block's end in the middle of it."""
     ticket = turns.ticket()
     try:
         try:

@@ -19,7 +19,7 @@ from harness.mistakes.registry import Check, mistake, performed
 
 @mistake(performed("paused_owner_cannot_decide", "not Fenced"))
 def unconditional_update(patch: pytest.MonkeyPatch) -> None:
-    """An owner writes its state into the row whoever owns the id by now."""
+    """An owner writes its state into the row even if another process owns the id by now."""
 
     def decide(self, connection, transactional_id, incarnation, state, **_):
         text = check_decidable(transactional_id, incarnation, state)
@@ -97,7 +97,7 @@ def commit_not_durable(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(performed("row_deleted_under_its_owner", "told None, not Fenced"))
 def namespace_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """A row that was deleted and made anew is taken for ours if it has come to our incarnation again."""
+    """A row that was deleted and created again is taken for ours once it reaches our incarnation."""
     for name in ("read_incarnation", "decide", "hold"):
         real = getattr(SqlStateStore, name)
         patch.setattr(SqlStateStore, name, _without_namespace(real))

@@ -82,7 +82,7 @@ def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> N
     )
 )
 def prepared_known_by_its_incarnation_alone(patch: pytest.MonkeyPatch) -> None:
-    """What an owner has prepared in the database follows any decision of its incarnation, also one on what it wrote before."""
+    """A prepared database transaction follows any decision of its incarnation, even one on an earlier transaction."""
     real = settle.end_participants
 
     def end_participants(store, participants):

@@ -164,7 +164,7 @@ def offsets_alone_taken_for_nothing(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def topic_id_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """A topic that was deleted and made anew under its name is taken for the one that was written to."""
+    """A topic that was deleted and created again under its name is taken for the one that was written to."""
     patch.setattr(Scan, "place", property(lambda self: Place(self.first.topic, self.first.partition)))
 
 
@@ -199,7 +199,7 @@ def partly_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
 def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> None:
-    """All owners share a Kafka id, and whoever retires it names the producer id and epoch that it has seen, to be safe."""
+    """All owners share a Kafka id, and a settler that retires it names the producer id and epoch that it has seen, to be safe."""
     MISTAKES["one_kafka_id_for_all_incarnations"].plant(patch)
     describe, seen = KafkaCoordinator.describe, {}
 
@@ -225,7 +225,7 @@ def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> N
             yield (
                 ids[0],
                 (seen[ids[0]].producer_id, seen[ids[0]].epoch),
-            )  # fenced: then it is somebody else's, who was left alone
+            )  # fenced: then it belongs to another owner, which was left alone
 
         return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
 

@@ -1,4 +1,4 @@
-"""What a mistake is, and how one is planted into the running product."""
+"""The planted mistakes: their description, and how to plant one into the running product."""
 
 from __future__ import annotations
 

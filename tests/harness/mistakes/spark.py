@@ -90,7 +90,7 @@ def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "write.begun"))
 def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
-    """A task goes on with a slot that it has claimed after whoever settles had, without a look at its lease."""
+    """A task continues with a slot that it has claimed after a settler had, without a look at its lease."""
     from dualwrite.sinks.spark.worker.attempt import SlotPool
 
     patch.setattr(SlotPool, "renew", lambda _, lease, *__: lease)

@@ -114,7 +114,7 @@ def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
 def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
-    """An owner whose commit in Kafka is answered with "fenced" believes that whoever fenced it has committed."""
+    """An owner whose commit in Kafka is answered with "fenced" believes that the process that fenced it has committed."""
     real = Lane.complete
 
     def complete(self, state, deadline):
