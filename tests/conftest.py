@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     # The longest first, so that no worker begins one when all others are done.
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
-    # A test that uses a server says so by its fixture; nobody has to say it twice.
+    # A test that uses a server says so by its fixture, and needs no second mark.
     for item in items:
         for fixture, mark in MARKS.items():
             if fixture in getattr(item, "fixturenames", ()):

@@ -100,7 +100,7 @@ class Parent:
             failpoints.arm(order["failpoint"])
             job = order["job"]
             code = chaos.jobs.run(job, self._engines[job["url"]], told_to)
-        except BaseException:  # noqa: BLE001 - whatever it is, it goes to the log, and the exit code tells
+        except BaseException:  # noqa: BLE001 - any error goes to the log, and the exit code shows it
             traceback.print_exc()
         finally:
             sys.stderr.flush()

@@ -118,7 +118,7 @@ def _write_partition(job: dict, engine: Engine, ground: Ground, lane: Lane, jour
             return
     lane.ready(Deadline(job["timeout_s"]))
     operation = f"{batch}-{partition}"
-    # Attempts of one partition run at once: what one is told says nothing of the others. So nothing but success, which
+    # Attempts of one partition run at once: the answer to one says nothing about the others. So only success, which
     # the ledger grants to one of them, is journaled as certain.
     journal.begun(operation)
     try:
@@ -158,7 +158,7 @@ def _producer_maker(job: dict, ground: Ground):
 
 
 def check(job: dict, engine: Engine, tell: Tell) -> int:
-    """Follow the topic from now on; check when told to; leave the verdict in a file."""
+    """Follow the topic from now on; check on command; leave the verdict in a file."""
     checker = Checker(
         journal=job["journal"],
         kafka=job["kafka"],

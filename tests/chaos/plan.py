@@ -14,7 +14,7 @@ ABORTING = {"write.before_abort", "write.rolled_back"}
 LEFT_BY = ["write.decided", "write.recorded", "write.prepared", "write.produced"]
 NEEDS_DECIDED = {"settle.before_commit", "settle.committed"}
 WITHOUT_LOCK = {"write.decided", "write.completed", *SETTLING}
-"""Where a paused process holds no lock of SQLite: at any other point nobody could take over, and nobody has to."""
+"""Points at which a paused process holds no lock of SQLite: at others, no process could take over, and none has to."""
 
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
@@ -32,7 +32,7 @@ class Step:
         moment: The name of that signal.
         operations: How many operations each thread writes.
         abort: Which of them are aborted on purpose.
-        resumed_after_ms: How long it stays paused where nobody takes over.
+        resumed_after_ms: How long it stays paused if no other process takes over.
     """
 
     do: str = "write"
@@ -168,7 +168,7 @@ class _Draw:
         return Episode("killed", (Step(after_ms=int(self._random.triangular(5, 900, 150)), operations=50),))
 
     def _settle(self) -> Episode:
-        """Killed, and the one who recovers it killed, and perhaps the next one, too."""
+        """Killed; its recoverer is killed, too, and perhaps the next one."""
         first = self._next("settle", SETTLING)
         left_by = "write.decided" if first in NEEDS_DECIDED else self._random.choice(LEFT_BY)
         points = [first]

@@ -139,7 +139,7 @@ class Servers:
         return None if self.brokers == 1 else 1 + turn % self.brokers
 
     def _leaders(self) -> list[int]:
-        """The leaders of the round's topic, -1 where there is none; empty where nobody answers."""
+        """The leaders of the round's topic, -1 if there is none; empty if no broker answers."""
         try:
             found = self._admin.list_topics(self._topic, timeout=3).topics[self._topic].partitions
         except KafkaException:

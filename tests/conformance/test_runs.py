@@ -1,4 +1,4 @@
-"""Runs of a batch, on every database: the token of the present one, and who is let through."""
+"""Runs of a batch, on every database: the token of the current run, and the tasks that it admits."""
 
 from __future__ import annotations
 

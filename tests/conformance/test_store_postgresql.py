@@ -571,7 +571,7 @@ def test_the_verdict_on_another_servers_transaction_is_unknown(postgres: Databas
 def test_a_claim_whose_session_was_ended_meanwhile_says_nothing_of_a_database_gone_back_in_time(
     postgres: Database, store: SqlStateStore
 ) -> None:
-    """Paused inside its claim for too long: what it finds at Kafka afterwards is of the owner who came in its place."""
+    """Paused inside its claim for too long: the transaction that it then finds in Kafka belongs to the next owner."""
     other = postgres.store()
     found: list[int] = []
 

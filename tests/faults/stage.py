@@ -147,7 +147,7 @@ class Owner:
             self.killed = True
 
     def listen(self) -> None:
-        """Take what it has told, which is there, or its end."""
+        """Take its next report, which is there, or its end."""
         try:
             word, what = self.pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -60,7 +60,7 @@ class Job:
 
     Attributes:
         name: Begins the ids of its operations.
-        pauses: Points, as ``operation:failpoint``, where it waits to be told to go on; while it opens, the operation is -1.
+        pauses: Points, as ``operation:failpoint``, where it waits for a command to continue; while it opens, the operation is -1.
         patience_s: Bounds each call.
         mistake: A planted mistake, to see that the harness catches it.
     """
@@ -80,7 +80,7 @@ class Job:
 
 def serve(told: Connection) -> None:
     """The life of the process: jobs, until the pipe ends. One that was used before is warm, which is all that it keeps."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # librdkafka tells of every fault there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # librdkafka reports every fault there
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             _do(told.recv(), told)
@@ -106,7 +106,7 @@ def _do(job: Job, told: Connection) -> None:
         _write_all(job, told, position)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
-    except BaseException as error:  # noqa: BLE001 - told, and the case decides what it means
+    except BaseException as error:  # noqa: BLE001 - reported, and the case decides what it means
         told.send(("unexpected", f"{type(error).__name__}: {error}"))
     ProducerInstance._judge = judge
     told.send(("end", ""))

@@ -1,4 +1,4 @@
-"""Steps such as ``("init", "a")`` or ``("end", "a", True)``: who does what to a broker, and what becomes of it on the simulator.
+"""Steps such as ``("init", "a")`` or ``("end", "a", True)``: actions on a broker, and their results on the simulator.
 
 A sequence of them is played by ``harness.both_brokers`` on the simulator and on a real broker.
 """

@@ -1,4 +1,4 @@
-"""An owner that dies inside this process: as after SIGKILL, nobody tidies up behind it. An operator who ends transactions."""
+"""An owner that dies inside this process without any clean-up, as after SIGKILL. An operator that ends transactions."""
 
 from __future__ import annotations
 

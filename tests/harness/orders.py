@@ -1,4 +1,4 @@
-"""The table of most integration tests, and a dual write of one row of it with the message that tells of it."""
+"""The table of most integration tests, and a dual write of one row of it with its message."""
 
 from __future__ import annotations
 

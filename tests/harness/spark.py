@@ -145,7 +145,7 @@ def attempt_number(context: TaskContext, counter: str) -> int:
 
 
 def leave_group(pid_file: str) -> None:
-    """In a Python worker: live on when its executor or driver dies, as on a machine that nobody reaches any more.
+    """In a Python worker: live on when its executor or driver dies, as on a machine that is cut off.
 
     Spark's daemon and the kernel would send SIGHUP and SIGCONT to the worker's group.
     """

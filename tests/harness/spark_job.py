@@ -57,7 +57,7 @@ def _write_armed(spark, document, rows):
 
 
 def source(spark, document):
-    """Write the numbers by the Data Source, which nobody has registered."""
+    """Write the numbers by the Data Source, without registering it."""
     numbers(spark).write.format("dualwrite").mode("append").options(**document["options"]).save()
 
 

@@ -92,7 +92,7 @@ class HandshakeServer:
             plain.settimeout(10)
             try:
                 with self._context.wrap_socket(plain, server_side=True) as client:
-                    # With TLS 1.3 the client may still refuse, or be refused, after the handshake: what it sends first tells.
+                    # With TLS 1.3 the client may still refuse, or be refused, after the handshake: its first bytes show it.
                     accepted = len(client.recv(1)) == 1
             except OSError:
                 plain.close()
@@ -102,5 +102,5 @@ class HandshakeServer:
             self._first.set()
 
     def came(self, timeout_s):
-        """Whether a client has come, and ``accepted`` tells what became of the first one."""
+        """Whether a client has come; ``accepted`` then shows whether it accepted the certificate."""
         return self._first.wait(timeout_s)

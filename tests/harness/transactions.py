@@ -1,4 +1,4 @@
-"""A plain confluent-kafka transactional producer, and what it says itself of its transactions."""
+"""A plain confluent-kafka transactional producer, and its own view of its transactions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 
 def fresh_id(name="id"):
-    """A transactional id that nobody has used."""
+    """A new transactional id."""
     return f"{name}-{secrets.token_hex(6)}"
 
 

@@ -151,7 +151,7 @@ def coordinator(kafka):
 
 @pytest.fixture
 def kafka_id():
-    """A transactional id that nobody has used."""
+    """A new transactional id."""
     return f"producer-{secrets.token_hex(6)}"
 
 

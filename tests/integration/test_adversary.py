@@ -317,7 +317,7 @@ def test_sqlite_is_not_waited_for_as_long_as_its_driver_would(kafka, engine, dua
 
 
 class JumpingClock:
-    """The system's clock, set forward by hand: what a process sees that was paused."""
+    """The system's clock, set forward by hand, as a paused process sees it."""
 
     def __init__(self):
         self.ahead_s = 0.0

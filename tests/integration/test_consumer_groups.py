@@ -1,4 +1,4 @@
-"""Consume, transform, write to both: what a member of a consumer group leaves that dies inside its block, and who goes on."""
+"""Consume, transform, write to both: a member of a consumer group dies inside its block, and another one takes over."""
 
 import os
 import signal

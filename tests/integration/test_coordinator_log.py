@@ -1,4 +1,4 @@
-"""The proof of an outcome from the log, on a real broker: what it tells, and when it must not tell anything."""
+"""The proof of an outcome from the log, on a real broker: when it proves an outcome, and when it must not."""
 
 import logging
 import time

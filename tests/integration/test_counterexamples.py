@@ -322,7 +322,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
 
 
 def test_wrong_epoch_in_init_producer_id_is_no_compare_and_set(kafka, engine, orders, dualwrite_topic):
-    """Why every incarnation has a Kafka id of its own: nobody may call it on an id whose decision might be pending."""
+    """Why every incarnation has a Kafka id of its own: it must not be called on an id whose decision might be pending."""
     writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
     (row,) = SqlStateStore(engine).read(["orders"])
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second:

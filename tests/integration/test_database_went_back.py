@@ -158,7 +158,7 @@ def test_an_idle_owner_finds_it_out_with_no_write_of_its_own(kafka, engine, url,
 def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
     kafka, engine, dualwrite_topic, orders, backup, place, monkeypatch
 ):
-    """No claim was lost: what tells is that Kafka has committed more than the row and the incidents name."""
+    """No claim was lost: the only sign is that Kafka has committed more than the row and the incidents name."""
     monkeypatch.setattr(lost_decisions, "CLOCKS_DIFFER_MS", 0)  # one broker, one clock
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
         write(first, dualwrite_topic, orders, 1)

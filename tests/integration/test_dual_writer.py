@@ -125,7 +125,7 @@ def test_deferred_constraint_that_fails_at_commit_aborts_both(writer, engine, du
 def test_what_is_deferred_to_commit_takes_its_time_before_the_decision(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    """A trigger that runs in COMMIT may outlive the broker's limit, and nobody would look at the clock any more."""
+    """A trigger that runs in COMMIT may exceed the broker's limit, and the clock is not checked after that."""
     with engine.begin() as connection:
         connection.execute(
             text(
@@ -301,7 +301,7 @@ def test_a_second_writer_of_the_name_fences_the_first_on_every_lane(
     assert rows() == messages() == [1, 3]
 
 
-@on_postgresql  # on SQLite its writer holds the one lock: nobody can claim meanwhile
+@on_postgresql  # on SQLite its writer holds the only lock: no other process can claim meanwhile
 def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):

@@ -1,4 +1,4 @@
-"""A reserved port is free for the server that asks for it, and for nobody else."""
+"""A reserved port is free for the server that asks for it, and for no other process."""
 
 from __future__ import annotations
 

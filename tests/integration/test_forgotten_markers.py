@@ -126,7 +126,7 @@ class Stage:
 
 @pytest.fixture(scope="module", autouse=True)
 def idle():
-    """No writer does anything in the background: who is dead does nothing, and who lives is to find all by itself."""
+    """No writer works in the background: a dead one must not, and a live one must find everything at its next use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane_pool, "_see_to", lambda *_: None)
         patch.setattr(Lane, "watch_end", lambda *_: None)

@@ -1,4 +1,4 @@
-"""An InitProducerId that arrives late aborts what is open under that id, decided or not: nobody may write there after one.
+"""An InitProducerId that arrives late aborts what is open under its id, decided or not: no owner may write there after one.
 
 One rule rests on a line of librdkafka's log. These tests hold its wording, and pass with confluent-kafka 2.16.0 and 2.16.1.
 Versions up to 2.15.0 cannot be used at all: they have no ``Producer.cluster_id``.
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_a_first_copy_that_comes_late_finds_nothing_that_it_could_abort(
     dualwrite_kafka, engine, orders, dualwrite_topic, monkeypatch
 ):
-    """librdkafka asks again as soon as it has connected again, long before ``retry.backoff.ms``, and tells nobody."""
+    """librdkafka silently resends it as soon as it has reconnected, long before ``retry.backoff.ms``."""
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = {**proxy.client_config(), "retry.backoff.ms": 20_000, "retry.backoff.max.ms": 20_000}
         held = proxy.on(Api.INIT_PRODUCER_ID).hold_request()

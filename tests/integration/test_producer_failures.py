@@ -394,7 +394,7 @@ def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
 
 @pytest.fixture(scope="module")
 def guarded():
-    """A broker that asks who one is and refuses what is not allowed."""
+    """A broker that authenticates its clients and refuses what is not allowed."""
     with EmbeddedKafka(users={"app": "app-password", "idle": "idle-password"}) as kafka:
         kafka.create_topic("granted", 1)
         kafka.create_topic("withheld", 1)

@@ -162,7 +162,7 @@ def test_a_task_of_foreach_partition_that_dies_is_run_again(spark, numbers, monk
     df = numbered(spark)
     df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
     monkeypatch.undo()
-    # Nobody settles at the end of it: the next run of the batch does, or any run once the lease is over.
+    # Nothing settles at its end: the next run of the batch does, or any run once the lease is over.
     foreach_partition(df, batch_id="1", **numbers.settings)
     numbers.verify()
 

@@ -28,7 +28,7 @@ def thorough(*values):
     ],
 )
 def test_an_executor_dies_and_its_worker_wakes_up_too_late(cluster, numbers, tmp_path, way, point):
-    """The worker belongs to nobody any more, and stands still until the batch is done."""
+    """The worker is an orphan, and stands still until the batch is done."""
     # The database ends the session of a paused owner that holds locks; the test does not wait a minute for it.
     numbers.execute(f"ALTER DATABASE {numbers.url.rpartition('/')[2]} SET idle_in_transaction_session_timeout = '3s'")
     files = {name: str(tmp_path / name) for name in ("counter", "pid_file")}

@@ -274,7 +274,7 @@ def test_a_table_that_may_not_be_written_to_is_told_with_the_grant(numbers, dual
 def test_a_row_that_the_database_refuses_fails_its_partition_on_both_sides(spark, numbers, write, name, says):
     numbers.execute("ALTER TABLE numbers ALTER name TYPE varchar(100), ALTER name SET NOT NULL")
     with pytest.raises(SPARKS_ERRORS, match=rf"table 'numbers' does not take the (rows|batch).*{says}"):
-        # One partition: Spark kills the other tasks of a failed job, later than it tells of the failure.
+        # One partition: Spark kills the other tasks of a failed job, later than it reports the failure.
         write(numbered(spark, ROWS, 1).selectExpr("id", f"{name} AS name"), **numbers.settings)
     assert numbers.rows() == numbers.messages() == []
 

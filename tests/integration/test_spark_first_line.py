@@ -50,7 +50,7 @@ def test_a_batch_that_fails_says_why_before_any_traceback(spark, numbers):
 def test_a_stream_by_foreach_batch_says_why_in_the_last_lines_of_the_one_traceback_that_it_shows(
     spark, numbers, run_stream
 ):
-    """Before that, Spark shows the way through its own code: nobody can change that."""
+    """Before that line, Spark shows its own stack, which cannot be changed."""
     numbers.execute("ALTER TABLE numbers ADD CHECK (id <> 5)")
     with pytest.raises(StreamingQueryException) as caught:
         run_stream(by=foreach_batch(**numbers.settings))

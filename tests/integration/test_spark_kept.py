@@ -122,7 +122,7 @@ def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spar
 
 
 def test_what_a_driver_could_not_drop_is_dropped_though_its_worker_goes_on(spark, numbers, write):
-    """It dies when it has given the slots back: nobody claims them again."""
+    """It dies after it has returned the slots: they are not claimed again."""
     write(shifted(spark, 0), batchId="0")
     with pytest.raises(SPARKS_ERRORS):
         write(shifted(spark, 1), source="armed", batchId="1", inCommit="slot.released")

@@ -56,7 +56,7 @@ def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spa
     assert staging_tables(numbers) == numbers.rows() == []
     found = status(kafka=numbers.kafka, engine=numbers.url)
     assert [item.prepared_for_s is not None and item.needs_recovery for item in found] == [True] * 4
-    # A recovery on a schedule cannot know that nobody is going to decide, as long as the leases live.
+    # A recovery on a schedule cannot know that no driver will decide, as long as the leases live.
     for open_for_s, planned, skipped in ((0.001, 0, 4), (0.0, 4, 0)):
         report = recover(kafka=numbers.kafka, engine=numbers.url, open_for_s=open_for_s, dry_run=True)
         assert (len(report.planned), len(report.skipped)) == (planned, skipped)

@@ -81,7 +81,7 @@ def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job
 )  # fmt: skip
 @pytest.mark.parametrize("job", ["staging", "write_batch"], indirect=True)
 def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, job, point):
-    """A lease that has not expired is the task's sign of life; so is that of what it has handed over, and nobody has decided."""
+    """A lease that has not expired is the task's sign of life; so is the lease of an undecided part that it has handed over."""
     reports = []
 
     def recover_at(name):
@@ -105,7 +105,7 @@ def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, j
 def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(
     numbers, job, slot_is_taken, monkeypatch
 ):
-    """The task was let through, and its transaction is not prepared or committed yet: nobody could see what it leaves.
+    """The task was let through, and its transaction is not prepared or committed yet: a settler could not see what it leaves.
 
     When the task then keeps its slot for the driver, the job may have taken it already.
     """
@@ -148,7 +148,7 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
 def test_a_task_commits_nothing_after_its_job_has_failed_though_its_slot_could_not_be_settled(
     numbers, monkeypatch, caplog
 ):
-    """Kafka, or the database, is away for a moment when the job fails: nobody claims the slot, which would fence the task."""
+    """Kafka, or the database, is away for a moment when the job fails: so no claim of the slot fences the task."""
     job, left, failed = OneTask(numbers, "write_batch"), ExitStack(), []
 
     def fail(name):

@@ -69,7 +69,7 @@ def test_a_task_that_fails_for_good_leaves_nothing(spark, numbers, write):
         functions.col("name")
     )
     with pytest.raises(SPARKS_ERRORS, match="bad row"):
-        # One partition: Spark kills the other tasks of a failed job, later than it tells of the failure.
+        # One partition: Spark kills the other tasks of a failed job, later than it reports the failure.
         write(numbered(spark, ROWS, 1).withColumn("name", bad), batchId="1")
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
@@ -290,6 +290,6 @@ def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers
     )
     assert done.returncode == 0, done.stderr[-3000:]
     numbers.verify()
-    # And the driver's log tells where the batch is.
+    # And the driver's log shows where the batch is.
     phases = re.findall(r"INFO dualwrite\S*: sink '\S+' batch '1': (settling|writing|decided|completed)", done.stderr)
     assert phases == ["settling", "writing", "decided", "completed"]

@@ -117,7 +117,7 @@ class Writer:
         raise Dies
 
     def die(self):
-        """As by SIGKILL: nothing is recorded, and nobody keeps house."""
+        """As by SIGKILL: nothing is recorded, and no housekeeping runs."""
         for place in self._writer._lanes._turns.places:
             place.thing.given_up = True
             place.thing.lane.discard()

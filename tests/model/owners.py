@@ -68,7 +68,7 @@ class Write:
         messages: Message names with their partitions.
         rows: Whether it has rows.
         fails: ``code`` or ``statement`` where the user's code makes it abort.
-        told: None while nothing was told; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
+        told: None before any answer; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
             handed over, also ``handed over`` and, once its decider has completed it, ``completed``.
         lane: The transactional id that it ran under.
         ending: Whether its owner leaves the decision to another process, and how.
@@ -103,7 +103,7 @@ class Told:
     def note(self, error: DualWriteError) -> None:
         """Note what an error says beside what it says of one dual write."""
         if isinstance(error, (ConfigurationError, IllegalStateError)):
-            self.alarms.append(error)  # nobody has made a mistake in this world
+            self.alarms.append(error)  # this world has neither callers' nor operators' mistakes
         if isinstance(error, (DecidedTransactionLost, OutcomeUnverifiable)) and error.state:
             self.losses.add(error.state)
 

@@ -43,7 +43,7 @@ class World:
         simulation: The servers and the processes.
         writes: All dual writes that were begun.
         told: What processes were told.
-        inbox: What was handed over and nobody has decided on, by worker: the newest of each.
+        inbox: The newest undecided transaction that each worker has handed over.
         excused: Numbers of writes whose Kafka transaction the environment has ended.
         trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
         counts: How often each kind of thing happened.
@@ -342,7 +342,7 @@ class World:
     # Rest
 
     def do_heal(self, *, deliver: bool = True) -> None:
-        """Everything that is held arrives, or never does; every process comes to an end or to idleness; then all is checked."""
+        """Everything that is held arrives, or never does; every process ends or becomes idle; then all is checked."""
         self._happened(
             "quiet points", "everything heals" if deliver else "everything held is lost, and everything heals"
         )
@@ -367,7 +367,7 @@ class World:
         check(self.simulation, self.writes, self.told, self.excused)
 
     def _end_what_hangs(self) -> None:
-        """As an operator does (docs/limits.md): end undecided transactions whose abort was skipped while nobody was looking.
+        """As an operator does (docs/limits.md): end undecided transactions whose abort was skipped unnoticed.
 
         They are named nowhere. What the database has decided must never need it.
         """

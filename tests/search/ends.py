@@ -37,7 +37,7 @@ class Ends:
 
     Args:
         walk: The steps of processes.
-        forgets: Whether the coordinator may forget ids. Nobody is refused for ever then: an id that is not known is made.
+        forgets: Whether the coordinator may forget ids. No process is refused for ever then: an unknown id is created.
     """
 
     def __init__(self, walk: Walk, *, forgets: bool) -> None:

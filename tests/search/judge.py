@@ -182,7 +182,7 @@ def _timed_out(broker: Broker) -> Broker:
 
 
 def _without_what_hangs(database: Database, broker: Broker) -> Broker:
-    """As an operator does (docs/limits.md): ends what nobody has decided, whose abort was skipped while nobody was looking."""
+    """As an operator does (docs/limits.md): ends undecided transactions whose abort was skipped unnoticed."""
     ongoing = {known.producer_id for known in broker.transactions if known.state == sim.ONGOING}
     decided = {decision.label for decision in database.decided}
     for found in broker.partitions:

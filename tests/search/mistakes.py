@@ -301,7 +301,7 @@ class UnmatchedIsRetired(Choosing):
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(timeout=1)))
 class LossNotRecorded(Choosing):
-    """A settler that finds a decided transaction aborted retires its id and tells nobody."""
+    """A settler that finds a decided transaction aborted retires its id and does not report the loss."""
 
     looks_again_before_retiring = False
 

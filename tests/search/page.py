@@ -60,7 +60,7 @@ FOOT = """\
 - States that were seen are known by 64 bits each, where no trace is kept. That two of twenty million share theirs, so that
   one is taken for the other, happens in one of some ten thousand searches.
 - Where markers are skipped, settlers' own requests are not late and ids are not forgotten: [limits](limits.md#markers-that-a-broker-forgets).
-  An undecided transaction whose abort was skipped while nobody looked is ended as an operator does.
+  An undecided transaction whose abort was skipped unnoticed is ended as an operator does.
 - Lanes, slots and Spark are not in it; nor is a database that loses commits.
 - A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out.
 """

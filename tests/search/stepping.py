@@ -141,7 +141,7 @@ class Step:
 
 
 def undecided_of(p: Process) -> tuple[tuple[int, frozenset[Partition]], ...]:
-    """``TransactionalProducer.undecided_in``: where it leaves something open that nobody has decided, by incarnation."""
+    """``TransactionalProducer.undecided_in``: the partitions in which it leaves an undecided transaction, by incarnation."""
     if p.ended is not None:
         left = frozenset() if p.ended.committed else p.ended.partitions
     else:

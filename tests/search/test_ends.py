@@ -26,7 +26,7 @@ BUDGETS = 3
 
 
 class Placed(World):
-    """Every process keeps its place, so that it matters who is called first."""
+    """Every process keeps its place, so that their order matters."""
 
     def following(self, state):
         *around, first, second, third = state
@@ -39,7 +39,7 @@ class Placed(World):
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """The product tells of every loss, and there are thousands here."""
+    """The product logs every loss, and there are thousands here."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)

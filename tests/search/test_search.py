@@ -24,7 +24,7 @@ QUICK = [name for name, one in CONFIGURATIONS.items() if one.quick]
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """The product tells of every loss, and there are thousands here."""
+    """The product logs every loss, and there are thousands here."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)

@@ -308,7 +308,7 @@ class World:
         for place in PLACES:
             found = partition(broker, place)
             stable = last_stable_offset(found)
-            # The batches stay where the judge sees them; nobody can read below the beginning of the log.
+            # The batches stay visible to the judge; readers cannot read below the beginning of the log.
             yield from after(
                 f"broker: retention deletes partition {place[1]} up to {stable}",
                 with_partition(broker, found._replace(log_start=stable)),

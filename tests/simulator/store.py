@@ -408,7 +408,7 @@ class SimulatedStore:
         )
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.note_told`. The model records which losses processes are told of."""
+        """See :meth:`dualwrite.ports.store.StateStore.note_told`. The model itself records the losses reported to processes."""
         del losses
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:

@@ -1,4 +1,4 @@
-"""The short way to a proof, from one answer to a reader of committed records, tells what the long way over the log tells."""
+"""The short proof, from one answer to a reader of committed records, agrees with the long one over the log."""
 
 import pytest
 from hypothesis import given, settings

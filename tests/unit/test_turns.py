@@ -1,4 +1,4 @@
-"""First come, first served, whatever happens to those who wait; and no interruption keeps anything."""
+"""First come, first served, whatever happens to waiting callers; and an interrupted caller keeps nothing."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Mistakes about what was handed over: who ends it in Kafka, how often, and when its owner goes on with its producer."""
+"""Mistakes about transactions that were handed over: who ends them in Kafka, how often, and when the owner may continue."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def gone_on_when_decided(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def end_of_the_decider_repeated(patch: pytest.MonkeyPatch) -> None:
-    """A decider whose request was not answered sends it again, and tells the owner that all is completed."""
+    """A decider whose request was not answered sends it again, and reports to the owner that all is completed."""
     real = KafkaCoordinator.end
 
     def end(self, transactions, *, committed, deadline, once=False):

@@ -101,7 +101,7 @@ def closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def settles_without_what_the_owner_knows(patch: pytest.MonkeyPatch) -> None:
-    """Settling is not told in which partitions the owner's last abort may have been forgotten."""
+    """Settling does not learn in which partitions the owner's last abort may have been forgotten."""
     patch.setattr(ProducerInstance, "undecided_in", frozenset())
 
 

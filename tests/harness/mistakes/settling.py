@@ -1,4 +1,4 @@
-"""Mistakes of a settler: what it does next, and in which order it asks."""
+"""Mistakes of a settler: the wrong next step, or the wrong order of queries."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +66,7 @@ def retire_before_complete(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(performed("operator_aborts_a_decided_transaction", "told None, not DecidedTransactionLost"))
 def loss_not_recorded(patch: pytest.MonkeyPatch) -> None:
-    """A settler that finds a decided transaction aborted retires its id and tells nobody."""
+    """A settler that finds a decided transaction aborted retires its id and does not report the loss."""
     _retire_at_once(patch, SettleStep.RECORD_LOST)
 
 
@@ -159,7 +159,7 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
-    """A loss that was recorded counts as told, though its finder may have died in between."""
+    """A recorded loss counts as reported, though its finder may have died in between."""
     patch.setattr(reported, "untold", lambda _: [])
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of an owner: in a dual write, in what becomes of its lane, and in becoming an owner."""
+"""Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
 
 from dataclasses import replace
 
