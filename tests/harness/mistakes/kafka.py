@@ -42,7 +42,7 @@ def kept_after_a_doubtful_end(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "integration/test_faults.py::test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides",
+        "integration/test_faults.py::test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides[postgresql]",
         "DID NOT RAISE",
     ),
 )

@@ -135,7 +135,7 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "integration/test_unanswered.py::test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded[lost]",
+        "integration/test_unanswered.py::test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded[lost-postgresql]",
         "CompletionPending",
     )
 )
