@@ -308,22 +308,21 @@ def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_
 
 
 @pytest.mark.parametrize("postgres", ["postgres_16_url"], indirect=True)
-def test_before_17_an_owner_is_limited_while_it_is_paused_and_its_commit_is_not(
-    postgres: Database, store: SqlStateStore, connection: Connection
-) -> None:
-    assert connection.dialect.server_version_info is not None
-    assert connection.dialect.server_version_info[0] == 16
+def test_before_17_an_owner_is_limited_only_while_it_is_paused(postgres: Database) -> None:
+    store = postgres.store(paused_owner_timeout_s=None)
     postgres.claim(store, "orders")
-    begin(store, connection)
-    store.decide(connection, "orders", 1, prepared(1), within_s=0.05)
-    connection.execute(text("SELECT pg_sleep(0.2)"))
-    store.commit(connection)
-    assert store.read(["orders"])[0].prepared == prepared(1)
-    begin(store, connection)
-    store.decide(connection, "orders", 1, prepared(1, 7), idle_s=0.05)
-    assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
-    with pytest.raises((TransactionAborted, TransactionInDoubt)):
+    with store.engine.connect() as connection:
+        assert connection.dialect.server_version_info is not None
+        assert connection.dialect.server_version_info[0] == 16
+        begin(store, connection)
+        store.decide(connection, "orders", 1, prepared(1), within_s=0.05)
+        connection.execute(text("SELECT pg_sleep(0.2)"))
         store.commit(connection)
+        begin(store, connection)
+        store.decide(connection, "orders", 1, prepared(1, 7), idle_s=0.05)
+        assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
+        with pytest.raises((TransactionAborted, TransactionInDoubt)):
+            store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)
 
 
