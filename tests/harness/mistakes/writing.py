@@ -75,6 +75,11 @@ def commits_after_a_pause(patch: pytest.MonkeyPatch) -> None:
         "::test_connection_lost_during_commit_of_rows_alone_is_resolved_by_the_database[reset_answer-postgresql]",
         "TransactionInDoubt",
     ),
+    Check(
+        "integration/test_failover.py"
+        "::test_a_commit_under_which_the_primary_dies_is_resolved_on_the_standby[which the standby has]",
+        "TransactionInDoubt",
+    ),
 )
 def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
