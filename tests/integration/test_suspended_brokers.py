@@ -1,39 +1,43 @@
-"""A broker is suspended at every fail point of a dual write, of a claim, of settling and of mending.
+"""A broker is suspended at every fail point of a dual write, of a claim, of settling, of mending and of a batch's decision.
 
 It goes on, no connection breaks, and it has missed markers (KAFKA-20734). Many writers stand at their points when one broker
 stops, so that it has to be suspended once. Half of each topic is on that broker alone. When the broker's session has ended,
 the writers go on: their coordinators skip its markers and call the transactions complete. Then it comes back, with these
 transactions open, and the writers go on as they like. What mends them stands at its points when the broker stops again.
-
-Not here are the points of batches that are decided as one (``batch.*``, ``complete.*``, ``participant.*``); processes
-are killed there in the tests of Spark.
 """
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from harness.batch_of_one import BatchOfOne
 from harness.hanging import abort_hanging
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
 from dualwrite import DualWriteError, DualWriter, failpoints, recover
 from dualwrite.deadline import Deadline
+from dualwrite.jobs.decide import Decision
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.recovery.claim import Ground
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from dualwrite.writing import writer as writer_module
+from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 
@@ -43,7 +47,11 @@ ABORTING = {"write.before_abort", "write.rolled_back"}
 WRITING = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
 MENDING = [name for name in failpoints.FAILPOINTS if name.startswith("mend.")]
-DECIDED = {"write.prepared", "write.recorded", "write.decided"}
+BATCHES = [
+    "batch.handed_over", "batch.prepared", "batch.recorded", "batch.decided",
+    "complete.before", "complete.ended", "complete.recorded",
+]  # fmt: skip
+DECIDED = {"write.prepared", "write.recorded", "write.decided", *BATCHES[:5]}
 """From there on a dual write comes to its decision without the partition's leader, and its marker is due while there is none."""
 GOES_ON = ("aborts", "writes elsewhere", "closes", "dies")
 """The owner's next step when the broker is back: its dual write aborts, or writes to the other partition; or the owner ends."""
@@ -143,6 +151,56 @@ class Dies(BaseException):
     """Stands for SIGKILL in a thread."""
 
 
+class BatchWriter(Writer):
+    """Hands one dual write over and decides on it, as a batch of one part. Then it dies."""
+
+    def __init__(self, crowd, point):
+        super().__init__(crowd, point, "dies")
+        self._coordinator = KafkaCoordinator(KafkaConfig.parse(crowd.kafka))
+        self._ground = Ground(self._coordinator, SqlStateStore(crowd.engine), "decider")
+        self._lane = Lane(self.name, self._ground, self._make_producer)
+
+    def _make_producer(self, row):
+        kafka_id = row.kafka_id(row.incarnation)
+        return TransactionalProducer(
+            self._crowd.kafka, kafka_id, coordinator=self._coordinator, incarnation=row.incarnation
+        )
+
+    def until_suspended(self):
+        self._lane.ready(Deadline(PATIENCE_S))
+        row = self._lane.row
+        self.kafka_id = row.kafka_id(row.incarnation)
+        with self._crowd.waiting_at(self.point), suppress(DualWriteError):
+            self._write()
+
+    def _write(self):
+        crowd, operation, lane = self._crowd, f"{self.name}/1", self._lane
+        with crowd.journal.operation(operation, stream=self.name):
+            with (
+                crowd.engine.connect() as connection,
+                dual_write(
+                    lane, self._ground, connection, margin_s=10, timeout_s=PATIENCE_S, ending=Ending.HAND_OVER
+                ) as tx,
+            ):
+                for number in (0, 1):
+                    tx.produce(crowd.topic, operation, partition=number)
+            part = SimpleNamespace(
+                transactional_id=self.name,
+                incarnation=lane.row.incarnation,
+                namespace=lane.row.namespace,
+                prepared=tx.prepared,
+            )
+            batch = BatchOfOne(self.name, operation, ROWS, crowd.kafka, crowd.engine)
+            decision = Decision(
+                batch, [part], self._ground, connect=crowd.engine.connect, timeout_s=PATIENCE_S, idle_s=PATIENCE_S
+            )
+            decision.run()
+
+    def go_on(self):
+        self._lane.discard()
+        self._coordinator.close()
+
+
 _here = threading.local()
 """The thread's writer waits at a point, if ``armed`` says so."""
 
@@ -180,7 +238,10 @@ class Crowd:
         self.kafka = {**patient(cluster.client_config()), "log_level": 2, "socket.timeout.ms": 10_000}
         self.journal = Journal(path)
         self.topic = f"t{time.monotonic_ns()}"
-        self.writers = [Writer(self, *one) for one in writers]
+        self.writers = [
+            BatchWriter(self, point) if point in BATCHES else Writer(self, point, *goes_on)
+            for point, *goes_on in writers
+        ]
         self._admin = AdminClient({**cluster.client_config(), "log_level": 0, "socket.timeout.ms": 3000})
         self._never_reached = []
         self._arrived = threading.Semaphore(0)
@@ -310,6 +371,7 @@ def test_a_broker_is_suspended_at_every_point_of_a_dual_write(crowd_of):
 @pytest.mark.thorough
 @pytest.mark.parametrize("goes_on", GOES_ON)
 def test_a_broker_is_suspended_at_every_point_of_settling_and_mending_whatever_its_writer_does_next(crowd_of, goes_on):
-    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING, *MENDING]])
+    batches = BATCHES if goes_on == "dies" else []
+    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING, *MENDING, *batches]])
     wrong = crowd.run()
     assert not wrong, "\n".join(wrong)

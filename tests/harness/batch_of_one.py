@@ -1,0 +1,50 @@
+"""A batch of one dual write that was handed over, for :class:`dualwrite.jobs.decide.Decision`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from sqlalchemy import Connection, Engine, Table, select
+
+from dualwrite import recover
+
+
+class BatchOfOne:
+    """See :class:`dualwrite.jobs.decide.Batch`. Its own row is the row that it writes.
+
+    Args:
+        name: The transactional id.
+        operation: What the row says.
+        rows: The table.
+        kafka: The configuration.
+        engine: The database.
+    """
+
+    def __init__(self, name: str, operation: str, rows: Table, kafka: Mapping[str, object], engine: Engine) -> None:
+        self.name = name
+        self._operation = operation
+        self._rows = rows
+        self._kafka = kafka
+        self._engine = engine
+
+    def record(self, connection: Connection) -> bool:
+        connection.execute(self._rows.insert().values(id=self._operation))
+        return True
+
+    def require_held(self, connection: Connection) -> None:
+        """Nobody else has it."""
+
+    def bring(self, connection: Connection) -> None:
+        """The row is where it belongs."""
+
+    def decided(self) -> None:
+        """The row says so."""
+
+    def is_written(self) -> bool:
+        with self._engine.connect() as connection:
+            found = connection.scalar(select(self._rows.c.id).where(self._rows.c.id == self._operation))
+        return found is not None
+
+    def settle(self, completed: Collection[str]) -> None:
+        if self.name not in completed:
+            recover(self.name, kafka=self._kafka, engine=self._engine, timeout_s=600)
