@@ -27,8 +27,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.coordinator.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.claim import Ground as Claimant
-from dualwrite.recovery.claim import claim_rows, unique_owner
+from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.state import SqlStateStore
 
@@ -75,7 +74,7 @@ def measure(ground: Ground, count: int, topic: str, *, partitions: int, by_claim
     legs: dict[str, Leg] = {}
     try:
         with closing(KafkaCoordinator(KafkaConfig.parse(ground.kafka))) as coordinator:
-            claimant = Claimant(coordinator, SqlStateStore(engine), unique_owner("bench"))
+            claimant = OwnerContext(coordinator, SqlStateStore(engine), unique_owner("bench"))
             rows = claim_rows(claimant, names, deadline)
             with Leg.measured() as legs["open"]:
                 states = _open(ground, claimant, rows, [(topic, number) for number in range(partitions)], deadline)
@@ -90,20 +89,20 @@ def measure(ground: Ground, count: int, topic: str, *, partitions: int, by_claim
     return legs
 
 
-def _completed(claimant: Claimant, names: Sequence[str], deadline: Deadline) -> list[str]:
+def _completed(claimant: OwnerContext, names: Sequence[str], deadline: Deadline) -> list[str]:
     store = claimant.store
     found = complete_handed_over(store.read(names), coordinator=claimant.coordinator, store=store, deadline=deadline)
     return [row.transactional_id for row in found]
 
 
-def _claimed(claimant: Claimant, names: Sequence[str], deadline: Deadline) -> list[str]:
+def _claimed(claimant: OwnerContext, names: Sequence[str], deadline: Deadline) -> list[str]:
     rows = claim_rows(claimant, names, deadline)
     return settle(rows, coordinator=claimant.coordinator, store=claimant.store, deadline=deadline).rolled_forward
 
 
 def _open(
     ground: Ground,
-    claimant: Claimant,
+    claimant: OwnerContext,
     rows: Sequence[StateRow],
     places: Sequence[tuple[str, int]],
     deadline: Deadline,
@@ -164,7 +163,7 @@ def _produce(kafka_id: str, producer_id: int, epoch: int, places: Sequence[tuple
     )
 
 
-def _decide(claimant: Claimant, rows: Sequence[StateRow], states: Sequence[PreparedTxnState]) -> None:
+def _decide(claimant: OwnerContext, rows: Sequence[StateRow], states: Sequence[PreparedTxnState]) -> None:
     store = claimant.store
     with store.engine.connect() as connection:
         store.begin(connection)

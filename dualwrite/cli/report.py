@@ -25,7 +25,7 @@ _WILL = {
     SettleStep.RECORD_COMMITTED: "nothing: committed",
     SettleStep.RECORD_LOST: "report a LOSS: decided, but the broker aborted it",
     SettleStep.RECORD_UNVERIFIABLE: "report: outcome cannot be known",
-    SettleStep.END_FORGOTTEN: "commit where the broker has left it open: the database has decided",
+    SettleStep.REPAIR_MARKERS: "commit where the broker has left it open: the database has decided",
     SettleStep.FINISH: "nothing",
 }
 
@@ -56,7 +56,7 @@ def _will_do_in_kafka(item: IdStatus) -> str:
     if item.open_for_s is not None and item.step in {SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}:
         return f"{_WILL[item.step]}; abort what is open since: undecided"
     if item.step is SettleStep.RETIRE:
-        return _WILL[SettleStep.END_FORGOTTEN] if _row_word(item) == "decided" else "nothing: idle"
+        return _WILL[SettleStep.REPAIR_MARKERS] if _row_word(item) == "decided" else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
 
 

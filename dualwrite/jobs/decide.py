@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
-    from dualwrite.recovery.claim import Ground
+    from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Decision(Generic[P]):
     Args:
         batch: The engine's part of it.
         parts: What the participants have handed over.
-        ground: The two servers.
+        context: The two servers.
         connect: Opens the connection of the deciding transaction, and closes it.
         timeout_s: How long to wait for COMMIT's answer, and for Kafka.
         idle_s: How long the database lets a paused decider keep its transaction.
@@ -113,7 +113,7 @@ class Decision(Generic[P]):
         self,
         batch: Batch,
         parts: Collection[P],
-        ground: Ground,
+        context: OwnerContext,
         *,
         connect: Callable[[], AbstractContextManager[Connection]],
         timeout_s: float,
@@ -121,7 +121,7 @@ class Decision(Generic[P]):
     ) -> None:
         self._batch = batch
         self._parts = sorted(parts, key=lambda part: part.transactional_id)
-        self._ground = ground
+        self._context = context
         self._connect = connect
         self._timeout_s = timeout_s
         self._idle_s = idle_s
@@ -180,7 +180,7 @@ class Decision(Generic[P]):
         return by_this_call
 
     def _commit(self) -> BatchEvent:
-        store = self._ground.store
+        store = self._context.store
         with self._connect() as connection:
             store.begin(connection)
             try:
@@ -206,7 +206,7 @@ class Decision(Generic[P]):
         return BatchEvent.COMMIT
 
     def _decide_on(self, connection: Connection, part: P) -> None:
-        ours, _ = self._ground.store.decide(
+        ours, _ = self._context.store.decide(
             connection,
             part.transactional_id,
             part.incarnation,
@@ -230,11 +230,11 @@ class Decision(Generic[P]):
     def _complete(self) -> Sequence[P]:
         """Complete without a claim what can be, so that its owners can go on with their producers. Returns that."""
         found = {part.transactional_id: part for part in self._parts}
-        store = self._ground.store
+        store = self._context.store
         try:
             rows = [row for row in store.read(list(found)) if _is_decided(found[row.transactional_id], row)]
             completed = complete_handed_over(
-                rows, coordinator=self._ground.coordinator, store=store, deadline=Deadline(self._timeout_s)
+                rows, coordinator=self._context.coordinator, store=store, deadline=Deadline(self._timeout_s)
             )
         except DualWriteError as error:
             logger.warning("%s: its slots are claimed to complete it: %s", self._batch.name, error)

@@ -83,7 +83,7 @@ class SettleStep(Enum):
     RECORD_LOST = "record that the broker aborted a decided transaction"
     RECORD_UNVERIFIABLE = "record that its outcome cannot be known any more"
     RETIRE = "make the incarnation's Kafka id unusable"
-    END_FORGOTTEN = "end what the broker has forgotten to end in some partitions, then look again"
+    REPAIR_MARKERS = "end what the broker has forgotten to end in some partitions, then look again"
     FINISH = "mark the incarnation as settled"
 
 
@@ -345,7 +345,7 @@ def _step_to_end(known: Knowledge, view: TransactionView) -> SettleStep:
     """End what the broker has forgotten, under an epoch that has ended nothing the other way."""
     _, committed = to_end(known)
     contrary = TransactionStatus.COMPLETE_ABORT if committed else TransactionStatus.COMPLETE_COMMIT
-    return SettleStep.RETIRE if view.status is contrary else SettleStep.END_FORGOTTEN
+    return SettleStep.RETIRE if view.status is contrary else SettleStep.REPAIR_MARKERS
 
 
 def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ground:
+class OwnerContext:
     """The two servers of a dual write, and our name there.
 
     Attributes:
@@ -50,7 +50,7 @@ def unique_owner(name: str | None = None) -> str:
 
 
 def claim_rows(
-    ground: Ground,
+    context: OwnerContext,
     transactional_ids: Sequence[str],
     deadline: Deadline,
     *,
@@ -69,12 +69,12 @@ def claim_rows(
         Unavailable: A server did not answer in time.
     """
     failpoints.hit("claim.before")
-    rows = ground.store.claim(
+    rows = context.store.claim(
         transactional_ids,
-        owner=ground.owner,
-        cluster_id=ground.coordinator.cluster_id(deadline),
+        owner=context.owner,
+        cluster_id=context.coordinator.cluster_id(deadline),
         guard=guard,
-        verify=lambda claimed: _check_new_ids(ground.coordinator, claimed, deadline),
+        verify=lambda claimed: _check_new_ids(context.coordinator, claimed, deadline),
         raise_to=raise_to,
     )
     failpoints.hit("claim.row_raised")
@@ -93,13 +93,13 @@ def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow]
             )
 
 
-def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
+def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
     """Claim the first lane, then every other that has a row, and settle them.
 
     The first lane comes first: from its claim on, the former owner can add no lane.
 
     Args:
-        ground: The servers.
+        context: The servers.
         name: The writer's transactional id.
         count: The minimum number of lanes.
         deadline: Limits the whole call.
@@ -111,16 +111,16 @@ def claim_lanes(ground: Ground, name: str, count: int, deadline: Deadline) -> Ma
         DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim goes on.
         ConfigurationError, Fenced, Unavailable: As claiming and settling.
     """
-    rows = {row.transactional_id: row for row in claim_rows(ground, [name], deadline)}
+    rows = {row.transactional_id: row for row in claim_rows(context, [name], deadline)}
     others = [
         row.transactional_id
-        for row in ground.store.find(f"{name}#")
+        for row in context.store.find(f"{name}#")
         if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(name) + 1 :])
     ]
     if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
         guard = (name, rows[name].incarnation)
-        rows.update((row.transactional_id, row) for row in claim_rows(ground, more, deadline, guard=guard))
-    report = settle(rows.values(), coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+        rows.update((row.transactional_id, row) for row in claim_rows(context, more, deadline, guard=guard))
+    report = settle(rows.values(), coordinator=context.coordinator, store=context.store, deadline=deadline)
     failpoints.hit("claim.settled")
     report.raise_losses()
     return rows

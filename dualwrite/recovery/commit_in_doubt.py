@@ -16,7 +16,7 @@ from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep, next_doubt_step
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.recovery.claim import Ground
+from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,11 @@ _QUESTIONS: Final = frozenset({DoubtStep.ASK_DATABASE, DoubtStep.ASK_RECORDS, Do
 
 
 def resolve_commit(
-    ground: Ground, transactional_id: str, ours: PreparedTxnState, database_transaction: str | None, deadline: Deadline
+    context: OwnerContext,
+    transactional_id: str,
+    ours: PreparedTxnState,
+    database_transaction: str | None,
+    deadline: Deadline,
 ) -> DoubtStep:
     """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
@@ -52,22 +56,26 @@ def resolve_commit(
         before_sleep=note,
         reraise=True,
     )
-    step: DoubtStep = retrying(_verdict, ground, transactional_id, ours, database_transaction, deadline)
+    step: DoubtStep = retrying(_verdict, context, transactional_id, ours, database_transaction, deadline)
     logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
     return step
 
 
 def _verdict(
-    ground: Ground, transactional_id: str, ours: PreparedTxnState, database_transaction: str | None, deadline: Deadline
+    context: OwnerContext,
+    transactional_id: str,
+    ours: PreparedTxnState,
+    database_transaction: str | None,
+    deadline: Deadline,
 ) -> DoubtStep:
-    row = ground.store.read_locked(transactional_id, deadline)
+    row = context.store.read_locked(transactional_id, deadline)
     doubt = Doubt(ours=ours, row=row.prepared)
     while (step := next_doubt_step(doubt)) in _QUESTIONS:
         if step is DoubtStep.ASK_DATABASE:
-            doubt = replace(doubt, verdict=ground.store.transaction_verdict(database_transaction))
+            doubt = replace(doubt, verdict=context.store.transaction_verdict(database_transaction))
         elif step is DoubtStep.ASK_RECORDS:
-            doubt = replace(doubt, records_asked=True, incident=ground.store.incident(transactional_id, ours))
+            doubt = replace(doubt, records_asked=True, incident=context.store.incident(transactional_id, ours))
         else:
-            [proof] = ground.coordinator.prove([ours], deadline)
+            [proof] = context.coordinator.prove([ours], deadline)
             doubt = replace(doubt, proof=proof)
     return step

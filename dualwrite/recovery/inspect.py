@@ -71,7 +71,7 @@ def _initial_knowledge(row: StateRow, incarnation: int, undecided_in: frozenset[
     return replace(known, suspects=known.suspects | undecided_in, tainted=known.tainted | undecided_in)
 
 
-class Asking:
+class Inspection:
     """The recipe's questions, which change nothing but knowledge."""
 
     def __init__(self, coordinator: TransactionCoordinator, deadline: Deadline) -> None:
@@ -161,10 +161,10 @@ def inspect(
     items = [item for row in rows for item in unsettled(row, row.incarnation)]
     late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
     items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
-    asking = Asking(coordinator, deadline)
+    inspection = Inspection(coordinator, deadline)
     while groups := _by_question(items):
         for question, group in groups.items():
-            asking.questions[question](group)
+            inspection.questions[question](group)
             if question is SettleStep.LOOK:
                 _suspect_nothing(group)
     return [(item, next_step(item.known)) for item in items]

@@ -20,7 +20,7 @@ _MATTERS: Final = frozenset(
         SettleStep.RECORD_LOST,
         SettleStep.RECORD_UNVERIFIABLE,
         SettleStep.WAIT,
-        SettleStep.END_FORGOTTEN,
+        SettleStep.REPAIR_MARKERS,
     }
 )
 

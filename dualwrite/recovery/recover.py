@@ -31,7 +31,7 @@ from dualwrite.recovery.after_restore import (
     retire_without_rows,
     went_back,
 )
-from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
+from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.inspect import inspect
 from dualwrite.recovery.plan import IdStatus, Plan, describe
 from dualwrite.recovery.reported import note_told, untold
@@ -274,10 +274,10 @@ class _Recovery:
         done = _Done()
         left = list(writers)
         with self.connect() as coordinator:
-            ground = Ground(coordinator, self.store, self.owner)
+            context = OwnerContext(coordinator, self.store, self.owner)
             while left:
                 try:
-                    claimed = self._claim(ground, left)
+                    claimed = self._claim(context, left)
                 except DatabaseWentBack as error:
                     others = [writer for writer in left if error.transactional_id not in writer]
                     if len(others) == len(left):
@@ -296,18 +296,18 @@ class _Recovery:
                     break
         return done
 
-    def _claim(self, ground: Ground, writers: Sequence[Sequence[str]]) -> Sequence[StateRow]:
+    def _claim(self, context: OwnerContext, writers: Sequence[Sequence[str]]) -> Sequence[StateRow]:
         """Claim all lanes of a writer in one transaction: an owner that loses one of them loses all."""
         ids = [name for writer in writers for name in writer]
         raise_to = {name: self.raise_to[name] for name in ids if name in self.raise_to}
-        claimed = {row.transactional_id: row for row in claim_rows(ground, ids, self.deadline, raise_to=raise_to)}
+        claimed = {row.transactional_id: row for row in claim_rows(context, ids, self.deadline, raise_to=raise_to)}
         # From here on their owners can add no lane, but one may have been added before.
         for row in self.select():
             name, first = row.transactional_id, claimed.get(writer_of(row.transactional_id))
             if name not in claimed and first is not None:
                 guard = (first.transactional_id, first.incarnation)
                 try:
-                    [claimed[name]] = claim_rows(ground, [name], self.deadline, guard=guard)
+                    [claimed[name]] = claim_rows(context, [name], self.deadline, guard=guard)
                 except Fenced as error:
                     logger.info("%s: left to the new owner of %s: %s", name, first.transactional_id, error)
         return list(claimed.values())

@@ -35,7 +35,7 @@ from dualwrite.protocol.settle import (
     retired,
     to_end,
 )
-from dualwrite.recovery.inspect import Asking, Unsettled, unsettled
+from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
 from dualwrite.recovery.look_back import lost_decisions, lost_detail
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def settle(
     return _Settling(coordinator, store, deadline, on_settled).run(list(rows), undecided_in, look_back=look_back)
 
 
-class _Settling(Asking):
+class _Settling(Inspection):
     """One run of the recipe: groups incarnations by step, performs each group's step, and repeats until none is left."""
 
     def __init__(
@@ -146,7 +146,7 @@ class _Settling(Asking):
             SettleStep.RECORD_LOST: lambda items: self._record(items, Outcome.LOST),
             SettleStep.RECORD_UNVERIFIABLE: lambda items: self._record(items, Outcome.UNVERIFIABLE),
             SettleStep.RETIRE: self._retire,
-            SettleStep.END_FORGOTTEN: self._end_forgotten,
+            SettleStep.REPAIR_MARKERS: self._repair_markers,
         }
 
     def run(
@@ -280,8 +280,8 @@ class _Settling(Asking):
             logger.info("%s: retired", item.kafka_id)
             item.known = retired(item.known, ids[item.kafka_id])
 
-    def _end_forgotten(self, items: list[Unsettled]) -> None:
-        failpoints.hit("mend.before")
+    def _repair_markers(self, items: list[Unsettled]) -> None:
+        failpoints.hit("repair.before")
         ends = {item.kafka_id: to_end(item.known) for item in items}
         for item in items:
             partitions, committed = ends[item.kafka_id]
@@ -294,12 +294,12 @@ class _Settling(Asking):
         added = self._coordinator.add_partitions(
             {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
         )
-        failpoints.hit("mend.added")
+        failpoints.hit("repair.added")
         # If not added, another settler has retired the id once more, and does the same.
         mine = [item for item in items if added[item.kafka_id]]
         for committed in (True, False):
             self._end([item for item in mine if ends[item.kafka_id][1] is committed], committed=committed)
-        failpoints.hit("mend.ended")
+        failpoints.hit("repair.ended")
         self._report.mended += [item.row.transactional_id for item in mine]
         self._wait(items)
 

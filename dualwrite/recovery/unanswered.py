@@ -11,20 +11,20 @@ from dualwrite.protocol.known_end import PendingStep, next_pending_step
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.claim import Ground
+from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)
 
 
 def prove_committed(
-    ground: Ground, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
+    context: OwnerContext, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
 ) -> None:
     """Find out by reading alone what became of a transaction that could not be settled. Returns if it is committed.
 
     Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
 
     Args:
-        ground: The servers.
+        context: The servers.
         row: The row as its owner knows it.
         state: The transaction.
         deadline: Limits the requests.
@@ -40,11 +40,11 @@ def prove_committed(
     between = GrowingPause()
     try:
         while (
-            step := next_pending_step(ground.coordinator.prove([state], deadline)[0], view, state)
+            step := next_pending_step(context.coordinator.prove([state], deadline)[0], view, state)
         ) is PendingStep.LOOK:
             if view is not None:
                 between.wait(deadline)
-            view = ground.coordinator.describe([kafka_id], deadline)[kafka_id]
+            view = context.coordinator.describe([kafka_id], deadline)[kafka_id]
             if deadline.expired:
                 raise _pending(row, str(unsettled), known=False)
     except CompletionPending:
@@ -55,15 +55,15 @@ def prove_committed(
         raise _pending(row, str(unsettled), known=True)
     if step is not PendingStep.COMMITTED:
         outcome = Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE
-        raise _recorded(ground, replace(row, prepared=state), outcome)
+        raise _recorded(context, replace(row, prepared=state), outcome)
 
 
-def _recorded(ground: Ground, row: StateRow, outcome: Outcome) -> DualWriteError:
+def _recorded(context: OwnerContext, row: StateRow, outcome: Outcome) -> DualWriteError:
     lost = outcome is Outcome.LOST
     known = "aborted by the broker" if lost else "its records are no longer in the log"
     detail = f"decided by the database; {known}"
     try:
-        ground.store.record_outcomes([(row, outcome, detail)])
+        context.store.record_outcomes([(row, outcome, detail)])
     except DualWriteError:
         logger.exception(
             "%s: not recorded, left to the next settling: %s of %s", row.transactional_id, detail, row.prepared

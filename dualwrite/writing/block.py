@@ -17,7 +17,7 @@ from dualwrite.writing.transaction import Transaction
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.recovery.claim import Ground
+    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import Lane
 
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
@@ -39,7 +39,7 @@ def session_of_block(bind: Connection) -> Session:
 @contextmanager
 def dual_write(
     lane: Lane,
-    ground: Ground,
+    context: OwnerContext,
     connection: Connection,
     *,
     session_factory: Callable[..., Session] = session_of_block,
@@ -53,7 +53,7 @@ def dual_write(
 
     Args:
         lane: Only this dual write uses it until the block has ended.
-        ground: The servers.
+        context: The servers.
         connection: Not inside a transaction.
         session_factory: Makes the ORM session, called with ``bind=connection``.
         margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
@@ -68,14 +68,14 @@ def dual_write(
     """
     write = DualWrite(
         lane,
-        ground,
+        context,
         connection,
         session_factory=session_factory,
         margin_s=margin_s,
         timeout_s=timeout_s,
         savepoints=savepoints,
     )
-    with noting_told(ground.store):
+    with noting_told(context.store):
         write.begin()
     try:
         try:
@@ -87,7 +87,7 @@ def dual_write(
             raise
         write.lent = False
         if ending is Ending.COMMIT:
-            with noting_told(ground.store):
+            with noting_told(context.store):
                 write.commit(permit=permit)
         else:
             write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
@@ -98,4 +98,4 @@ def dual_write(
             # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
             # the old backend and settles.
             lane.discard()
-            ground.store.discard(connection)
+            context.store.discard(connection)

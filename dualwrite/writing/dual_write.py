@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
-    from dualwrite.recovery.claim import Ground
+    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class DualWrite:
     def __init__(
         self,
         lane: Lane,
-        ground: Ground,
+        context: OwnerContext,
         connection: Connection,
         *,
         session_factory: Callable[..., Session],
@@ -65,7 +65,7 @@ class DualWrite:
         savepoints: bool = True,
     ) -> None:
         self._lane = lane
-        self._ground = ground
+        self._context = context
         self._connection = connection
         self._session_factory = session_factory
         self._margin_s = margin_s
@@ -154,7 +154,7 @@ class DualWrite:
             Unavailable: The database does not answer.
         """
         self._refuse_while_lent()
-        store = self._ground.store
+        store = self._context.store
         store.begin(self._connection)
         try:
             failpoints.hit("write.begun")
@@ -234,9 +234,9 @@ class DualWrite:
             permit(self._connection)
             answer_s = self._timeout_s / 2
             if prepared:
-                self._ground.store.prepare(self._connection, self._lane.row, state, answer_s=answer_s)
+                self._context.store.prepare(self._connection, self._lane.row, state, answer_s=answer_s)
             else:
-                self._ground.store.commit(self._connection, answer_s=answer_s)
+                self._context.store.commit(self._connection, answer_s=answer_s)
         except (Unavailable, TransactionInDoubt) as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -251,7 +251,7 @@ class DualWrite:
             self._session.flush()
         self._sending.finish()
         # While the last messages are on their way. Left to COMMIT, it would take its time after the last check of the clock.
-        self._ground.store.run_deferred(self._connection, self.transactional_id)
+        self._context.store.run_deferred(self._connection, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self._sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
@@ -260,7 +260,7 @@ class DualWrite:
 
     def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Connection], None]) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT."""
-        store, incarnation, namespace = self._ground.store, self._lane.row.incarnation, self._lane.row.namespace
+        store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
         allowance = None
         if state.has_transaction:
             allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
@@ -318,7 +318,7 @@ class DualWrite:
             self.abort()
             raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
-            self._ground.store.commit(self._connection, answer_s=answer.remaining_s())
+            self._context.store.commit(self._connection, answer_s=answer.remaining_s())
         except TransactionAborted as error:
             self.abort()
             if (interruption := _interruption(error)) is not None:
@@ -334,7 +334,7 @@ class DualWrite:
 
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
         try:
-            verdict = resolve_commit(self._ground, self.transactional_id, state, self._database_transaction, deadline)
+            verdict = resolve_commit(self._context, self.transactional_id, state, self._database_transaction, deadline)
         except DualWriteError as error:
             self._lane.discard()
             raise doubt from error
@@ -366,7 +366,7 @@ class DualWrite:
             return
         failpoints.hit("write.before_abort")
         self._sending.stop()
-        self._ground.store.rollback(self._connection)
+        self._context.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")
         if self._sending.begun:
             try:

@@ -28,7 +28,7 @@ from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.reported import note_told
 from dualwrite.recovery.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
@@ -54,7 +54,7 @@ class Lane:
 
     Args:
         transactional_id: The key of the row.
-        ground: The servers.
+        context: The servers.
         make_producer: Makes the producer for a claimed row; not yet initialised.
         claiming: Its one turn makes the lanes that guard each other claim one at a time.
         guard: Returns the guard of this lane's first claim; called when it claims.
@@ -65,7 +65,7 @@ class Lane:
     def __init__(
         self,
         transactional_id: str,
-        ground: Ground,
+        context: OwnerContext,
         make_producer: Callable[[StateRow], TransactionalProducer],
         *,
         claiming: Turns[None] | None = None,
@@ -74,7 +74,7 @@ class Lane:
         losses: Losses | None = None,
     ) -> None:
         self.transactional_id = transactional_id
-        self._ground = ground
+        self._context = context
         self._make_producer = make_producer
         self._claiming = claiming or Turns([None])
         self._guard = guard
@@ -135,7 +135,7 @@ class Lane:
         if self._watcher is not None and (pending := self.pending_end) is not None:
             self._watcher.wait(pending, deadline)
         if (pending := self.pending_end) is not None:
-            self.note_end(know_end(self._ground.coordinator, pending, deadline))
+            self.note_end(know_end(self._context.coordinator, pending, deadline))
 
     def note_end(self, step: EndStep) -> None:
         """Take the step that was found for :attr:`pending_end`.
@@ -154,7 +154,7 @@ class Lane:
             "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
         )
         error = OutcomeUnverifiable(detail, transactional_id=self.transactional_id, state=str(row.prepared))
-        self._ground.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+        self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
         self._tell(error)
 
     def adopt(self, row: StateRow) -> None:
@@ -182,7 +182,7 @@ class Lane:
         producer = self._producer
         if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
             return False
-        found = self._ground.store.read([self.transactional_id])
+        found = self._context.store.read([self.transactional_id])
         if not found or not may_go_on(self.row, found[0], producer.prepared_state):
             return False
         if producer.state is ProducerState.PREPARED:
@@ -233,7 +233,7 @@ class Lane:
 
     def _tell(self, loss: FoundLoss) -> None:
         if self._losses.tell(loss) and loss.state is not None:
-            note_told(self._ground.store, [(self.transactional_id, PreparedTxnState.from_string(loss.state))])
+            note_told(self._context.store, [(self.transactional_id, PreparedTxnState.from_string(loss.state))])
 
     def settle(self, deadline: Deadline) -> None:
         """Claim and settle a lane that is not in use. Reports the losses that it finds.
@@ -280,7 +280,7 @@ class Lane:
             logger.warning("%s: not settled: %s", self.transactional_id, error)
             self.discard()
             try:
-                prove_committed(self._ground, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
+                prove_committed(self._context, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
             except DualWriteError as found:
                 raise found from cause
             return
@@ -295,8 +295,8 @@ class Lane:
         row = self._claim(deadline)
         report = settle(
             [row],
-            coordinator=self._ground.coordinator,
-            store=self._ground.store,
+            coordinator=self._context.coordinator,
+            store=self._context.store,
             deadline=deadline,
             look_back=not was_ours,
             undecided_in={self.transactional_id: self._undecided_in},
@@ -315,7 +315,7 @@ class Lane:
                     guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
                 else:
                     guard = self._guard() if self._guard else None
-                (row,) = claim_rows(self._ground, [self.transactional_id], deadline, guard=guard)
+                (row,) = claim_rows(self._context, [self.transactional_id], deadline, guard=guard)
                 # Ours from here on, even if settling fails.
                 known = self._row
                 self._note_claim(row)
@@ -367,7 +367,7 @@ class Lane:
             return
         self.know_end(Deadline(_KNOW_END_S))
         if self._producer is None or self._is_usable():
-            self._ground.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
+            self._context.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 
     def compare_with_row(self) -> None:
@@ -379,7 +379,7 @@ class Lane:
         row = self._row
         if row is None or not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
             return
-        found = next(iter(self._ground.store.read([self.transactional_id])), None)
+        found = next(iter(self._context.store.read([self.transactional_id])), None)
         if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
             return  # deleted by hand, or only a claim was lost: the next owner finds that out
         seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
@@ -398,7 +398,7 @@ class Lane:
         row = replace(self.row, prepared=PreparedTxnState.from_string(error.state))
         detail = f"{error.what}; the messages of the forgotten decision may be visible in Kafka"
         try:
-            self._ground.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+            self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
         except DualWriteError:
             logger.exception("%s: the forgotten decision could not be recorded", self.transactional_id)
 

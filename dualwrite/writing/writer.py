@@ -25,7 +25,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
-from dualwrite.recovery.claim import Ground, claim_lanes, unique_owner
+from dualwrite.recovery.claim import OwnerContext, claim_lanes, unique_owner
 from dualwrite.recovery.reported import noting_told, telling_at_open
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import conflict_behind, map_database_error
@@ -122,7 +122,7 @@ class DualWriter:
         self._bulk = bulk
         self._owner = unique_owner(owner)
         self._pid = os.getpid()
-        self._ground: Ground | None = None
+        self._context: OwnerContext | None = None
         self._lanes = Lanes(
             transactional_id,
             self._new_lane,
@@ -151,7 +151,7 @@ class DualWriter:
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
-        if self._ground is not None or self._lanes.closed:
+        if self._context is not None or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         check_schema(self._engine, self._schema)
         coordinator = KafkaCoordinator(self._config)
@@ -160,19 +160,19 @@ class DualWriter:
             schema=self._schema,
             paused_owner_timeout_s=self._paused_owner_timeout_s,
         )
-        self._ground = Ground(coordinator, store, self._owner)
+        self._context = OwnerContext(coordinator, store, self._owner)
         # Its own connections: a broker works through the requests of one connection one by one.
         self._watcher = EndWatcher(self.transactional_id, KafkaCoordinator(self._config), self._lanes.look_again)
         try:
-            self._claim_all(self._ground, Deadline(self._timeout_s))
+            self._claim_all(self._context, Deadline(self._timeout_s))
         except BaseException:
             self.close()
             raise
 
-    def _claim_all(self, ground: Ground, deadline: Deadline) -> None:
+    def _claim_all(self, context: OwnerContext, deadline: Deadline) -> None:
         count = min(_LANES_FROM_THE_START, self._max_lanes)
-        with telling_at_open(ground.store, self.transactional_id):
-            rows = claim_lanes(ground, self.transactional_id, count, deadline)
+        with telling_at_open(context.store, self.transactional_id):
+            rows = claim_lanes(context, self.transactional_id, count, deadline)
         lanes = [self._new_lane(number) for number in range(count)]
         for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
@@ -187,13 +187,13 @@ class DualWriter:
         self._lanes.open(lanes)
 
     def _new_lane(self, number: int) -> Lane:
-        ground = self._opened()
+        context = self._opened()
 
         def make_producer(row: StateRow) -> TransactionalProducer:
             return TransactionalProducer(
                 self._config,
                 row.kafka_id(row.incarnation),
-                coordinator=ground.coordinator,
+                coordinator=context.coordinator,
                 incarnation=row.incarnation,
                 # The other half is for settling, if the producer gets no answer.
                 call_timeout_s=self._timeout_s / 2,
@@ -205,7 +205,7 @@ class DualWriter:
 
         return Lane(
             lane_id(self.transactional_id, number),
-            ground,
+            context,
             make_producer,
             claiming=self._claiming,
             guard=first_lane if number else None,
@@ -244,11 +244,11 @@ class DualWriter:
         Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another,
         as web frameworks do with dependencies; two threads must not use it at the same time.
         """
-        ground = self._opened()
+        context = self._opened()
         entered.refuse_nested(self, self.transactional_id)
         if connection is not None:
             _require_connection(connection)
-            ground.store.check_same_database(connection)
+            context.store.check_same_database(connection)
         ticket = self._lanes.ticket()
         try:
             try:
@@ -260,7 +260,7 @@ class DualWriter:
                     _borrowed(connection, self._engine) as borrowed,
                     dual_write(
                         lane,
-                        ground,
+                        context,
                         borrowed,
                         session_factory=self._session_factory,
                         margin_s=self._margin_s,
@@ -287,32 +287,32 @@ class DualWriter:
         if os.getpid() != self._pid:
             return
         try:
-            with noting_told(self._ground.store) if self._ground is not None else nullcontext():
+            with noting_told(self._context.store) if self._context is not None else nullcontext():
                 self._lanes.close()
                 self._losses.raise_untold()
         finally:
             if self._watcher is not None:
                 self._watcher.close()
-            if self._ground is not None:
-                self._ground.coordinator.close()
-                self._ground = None
+            if self._context is not None:
+                self._context.coordinator.close()
+                self._context = None
             if self._owns_engine:
                 self._engine.dispose()
 
-    def _opened(self) -> Ground:
+    def _opened(self) -> OwnerContext:
         if os.getpid() != self._pid:
             raise IllegalStateError(
                 "the writer was made in another process",
                 transactional_id=self.transactional_id,
                 next_step="a fork cannot share a producer: make a writer in each process, with an id of its own",
             )
-        if self._ground is None:
+        if self._context is None:
             raise IllegalStateError(
                 "the writer is not open",
                 transactional_id=self.transactional_id,
                 next_step="use `with writer:` or open()",
             )
-        return self._ground
+        return self._context
 
     def __enter__(self) -> Self:
         self.open()
@@ -331,7 +331,7 @@ class DualWriter:
             )
 
     def __repr__(self) -> str:
-        shown = "closed" if self._lanes.closed else "open" if self._ground else "not open"
+        shown = "closed" if self._lanes.closed else "open" if self._context else "not open"
         return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
 
 

@@ -27,7 +27,7 @@ from dualwrite.sinks.spark.driver.plan import present_run, read_plan
 from dualwrite.sinks.spark.driver.task_errors import shown_first
 from dualwrite.sinks.spark.options.source_options import SourceOptions
 from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
-from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided, prepare_partition
+from dualwrite.sinks.spark.whole_batch.prepared_partition import PreparedPartition, prepare_partition
 from dualwrite.sinks.spark.writing.progress import log_to_stderr
 from dualwrite.sinks.spark.writing.whole_input import whole_input
 
@@ -61,11 +61,11 @@ class TaskMessage(WriterCommitMessage):
 
     Attributes:
         batch_id: Name of the batch, as the task knows it.
-        undecided: What the task has prepared; None if there was nothing to do.
+        prepared: What the task has prepared; None if there was nothing to do.
     """
 
     batch_id: str
-    undecided: Undecided | None
+    prepared: PreparedPartition | None
 
 
 class DualWriteDataSource(DataSource):
@@ -258,8 +258,8 @@ def _write(
     return TaskMessage(batch_id, prepared)
 
 
-def _undecided(messages: Sequence[WriterCommitMessage | None]) -> list[Undecided]:
-    return [message.undecided for message in _own(messages) if message.undecided is not None]
+def _undecided(messages: Sequence[WriterCommitMessage | None]) -> list[PreparedPartition]:
+    return [message.prepared for message in _own(messages) if message.prepared is not None]
 
 
 def _batch_of(messages: Sequence[WriterCommitMessage | None], number: int) -> str | None:

@@ -30,7 +30,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.recovery.claim import Ground, default_owner
+from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
@@ -84,15 +84,15 @@ def task(job: dict, engine: Engine, tell: Tell) -> int:
     store = SqlStateStore(engine, paused_owner_timeout_s=job["paused_owner_timeout_s"])
     try:
         with closing(KafkaCoordinator(KafkaConfig.parse(job["kafka"]))) as coordinator:
-            ground = Ground(coordinator, store, default_owner())
+            context = OwnerContext(coordinator, store, default_owner())
             lease = pool.lease(job["name"], job["lease_s"])
-            lane = Lane(lease.transactional_id, ground, _producer_maker(job, ground))
+            lane = Lane(lease.transactional_id, context, _producer_maker(job, context))
             try:
                 lane.ready(Deadline(job["timeout_s"]))
                 tell(f"open {time.monotonic() - started:.3f}")
                 with Journal(job["journal"]) as journal:
                     for partition in range(job["operations"]):
-                        _write_partition(job, engine, ground, lane, journal, partition)
+                        _write_partition(job, engine, context, lane, journal, partition)
                 lane.record_completed()
             finally:
                 lane.discard()
@@ -110,7 +110,9 @@ class _WrittenByOther(Exception):
     """The ledger has the partition: another attempt was faster."""
 
 
-def _write_partition(job: dict, engine: Engine, ground: Ground, lane: Lane, journal: Journal, partition: int) -> None:
+def _write_partition(
+    job: dict, engine: Engine, context: OwnerContext, lane: Lane, journal: Journal, partition: int
+) -> None:
     sink, batch = job["pool"], job["batch"]
     ledger = Ledger()
     with engine.connect() as connection:
@@ -124,7 +126,7 @@ def _write_partition(job: dict, engine: Engine, ground: Ground, lane: Lane, jour
     try:
         with (
             engine.connect() as connection,
-            dual_write(lane, ground, connection, margin_s=10, timeout_s=job["timeout_s"]) as tx,
+            dual_write(lane, context, connection, margin_s=10, timeout_s=job["timeout_s"]) as tx,
         ):
             for number in range(job["partitions"]):
                 tx.produce(job["topic"], value=operation, key=str(number), partition=number)
@@ -141,14 +143,14 @@ def _write_partition(job: dict, engine: Engine, ground: Ground, lane: Lane, jour
     journal.acknowledged(operation)
 
 
-def _producer_maker(job: dict, ground: Ground):
+def _producer_maker(job: dict, context: OwnerContext):
     config = KafkaConfig.parse(job["kafka"])
 
     def make_producer(row):
         return TransactionalProducer(
             config,
             row.kafka_id(row.incarnation),
-            coordinator=ground.coordinator,
+            coordinator=context.coordinator,
             incarnation=row.incarnation,
             call_timeout_s=job["timeout_s"],
             bulk=True,

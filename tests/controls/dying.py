@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import create_engine, select
 
-from controls.ways import OPERATIONS, WAYS, Ground
+from controls.ways import OPERATIONS, WAYS, OwnerContext
 from dualwrite.testing import Journal
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def work(job: Job) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     engine = create_engine(job.url)
-    way = WAYS[job.way](Ground(job.kafka, engine, job.topic, "orders", reach))
+    way = WAYS[job.way](OwnerContext(job.kafka, engine, job.topic, "orders", reach))
     with Journal(job.journal) as journal:
         for run in (job.before, job.death.run if job.death else None):
             for position in range(OPERATIONS_PER_RUN if run is not None else 0):

@@ -28,7 +28,7 @@ PARTITIONS: Final = (0, 1)
 
 
 @dataclass(frozen=True)
-class Ground:
+class OwnerContext:
     """The servers and names that a way uses.
 
     Attributes:
@@ -57,9 +57,9 @@ class Way:
     title: str
     steps: Sequence[str]
 
-    def __init__(self, ground: Ground) -> None:
-        self.ground = ground
-        self.reach = ground.reach
+    def __init__(self, context: OwnerContext) -> None:
+        self.context = context
+        self.reach = context.reach
 
     def write(self, operation: str) -> None:
         """Write one operation to both sides."""
@@ -77,7 +77,7 @@ class Way:
         failed = []
         for partition, step in zip(PARTITIONS, ("first message sent", "all messages sent"), strict=True):
             producer.produce(
-                self.ground.topic,
+                self.context.topic,
                 operation,
                 partition=partition,
                 on_delivery=lambda error, _: failed.append(error) if error else None,
@@ -87,7 +87,7 @@ class Way:
             self.reach(step)
 
     def _transactional(self) -> Producer:
-        producer = Producer({**self.ground.kafka, "transactional.id": self.ground.name, "linger.ms": 0})
+        producer = Producer({**self.context.kafka, "transactional.id": self.context.name, "linger.ms": 0})
         producer.init_transactions(PATIENCE_S)  # aborts what the former self has left open
         return producer
 
@@ -102,17 +102,17 @@ class DualWrite(Way):
         if name.startswith("write.") and name not in {"write.before_abort", "write.rolled_back"}
     )
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
-        failpoints.hit = ground.reach
-        self._writer = DualWriter(ground.name, kafka=ground.kafka, engine=ground.engine, max_lanes=1)
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
+        failpoints.hit = context.reach
+        self._writer = DualWriter(context.name, kafka=context.kafka, engine=context.engine, max_lanes=1)
         self._writer.open()
 
     def write(self, operation: str) -> None:
         with self._writer.transaction() as tx:
             tx.connection.execute(insert(OPERATIONS).values(id=operation))
             for partition in PARTITIONS:
-                tx.produce(self.ground.topic, operation, partition=partition)
+                tx.produce(self.context.topic, operation, partition=partition)
 
     def close(self) -> None:
         self._writer.close()
@@ -133,16 +133,16 @@ class PlainKip939(Way):
         "Kafka committed",
     )
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
-        self._producer = TransactionalProducer(ground.kafka, ground.name)
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
+        self._producer = TransactionalProducer(context.kafka, context.name)
         self._producer.init_transactions(keep_prepared_txn=True)
-        with ground.engine.connect() as connection:
+        with context.engine.connect() as connection:
             found = connection.execute(select(STATE)).one_or_none()
         self._producer.complete_transaction(PreparedTxnState(*found) if found else PreparedTxnState())
 
     def write(self, operation: str) -> None:
-        with self.ground.engine.connect() as connection:
+        with self.context.engine.connect() as connection:
             self._insert(connection, operation)
             self._producer.begin_transaction()
             self._send_prepared(operation)
@@ -158,7 +158,7 @@ class PlainKip939(Way):
 
     def _send_prepared(self, operation: str) -> None:
         for partition, step in zip(PARTITIONS, ("first message sent", "all messages sent"), strict=True):
-            self._producer.produce(self.ground.topic, operation, partition=partition)
+            self._producer.produce(self.context.topic, operation, partition=partition)
             assert self._producer._instance._raw.flush(PATIENCE_S) == 0
             self.reach(step)
 
@@ -172,12 +172,12 @@ class KafkaInside(Way):
     title = "Kafka transaction inside the database transaction"
     steps = ("row inserted", "first message sent", "all messages sent", "Kafka committed", "database committed")
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
         self._producer = self._transactional()
 
     def write(self, operation: str) -> None:
-        with self.ground.engine.connect() as connection:
+        with self.context.engine.connect() as connection:
             self._insert(connection, operation)
             self._producer.begin_transaction()
             self._send(self._producer, operation)
@@ -193,14 +193,14 @@ class DatabaseInside(Way):
     title = "database transaction inside the Kafka transaction"
     steps = ("first message sent", "all messages sent", "row inserted", "database committed", "Kafka committed")
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
         self._producer = self._transactional()
 
     def write(self, operation: str) -> None:
         self._producer.begin_transaction()
         self._send(self._producer, operation)
-        with self.ground.engine.connect() as connection:
+        with self.context.engine.connect() as connection:
             self._insert(connection, operation)
             connection.commit()
         self.reach("database committed")
@@ -214,12 +214,12 @@ class CommitThenSend(Way):
     title = "commit the database, then produce and flush"
     steps = ("row inserted", "database committed", "first message sent", "all messages sent")
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
-        self._producer = Producer({**ground.kafka, "enable.idempotence": True, "linger.ms": 0})
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
+        self._producer = Producer({**context.kafka, "enable.idempotence": True, "linger.ms": 0})
 
     def write(self, operation: str) -> None:
-        with self.ground.engine.connect() as connection:
+        with self.context.engine.connect() as connection:
             self._insert(connection, operation)
             connection.commit()
         self.reach("database committed")
@@ -232,12 +232,12 @@ class SendThenCommit(Way):
     title = "produce and flush, then commit the database"
     steps = ("row inserted", "first message sent", "all messages sent", "database committed")
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground)
-        self._producer = Producer({**ground.kafka, "enable.idempotence": True, "linger.ms": 0})
+    def __init__(self, context: OwnerContext) -> None:
+        super().__init__(context)
+        self._producer = Producer({**context.kafka, "enable.idempotence": True, "linger.ms": 0})
 
     def write(self, operation: str) -> None:
-        with self.ground.engine.connect() as connection:
+        with self.context.engine.connect() as connection:
             self._insert(connection, operation)
             self._send(self._producer, operation)
             connection.commit()

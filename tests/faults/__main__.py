@@ -37,9 +37,9 @@ def main() -> int:
     began = time.monotonic()
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    with servers(options.slots) as ground:
+    with servers(options.slots) as context:
         results = play(
-            ground,
+            context,
             todo,
             options.slots,
             mistake=options.mistake,

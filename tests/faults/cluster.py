@@ -28,7 +28,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy
 from faults.run import keep_line, owners_can_import, show_story
-from faults.stage import Ground, Owner, Result, Slot, Stage
+from faults.stage import Owner, OwnerContext, Result, Slot, Stage
 from faults.work import BOTH, MESSAGES, Operation
 
 BROKERS = 3
@@ -48,19 +48,19 @@ PATIENT: dict[str, object] = {
 
 
 @contextlib.contextmanager
-def three_brokers() -> Iterator[Ground]:
+def three_brokers() -> Iterator[OwnerContext]:
     """A cluster, and a database."""
     owners_can_import()
     properties = {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, brokers=BROKERS, start_timeout_s=240) as kafka, EmbeddedPostgres() as postgres:
-        ground = Ground.prepare(kafka, postgres)
-        warm = {"kafka": kafka.client_config(), "engine": ground.engine, "timeout_s": RECOVERS_S}
+        context = OwnerContext.prepare(kafka, postgres)
+        warm = {"kafka": kafka.client_config(), "engine": context.engine, "timeout_s": RECOVERS_S}
         with DualWriter("warm-up", **warm):
             pass
         try:
-            yield ground
+            yield context
         finally:
-            ground.close()
+            context.close()
 
 
 def leader(admin: AdminClient, topic: str, partition: int) -> int:
@@ -132,16 +132,16 @@ class InCluster(Stage):
         pass
 
     def ways(self) -> tuple[dict[str, str], str]:
-        return self.ground.kafka.client_config(), self.ground.url
+        return self.context.kafka.client_config(), self.context.url
 
     @property
     def admin(self) -> AdminClient:
-        return self.ground.admin
+        return self.context.admin
 
     def broker_of(self, role: str) -> int:
         """The broker that has this role for the present transaction."""
         if role == "transaction coordinator":
-            (row,) = SqlStateStore(self.ground.engine).read([self.transactional_id])
+            (row,) = SqlStateStore(self.context.engine).read([self.transactional_id])
             return keeper(self.admin, "__transaction_state", row.kafka_id(row.incarnation))
         if role == "group coordinator":
             return keeper(self.admin, "__consumer_offsets", self.group)
@@ -157,9 +157,9 @@ class InCluster(Stage):
         self.gone = broker
         self.suspended = deed == "suspend"
         if self.suspended:
-            self.ground.kafka.suspend(broker)
+            self.context.kafka.suspend(broker)
         else:
-            self.ground.kafka.kill(broker)
+            self.context.kafka.kill(broker)
 
     def bring_back(self) -> None:
         """The broker that is gone comes back."""
@@ -168,9 +168,9 @@ class InCluster(Stage):
         broker, self.gone = self.gone, None
         self.note(f"broker {broker} comes back")
         if self.suspended:
-            self.ground.kafka.resume(broker)
+            self.context.kafka.resume(broker)
         else:
-            self.ground.kafka.start(broker)
+            self.context.kafka.start(broker)
 
     def heal(self) -> None:
         self.act_now()
@@ -234,13 +234,13 @@ class Stale(InCluster):
 
     def open(self, closed_later: contextlib.ExitStack) -> None:
         self.proxies = {
-            broker: closed_later.enter_context(KafkaProxy(self.ground.kafka, broker=broker))
+            broker: closed_later.enter_context(KafkaProxy(self.context.kafka, broker=broker))
             for broker in range(1, BROKERS + 1)
         }
 
     def ways(self) -> tuple[dict[str, str], str]:
         through = ",".join(proxy.client_config()["bootstrap.servers"] for proxy in self.proxies.values())
-        return {"bootstrap.servers": through}, self.ground.url
+        return {"bootstrap.servers": through}, self.context.url
 
     def play(self) -> None:
         dead = self.own((Operation(), Operation()), "1:write.decided")
@@ -324,12 +324,12 @@ class Leaderless(InCluster):
         self.pump(self.all_ended)
 
     def _judge(self) -> None:
-        kafka = self.ground.kafka.client_config()
-        recover(self.transactional_id, kafka=kafka, engine=self.ground.engine, timeout_s=RECOVERS_S)
+        kafka = self.context.kafka.client_config()
+        recover(self.transactional_id, kafka=kafka, engine=self.context.engine, timeout_s=RECOVERS_S)
         if hanging := abort_hanging(kafka, self.topic, 2):
             self.note(f"undecided, aborted as an operator does: {hanging}")
         super()._judge()
-        self.ground.kafka.delete_topic(self.topic)
+        self.context.kafka.delete_topic(self.topic)
 
 
 def main() -> int:
@@ -340,7 +340,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="where each result goes as a line of JSON; see faults.page")
     options = parser.parse_args()
     began, wrong, played = time.monotonic(), 0, 0
-    with three_brokers() as ground, contextlib.closing(Slot(ground, 0)) as slot:
+    with three_brokers() as context, contextlib.closing(Slot(context, 0)) as slot:
         for seed in range(options.first_seed, options.first_seed + options.cases):
             if time.monotonic() - began > options.stop_after_s:
                 break

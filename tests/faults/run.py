@@ -20,7 +20,7 @@ from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from faults.case import run_case
 from faults.cells import Cell
 from faults.late import Late
-from faults.stage import Ground, Result, Slot
+from faults.stage import OwnerContext, Result, Slot
 
 TESTS = Path(__file__).parents[1]
 REVISION = subprocess.run(
@@ -45,23 +45,23 @@ def owners_can_import() -> None:
 
 
 @contextlib.contextmanager
-def servers(slots: int) -> Iterator[Ground]:
+def servers(slots: int) -> Iterator[OwnerContext]:
     """A broker with room for so many proxies, and a database."""
     owners_can_import()
     properties = {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, proxies=slots) as kafka, EmbeddedPostgres() as postgres:
-        ground = Ground.prepare(kafka, postgres)
+        context = OwnerContext.prepare(kafka, postgres)
         # The first transaction of a broker makes its internal topics, which takes longer than the cases' patience.
-        with DualWriter("warm-up", kafka=kafka.client_config(), engine=ground.engine):
+        with DualWriter("warm-up", kafka=kafka.client_config(), engine=context.engine):
             pass
         try:
-            yield ground
+            yield context
         finally:
-            ground.close()
+            context.close()
 
 
 def play(
-    ground: Ground,
+    context: OwnerContext,
     todo: Sequence[Task],
     slots: int,
     *,
@@ -73,7 +73,7 @@ def play(
     """Play them all, or as many as there is time for. What became of each.
 
     Args:
-        ground: The servers.
+        context: The servers.
         todo: What to play.
         slots: How many at a time.
         mistake: A planted mistake.
@@ -88,7 +88,7 @@ def play(
     end = time.monotonic() + stop_after_s
 
     def work(number: int) -> None:
-        slot = Slot(ground, number)
+        slot = Slot(context, number)
         with contextlib.closing(slot), contextlib.suppress(queue.Empty):
             while time.monotonic() < end and not (stopped and stopped.is_set()):
                 task = waiting.get_nowait()

@@ -40,7 +40,7 @@ class Stuck(Exception):
 
 
 @dataclass
-class Ground:
+class OwnerContext:
     """The servers of a run, and what its cases share."""
 
     kafka: EmbeddedKafka
@@ -48,13 +48,13 @@ class Ground:
     url: str
 
     @classmethod
-    def prepare(cls, kafka: EmbeddedKafka, postgres: EmbeddedPostgres) -> Ground:
+    def prepare(cls, kafka: EmbeddedKafka, postgres: EmbeddedPostgres) -> OwnerContext:
         """Make a database on servers that were started."""
-        ground = cls(kafka, postgres, postgres.create_database(f"faults_{secrets.token_hex(4)}"))
-        with ground.engine.connect() as connection:
+        context = cls(kafka, postgres, postgres.create_database(f"faults_{secrets.token_hex(4)}"))
+        with context.engine.connect() as connection:
             upgrade(connection)
-        OPERATIONS.create(ground.engine)
-        return ground
+        OPERATIONS.create(context.engine)
+        return context
 
     @cached_property
     def engine(self) -> Engine:
@@ -86,12 +86,12 @@ class Slot:
     """Runs one case at a time, with a proxy of its own in front of the broker, and a topic for some of them.
 
     Args:
-        ground: The servers.
+        context: The servers.
         number: Which of the broker's proxies.
     """
 
-    def __init__(self, ground: Ground, number: int) -> None:
-        self.ground = ground
+    def __init__(self, context: OwnerContext, number: int) -> None:
+        self.context = context
         self.number = number
         self.idle: list[tuple[BaseProcess, Connection]] = []
         """Processes that wait for a job."""
@@ -102,7 +102,7 @@ class Slot:
     def topic(self) -> str:
         if self._topic is None or self._used % CASES_PER_TOPIC == 0:
             self._end_topic()
-            self._topic = self.ground.kafka.create_topic(f"faults-{secrets.token_hex(4)}", PARTITIONS)
+            self._topic = self.context.kafka.create_topic(f"faults-{secrets.token_hex(4)}", PARTITIONS)
         self._used += 1
         return self._topic
 
@@ -116,7 +116,7 @@ class Slot:
 
     def _end_topic(self) -> None:
         if self._topic is not None:
-            self.ground.kafka.delete_topic(self._topic)
+            self.context.kafka.delete_topic(self._topic)
             self._topic = None
 
 
@@ -126,7 +126,7 @@ class Owner:
     def __init__(self, slot: Slot, job: Job) -> None:
         self.name = job.name
         self._slot = slot
-        self._process, self.pipe = slot.idle.pop() if slot.idle else slot.ground.fork()
+        self._process, self.pipe = slot.idle.pop() if slot.idle else slot.context.fork()
         self.pipe.send(job)
         self.at: str | None = None
         self.told: list[tuple[str, str]] = []
@@ -198,7 +198,7 @@ class Stage:
 
     def __init__(self, slot: Slot, *, mistake: str = "", settings: dict[str, object] | None = None) -> None:
         self.slot = slot
-        self.ground = slot.ground
+        self.context = slot.context
         self.result = Result()
         self.owners: list[Owner] = []
         self.topic = slot.topic
@@ -223,12 +223,12 @@ class Stage:
 
     def open(self, closed_later: contextlib.ExitStack) -> None:
         """Open the proxies."""
-        self.kafka = closed_later.enter_context(KafkaProxy(self.ground.kafka, number=self.slot.number))
-        self.postgres = closed_later.enter_context(PostgresProxy(self.ground.postgres))
+        self.kafka = closed_later.enter_context(KafkaProxy(self.context.kafka, number=self.slot.number))
+        self.postgres = closed_later.enter_context(PostgresProxy(self.context.postgres))
 
     def ways(self) -> tuple[dict[str, str], str]:
         """How owners reach Kafka and the database."""
-        return self.kafka.client_config(), self.postgres.url(self.ground.url)
+        return self.kafka.client_config(), self.postgres.url(self.context.url)
 
     def run(self) -> Result:
         """Play, heal, settle twice, compare."""
@@ -258,7 +258,7 @@ class Stage:
         job = Job(
             name=f"w{len(self.owners) + 1}",
             kafka={**kafka, **self._settings},
-            direct=self.ground.kafka.client_config(),
+            direct=self.context.kafka.client_config(),
             url=url,
             transactional_id=self.transactional_id,
             topic=self.topic,
@@ -336,8 +336,8 @@ class Stage:
             if owner.told[-1:] and owner.told[-1][0] == "died":
                 findings.append(f"{owner.name} has died: {owner.told[-3:]}")
         self.note("all have ended")
-        kafka = self.ground.kafka.client_config()
-        findings += settle_twice(self.transactional_id, kafka, self.ground.engine)
+        kafka = self.context.kafka.client_config()
+        findings += settle_twice(self.transactional_id, kafka, self.context.engine)
         self.note("settled twice")
         findings += compare(
             self.transactional_id,
@@ -345,7 +345,7 @@ class Stage:
             self.group,
             last,
             kafka=kafka,
-            engine=self.ground.engine,
-            admin=self.ground.admin,
+            engine=self.context.engine,
+            admin=self.context.admin,
         )
         self.note("compared")

@@ -161,7 +161,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
 ):
     """The new owner of the id completes it; we may not read the log that would tell."""
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-        ground = writer._opened()
+        context = writer._opened()
 
         def refuse(*_):
             raise ConfigurationError("Kafka refused to be read")
@@ -169,7 +169,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
         def take_over(name):
             if name == "write.decided":
                 monkeypatch.undo()
-                monkeypatch.setattr(ground.coordinator, "prove", refuse)
+                monkeypatch.setattr(context.coordinator, "prove", refuse)
                 DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
 
         monkeypatch.setattr(failpoints, "hit", take_over)

@@ -35,7 +35,7 @@ AWAY = 3
 LONG_S = 120
 DELETED = {"deleted-where-open": 0, "deleted-elsewhere": 1}
 """Stages, with the partition whose records are deleted afterwards."""
-DEAD = ["recovered", "settle.retired", "mend.before", "mend.added", "mend.ended", *DELETED]
+DEAD = ["recovered", "settle.retired", "repair.before", "repair.added", "repair.ended", *DELETED]
 ALIVE = ["aborts-next", "writes-next", "closes"]
 UNAWARE = "unaware"
 DECIDED = [*DEAD, *ALIVE, UNAWARE]
@@ -212,7 +212,7 @@ def test_what_was_forgotten_is_committed_although_records_of_the_transaction_are
     assert stage.row.completed is Outcome.COMMITTED
 
 
-@pytest.mark.parametrize("point", ["settle.retired", "mend.before", "mend.added", "mend.ended"])
+@pytest.mark.parametrize("point", ["settle.retired", "repair.before", "repair.added", "repair.ended"])
 def test_whoever_comes_after_a_settler_that_died_goes_on_with_it(stages, point):
     stage = stages[point]
     failpoints.arm(f"{point}:1:raise")

@@ -12,7 +12,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.recovery.claim import Ground, claim_rows, unique_owner
+from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
@@ -36,37 +36,37 @@ def opened():
 
 
 @pytest.fixture
-def ground_of(engine, opened):
+def context_of(engine, opened):
     def make(kafka):
         coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
         opened.callback(coordinator.close)
-        return Ground(coordinator, SqlStateStore(engine), unique_owner())
+        return OwnerContext(coordinator, SqlStateStore(engine), unique_owner())
 
     return make
 
 
 @pytest.fixture
-def ground(ground_of, kafka):
+def context(context_of, kafka):
     """The decider's."""
-    return ground_of(kafka)
+    return context_of(kafka)
 
 
 @pytest.fixture
-def lane(ground_of, kafka, opened):
+def lane(context_of, kafka, opened):
     """The owner's."""
     config = KafkaConfig.parse({**kafka, **PATIENT})
-    its_ground = ground_of(kafka)
+    its_context = context_of(kafka)
 
     def make_producer(row):
         return TransactionalProducer(
             config,
             row.kafka_id(row.incarnation),
-            coordinator=its_ground.coordinator,
+            coordinator=its_context.coordinator,
             incarnation=row.incarnation,
             bulk=True,
         )
 
-    found = Lane("orders", its_ground, make_producer)
+    found = Lane("orders", its_context, make_producer)
     opened.callback(found.discard)
     found.ready(soon())
     return found
@@ -79,7 +79,7 @@ def hand_over(lane, engine, dualwrite_topic):
     def write(number, ending=Ending.HAND_OVER, orders=None):
         with (
             engine.connect() as connection,
-            dual_write(lane, lane._ground, connection, margin_s=1, timeout_s=60, ending=ending) as transaction,
+            dual_write(lane, lane._context, connection, margin_s=1, timeout_s=60, ending=ending) as transaction,
         ):
             for partition in (0, 1):
                 transaction.produce(dualwrite_topic, str(number), partition=partition)
@@ -91,11 +91,11 @@ def hand_over(lane, engine, dualwrite_topic):
 
 
 @pytest.fixture
-def decide(ground, engine, lane):
+def decide(context, engine, lane):
     """The decider decides; gives the row."""
 
     def record(state):
-        store = ground.store
+        store = context.store
         with engine.connect() as connection:
             store.begin(connection)
             ours, _ = store.decide(connection, "orders", lane.row.incarnation, state)
@@ -111,19 +111,19 @@ def shown(kafka, dualwrite_topic):
     return lambda: sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic))
 
 
-def complete(ground, rows, deadline=None):
-    return complete_handed_over(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline or soon())
+def complete(context, rows, deadline=None):
+    return complete_handed_over(rows, coordinator=context.coordinator, store=context.store, deadline=deadline or soon())
 
 
 def test_an_owner_goes_on_with_its_producer_once_its_transaction_is_recorded_as_completed(
-    ground, lane, hand_over, decide, shown
+    context, lane, hand_over, decide, shown
 ):
     first = lane.producer
     for number in range(3):
         rows = decide(hand_over(number))
         assert not lane.may_go_on(), "decided is not enough"
-        assert [row.transactional_id for row in complete(ground, rows)] == ["orders"]
-        assert ground.store.read(["orders"])[0].completed is Outcome.COMMITTED
+        assert [row.transactional_id for row in complete(context, rows)] == ["orders"]
+        assert context.store.read(["orders"])[0].completed is Outcome.COMMITTED
         assert lane.may_go_on()
         lane.ready(soon())
     assert lane.producer is first
@@ -131,11 +131,11 @@ def test_an_owner_goes_on_with_its_producer_once_its_transaction_is_recorded_as_
     assert shown() == [0, 0, 1, 1, 2, 2]
 
 
-def test_what_is_prepared_in_the_database_is_completed_too(ground, hand_over, decide, lane, orders, engine, shown):
+def test_what_is_prepared_in_the_database_is_completed_too(context, hand_over, decide, lane, orders, engine, shown):
     rows = decide(hand_over(1, Ending.PREPARE, orders))
-    assert len(ground.store.participants(rows)) == 1
-    assert complete(ground, rows)
-    assert ground.store.participants(rows) == []
+    assert len(context.store.participants(rows)) == 1
+    assert complete(context, rows)
+    assert context.store.participants(rows) == []
     with engine.connect() as connection:
         assert connection.execute(select(orders.c.id)).scalars().all() == [1]
     assert lane.may_go_on()
@@ -143,46 +143,46 @@ def test_what_is_prepared_in_the_database_is_completed_too(ground, hand_over, de
 
 
 def test_what_an_owner_prepares_after_it_went_on_is_not_decided_by_what_was_decided_before(
-    ground, hand_over, decide, lane, orders, engine, shown
+    context, hand_over, decide, lane, orders, engine, shown
 ):
     """Both transactions are of one incarnation."""
-    assert complete(ground, decide(hand_over(1, Ending.PREPARE, orders)))
+    assert complete(context, decide(hand_over(1, Ending.PREPARE, orders)))
     assert lane.may_go_on()
     lane.ready(soon())
     hand_over(2, Ending.PREPARE, orders)
-    rows = claim_rows(ground, ["orders"], soon())
-    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    rows = claim_rows(context, ["orders"], soon())
+    settle(rows, coordinator=context.coordinator, store=context.store, deadline=soon())
     with engine.connect() as connection:
         assert connection.execute(select(orders.c.id)).scalars().all() == [1]
-    assert ground.store.participants(rows) == []
+    assert context.store.participants(rows) == []
     assert shown() == [1, 1]
 
 
-def test_an_owner_whose_transaction_nobody_has_decided_does_not_go_on(ground, lane, hand_over, shown):
+def test_an_owner_whose_transaction_nobody_has_decided_does_not_go_on(context, lane, hand_over, shown):
     hand_over(1)
     assert not lane.may_go_on()
-    rows = claim_rows(ground, ["orders"], soon())
-    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    rows = claim_rows(context, ["orders"], soon())
+    settle(rows, coordinator=context.coordinator, store=context.store, deadline=soon())
     assert not lane.may_go_on()
     assert shown() == []
 
 
-def test_an_owner_that_was_fenced_meanwhile_does_not_go_on(ground, lane, hand_over, decide, shown):
+def test_an_owner_that_was_fenced_meanwhile_does_not_go_on(context, lane, hand_over, decide, shown):
     decide(hand_over(1))
-    rows = claim_rows(ground, ["orders"], soon())
-    settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=soon())
-    assert ground.store.read(["orders"])[0].completed is Outcome.COMMITTED
+    rows = claim_rows(context, ["orders"], soon())
+    settle(rows, coordinator=context.coordinator, store=context.store, deadline=soon())
+    assert context.store.read(["orders"])[0].completed is Outcome.COMMITTED
     assert not lane.may_go_on()
     assert shown() == [1, 1]
 
 
 @pytest.mark.parametrize("fault", ["hold_request", "drop_answer"])
 def test_a_request_that_may_come_late_is_followed_by_a_claim(
-    dualwrite_kafka, ground_of, ground, lane, hand_over, decide, shown, fault
+    dualwrite_kafka, context_of, context, lane, hand_over, decide, shown, fault
 ):
     """The decider's EndTxn is not answered: it is neither repeated nor forgotten. The owner's next transaction is not its own."""
     with KafkaProxy(dualwrite_kafka) as proxy:
-        through = ground_of(proxy.client_config())
+        through = context_of(proxy.client_config())
         through.coordinator.describe(["warm"], soon())
         rule = getattr(proxy.on(Api.END_TXN, nth=1), fault)()
         rows = decide(hand_over(1))
@@ -200,35 +200,37 @@ def test_a_request_that_may_come_late_is_followed_by_a_claim(
             rule.release()
             rule.wait_answered()
         kafka_id = lane.row.kafka_id(2)
-        assert ground.coordinator.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.ONGOING
+        assert context.coordinator.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.ONGOING
         assert complete(through, decide(second))
     assert shown() == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("fault", ["reset_request", "reset_answer"])
 def test_a_request_whose_connection_breaks_is_not_sent_again(
-    dualwrite_kafka, ground_of, ground, lane, hand_over, decide, shown, fault
+    dualwrite_kafka, context_of, context, lane, hand_over, decide, shown, fault
 ):
     """Kafka would answer the second one, and the first might still come: what it would end is then the next transaction."""
     with KafkaProxy(dualwrite_kafka) as proxy:
-        through = ground_of(proxy.client_config())
+        through = context_of(proxy.client_config())
         through.coordinator.describe(["warm"], soon())
         getattr(proxy.on(Api.END_TXN, nth=1), fault)()
         assert complete(through, decide(hand_over(1))) == []
         assert len([one for one in proxy.requests if one.api_key == Api.END_TXN]) == 1, "sent once"
     assert not lane.may_go_on()
-    settle(claim_rows(ground, ["orders"], soon()), coordinator=ground.coordinator, store=ground.store, deadline=soon())
+    settle(
+        claim_rows(context, ["orders"], soon()), coordinator=context.coordinator, store=context.store, deadline=soon()
+    )
     assert shown() == [1, 1]
 
 
 def test_who_comes_after_a_decider_claims_what_it_has_decided(
-    dualwrite_kafka, ground_of, ground, engine, lane, hand_over, decide, shown
+    dualwrite_kafka, context_of, context, engine, lane, hand_over, decide, shown
 ):
     """As a driver does that finds a slot leased to a batch of another one: what that one has sent may be on its way."""
     from dualwrite.sinks.spark.worker.owners import settle_leases  # imports PySpark
 
     with KafkaProxy(dualwrite_kafka) as proxy:
-        through = ground_of(proxy.client_config())
+        through = context_of(proxy.client_config())
         through.coordinator.describe(["warm"], soon())
         held = proxy.on(Api.END_TXN, nth=1).hold_request()
         rows = decide(hand_over(1))
@@ -238,16 +240,16 @@ def test_who_comes_after_a_decider_claims_what_it_has_decided(
         pool.lease("task", 60)
         with engine.begin() as connection:
             connection.execute(text("UPDATE dualwrite_slot SET transactional_id = 'orders'"))
-        settle_leases(ground, pool, pool.held_by("task"), soon(), name="the second driver", prefix="")
+        settle_leases(context, pool, pool.held_by("task"), soon(), name="the second driver", prefix="")
         assert not lane.may_go_on(), "the owner went on while a request may come"
         held.release()
         held.wait_answered()
-    assert ground.store.read(["orders"])[0].settled_incarnation == 1
+    assert context.store.read(["orders"])[0].settled_incarnation == 1
     assert shown() == [1, 1]
 
 
 def test_without_that_rule_the_late_request_commits_what_nobody_has_decided(
-    dualwrite_kafka, ground, lane, hand_over, decide, shown
+    dualwrite_kafka, context, lane, hand_over, decide, shown
 ):
     """The negative control: another decider completes without a claim what the first one has begun to complete."""
     with KafkaProxy(dualwrite_kafka) as proxy:
@@ -256,8 +258,8 @@ def test_without_that_rule_the_late_request_commits_what_nobody_has_decided(
         held = proxy.on(Api.END_TXN, nth=1).hold_request()
         rows = decide(hand_over(1))
         with pytest.raises(Unavailable):
-            complete(Ground(through, ground.store, "first"), rows, Deadline(2))
-        assert complete(ground, rows)
+            complete(OwnerContext(through, context.store, "first"), rows, Deadline(2))
+        assert complete(context, rows)
         assert lane.may_go_on()
         lane.ready(soon())
         hand_over(2)

@@ -292,7 +292,7 @@ class Crowd:
             self._suspend_under([threads.submit(writer.until_suspended) for writer in self.writers], decided)
             if mended:
                 # The next step of the others ends the mended transaction while the broker is away, or when it is back.
-                ended = [writer for writer in mended if writer.point == "mend.added"]
+                ended = [writer for writer in mended if writer.point == "repair.added"]
                 self._suspend_under([threads.submit(writer.until_suspended_again) for writer in mended], ended)
             for one in [threads.submit(writer.go_on) for writer in self.writers]:
                 one.result(PATIENCE_S)

@@ -19,7 +19,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
 from dualwrite.jobs.decide import Decision
 from dualwrite.protocol.tables.batch_life import BatchState
-from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.participants import name_of
 from dualwrite.writing.block import Ending, dual_write
@@ -77,15 +77,17 @@ class Worker:
         self._resting: Lane | None = None
 
     def run(self, process: Process) -> None:
-        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
+        context = OwnerContext(
+            SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name
+        )
         connection = SimulatedConnection(self._simulation)
         while (command := process.await_command()) is not None:
             if isinstance(command, Write):
-                self._run_task(ground, connection, command)
+                self._run_task(context, connection, command)
 
-    def _run_task(self, ground: Ground, connection: SimulatedConnection, write: Write) -> None:
+    def _run_task(self, context: OwnerContext, connection: SimulatedConnection, write: Write) -> None:
         write.lane = self._slot
-        lane = self._take(ground)
+        lane = self._take(context)
         try:
             lane.ready(Deadline(TIMEOUT_S))
         except DualWriteError as error:
@@ -93,13 +95,13 @@ class Worker:
             write.told = "aborted"
             lane.discard()
             return
-        write.told = self._write(lane, ground, connection, write)
+        write.told = self._write(lane, context, connection, write)
         if write.told in {"handed over", "committed"}:
             self._resting = lane
         else:
             lane.discard()
 
-    def _take(self, ground: Ground) -> Lane:
+    def _take(self, context: OwnerContext) -> Lane:
         lane, self._resting = self._resting, None
         if lane is not None:
             try:
@@ -109,14 +111,16 @@ class Worker:
             except DualWriteError as error:
                 self._told.note(error)
             lane.discard()
-        make = make_producer(self._simulation, ground, eager=self._eager)
-        return Lane(self._slot, ground, make, losses=Losses(self._told.note))
+        make = make_producer(self._simulation, context, eager=self._eager)
+        return Lane(self._slot, context, make, losses=Losses(self._told.note))
 
-    def _write(self, lane: Lane, ground: Ground, connection: SimulatedConnection, write: Write) -> str:
+    def _write(self, lane: Lane, context: OwnerContext, connection: SimulatedConnection, write: Write) -> str:
         ending = write.ending
         row = lane.row
         try:
-            with dual_write(lane, ground, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending) as transaction:
+            with dual_write(
+                lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending
+            ) as transaction:
                 if ending is Ending.COMMIT:
                     connection.about(write)
                 for name, partition in write.messages:
@@ -171,10 +175,12 @@ class Driver:
         self._handed_over = sorted(handed_over, key=lambda one: one.transactional_id)
 
     def run(self, process: Process) -> None:
-        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
-        self._ground = ground
+        context = OwnerContext(
+            SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name
+        )
+        self._context = context
         decision = Decision(
-            self, self._handed_over, ground, connect=self._connect, timeout_s=TIMEOUT_S, idle_s=TIMEOUT_S / 2
+            self, self._handed_over, context, connect=self._connect, timeout_s=TIMEOUT_S, idle_s=TIMEOUT_S / 2
         )
         try:
             decision.run()
@@ -224,7 +230,9 @@ class Driver:
             if one.transactional_id in completed:
                 one.write.told = "completed"
         self._told.counts["completed without a claim"] += len(completed)
-        claim_and_settle(self._ground, {one.transactional_id for one in self._handed_over} - set(completed), self._told)
+        claim_and_settle(
+            self._context, {one.transactional_id for one in self._handed_over} - set(completed), self._told
+        )
 
     def _require_prepared(self, connection: SimulatedConnection) -> None:
         database = self._simulation.database
@@ -267,16 +275,18 @@ class Settler:
         self._slots = slots
 
     def run(self, process: Process) -> None:
-        ground = Ground(SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name)
+        context = OwnerContext(
+            SimulatedCoordinator(self._simulation), SimulatedStore(self._simulation, process), process.name
+        )
         try:
-            claim_and_settle(ground, self._slots, self._told)
+            claim_and_settle(context, self._slots, self._told)
         except DualWriteError as error:
             self._told.note(error)
 
 
-def claim_and_settle(ground: Ground, slots: Collection[str], told: Told) -> None:
+def claim_and_settle(context: OwnerContext, slots: Collection[str], told: Told) -> None:
     """Claim and settle slots whose transactions cannot be completed otherwise; as the Spark sink's ``settle_leases``."""
     if slots:
-        rows: Sequence[StateRow] = claim_rows(ground, sorted(slots), Deadline(TIMEOUT_S))
-        report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=Deadline(TIMEOUT_S))
+        rows: Sequence[StateRow] = claim_rows(context, sorted(slots), Deadline(TIMEOUT_S))
+        report = settle(rows, coordinator=context.coordinator, store=context.store, deadline=Deadline(TIMEOUT_S))
         told.losses.update(str(loss.row.prepared) for loss in report.losses)

@@ -32,7 +32,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
-from dualwrite.recovery.claim import Ground, claim_lanes
+from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lane import Lane
@@ -109,7 +109,7 @@ class Told:
 
 
 def make_producer(
-    simulation: Simulation, ground: Ground, *, eager: bool
+    simulation: Simulation, context: OwnerContext, *, eager: bool
 ) -> Callable[[StateRow], TransactionalProducer]:
     """Return the function that makes the producers of a lane in the model."""
 
@@ -117,7 +117,7 @@ def make_producer(
         return TransactionalProducer(
             KAFKA,
             row.kafka_id(row.incarnation),
-            coordinator=ground.coordinator,
+            coordinator=context.coordinator,
             incarnation=row.incarnation,
             call_timeout_s=TIMEOUT_S / 2,
             make_handle=make_handle(simulation, eager=eager),
@@ -138,10 +138,10 @@ class Owner:
 
     def run(self, process: Process) -> None:
         coordinator = SimulatedCoordinator(self._simulation)
-        ground = Ground(coordinator, SimulatedStore(self._simulation, process), process.name)
+        context = OwnerContext(coordinator, SimulatedStore(self._simulation, process), process.name)
         try:
-            rows = claim_lanes(ground, NAME, self._count, Deadline(TIMEOUT_S))
-            self._lanes = [self._lane(ground, number) for number in range(self._count)]
+            rows = claim_lanes(context, NAME, self._count, Deadline(TIMEOUT_S))
+            self._lanes = [self._lane(context, number) for number in range(self._count)]
             for lane in self._lanes:
                 lane.adopt(rows[lane.transactional_id])
             for lane in self._lanes:
@@ -154,7 +154,7 @@ class Owner:
         connection = SimulatedConnection(self._simulation)
         while (command := process.await_command()) is not None:
             if isinstance(command, Write):
-                if not self._write(ground, connection, command):
+                if not self._write(context, connection, command):
                     return
             else:
                 self._keep_house()
@@ -175,19 +175,19 @@ class Owner:
             except DualWriteError as error:
                 self._told.note(error)
 
-    def _lane(self, ground: Ground, number: int) -> Lane:
+    def _lane(self, context: OwnerContext, number: int) -> Lane:
         def first_lane() -> tuple[str, int]:
             return NAME, self._lanes[0].row.incarnation
 
         return Lane(
             lane_id(NAME, number),
-            ground,
-            make_producer(self._simulation, ground, eager=self._eager),
+            context,
+            make_producer(self._simulation, context, eager=self._eager),
             guard=first_lane if number else None,
             losses=Losses(self._told.note),
         )
 
-    def _write(self, ground: Ground, connection: SimulatedConnection, write: Write) -> bool:
+    def _write(self, context: OwnerContext, connection: SimulatedConnection, write: Write) -> bool:
         """Do one dual write; False where the owner has to stop."""
         lane = self._lanes.pop(0)
         self._lanes.append(lane)
@@ -195,7 +195,7 @@ class Owner:
         begun = False
         try:
             lane.ready(Deadline(TIMEOUT_S))
-            with dual_write(lane, ground, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
+            with dual_write(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
                 begun = True
                 connection.about(write)
                 for name, partition in write.messages:

@@ -16,7 +16,7 @@ from search.stepping import Move
 from search.values import Database, Process
 from search.writing import Writing
 
-_RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "mend": Settling, "resolve": Doubting}
+_RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "repair": Settling, "resolve": Doubting}
 """The positions of a process; all others are writing."""
 
 

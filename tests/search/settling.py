@@ -256,18 +256,18 @@ class Settling(Step):
             self.learn(f"InitProducerId: {answer.error_code.name}", retired=_OVERTAKEN)
 
     def settle_end_forgotten(self) -> None:
-        """``_end_forgotten``: the partitions are added to a transaction of the retired id, which is then ended."""
+        """``_repair_markers``: the partitions are added to a transaction of the retired id, which is then ended."""
         places, _ = to_end(self.p.knowledge)
         view = self.p.knowledge.view
         request = sim.AddPartitionsToTxn(self.item_id, view.producer_id, view.epoch, tuple(sorted(places)))
         broker, answer = self.ask(request)
         text = f"settling {self.p.item}: adds what was forgotten in {sorted(number for _, number in places)}"
         if set(answer.error_codes) == {OK}:
-            self.go(text, self.p._replace(doing="mend"), broker=broker)
+            self.go(text, self.p._replace(doing="repair"), broker=broker)
         elif not set(answer.error_codes) & LATER:
             self.go(f"{text}: another settler has retired it", self.looking_again())
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         _, committed = to_end(self.p.knowledge)
         view = self.p.knowledge.view
         request = sim.EndTxn(self.item_id, view.producer_id, view.epoch, committed)

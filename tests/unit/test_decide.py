@@ -103,9 +103,9 @@ def batch(store):
 def decision(store, batch, monkeypatch):
     """Two parts; the first one's transaction can be completed without a claim."""
     monkeypatch.setattr(decide, "complete_handed_over", lambda rows, **_: rows[:1])
-    ground = SimpleNamespace(store=store, coordinator=None, owner="me")
+    context = SimpleNamespace(store=store, coordinator=None, owner="me")
     parts = [Part("b"), Part("a")]
-    return decide.Decision(batch, parts, ground, connect=lambda: nullcontext(object()), timeout_s=1, idle_s=1)
+    return decide.Decision(batch, parts, context, connect=lambda: nullcontext(object()), timeout_s=1, idle_s=1)
 
 
 def test_all_parts_are_decided_in_one_transaction_in_the_order_of_their_ids(decision, batch, store):

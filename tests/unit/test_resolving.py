@@ -7,7 +7,7 @@ from dualwrite.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.claim import Ground
+from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.commit_in_doubt import resolve_commit
 
 OURS = prepared(1)
@@ -64,7 +64,7 @@ def test_it_is_resolved_when_the_database_is_back(state, step):
     clock = Clock()
     with running_on(clock):
         store = Store(clock, IN_THE_WAY, row_with(state))
-        assert resolve_commit(Ground(None, store, "me"), "orders", OURS, None, Deadline(60)) is step
+        assert resolve_commit(OwnerContext(None, store, "me"), "orders", OURS, None, Deadline(60)) is step
     assert not store.errors
 
 
@@ -74,7 +74,7 @@ def test_it_is_given_up_at_the_deadline_and_not_before(kind):
     with running_on(clock):
         store = Store(clock, [kind("still away")] * 1000, row_with(OURS))
         with pytest.raises(kind, match="still away"):
-            resolve_commit(Ground(None, store, "me"), "orders", OURS, None, Deadline(60))
+            resolve_commit(OwnerContext(None, store, "me"), "orders", OURS, None, Deadline(60))
     assert 60 <= clock.now <= 62
 
 
@@ -82,6 +82,6 @@ def test_what_is_no_matter_of_time_is_raised_at_once():
     clock = Clock()
     with running_on(clock), pytest.raises(ZeroDivisionError):
         resolve_commit(
-            Ground(None, Store(clock, [ZeroDivisionError()], None), "me"), "orders", OURS, None, Deadline(60)
+            OwnerContext(None, Store(clock, [ZeroDivisionError()], None), "me"), "orders", OURS, None, Deadline(60)
         )
     assert clock.now == 1

@@ -93,7 +93,7 @@ def expected_of_undecided(k: Knowledge) -> SettleStep:
         return SettleStep.FINISH
     # What is left is committed only where it is the decided one, whose commit is not recorded as anything else.
     commits = k.still_open == ((P0, 17),) and k.recorded is Outcome.COMMITTED
-    return SettleStep.RETIRE if k.view.status is CONTRARY[commits] else SettleStep.END_FORGOTTEN
+    return SettleStep.RETIRE if k.view.status is CONTRARY[commits] else SettleStep.REPAIR_MARKERS
 
 
 def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of the table is a branch
@@ -117,7 +117,7 @@ def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of th
             if k.view.status is Status.ONGOING and ids == (42, 3) and k.view.partitions:
                 return SettleStep.COMMIT
             fenced = k.view.status in AT_REST - {Status.COMPLETE_ABORT} and ids == (42, 4)
-            return SettleStep.END_FORGOTTEN if fenced else SettleStep.RETIRE
+            return SettleStep.REPAIR_MARKERS if fenced else SettleStep.RETIRE
     if k.view.status is Status.COMPLETE_COMMIT and ids == (42, 3) and k.proof in {LogProof.OPEN, LogProof.UNKNOWABLE}:
         return SettleStep.RECORD_COMMITTED
     return {
@@ -158,7 +158,7 @@ def test_nothing_is_committed_without_evidence_of_the_very_transaction():
 
 
 def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_under():
-    ends = [k for k in ALL if next_step(k) is SettleStep.END_FORGOTTEN]
+    ends = [k for k in ALL if next_step(k) is SettleStep.REPAIR_MARKERS]
     assert {k.is_pending for k in ends} == {True, False}
     for k in ends:
         assert k.view.status in AT_REST
@@ -167,7 +167,7 @@ def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_un
 
 def test_one_epoch_ends_what_was_forgotten_in_one_way_only():
     for k in ALL:
-        if next_step(k) is SettleStep.END_FORGOTTEN:
+        if next_step(k) is SettleStep.REPAIR_MARKERS:
             _, committed = to_end(k)
             assert k.view.status is not CONTRARY[committed], k
 
@@ -177,7 +177,7 @@ def test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_th
     known = replace(proved(known, LogProof.PARTLY), still_open=((P0, 17), (ELSEWHERE, 5)))
     assert next_step(known) is SettleStep.RETIRE
     known = replace(proved(retired(known, (42, 4)), LogProof.PARTLY), still_open=((P0, 17), (ELSEWHERE, 5)))
-    assert next_step(known) is SettleStep.END_FORGOTTEN
+    assert next_step(known) is SettleStep.REPAIR_MARKERS
     assert to_end(known) == ({P0}, True)
     known = proved(looked(known, view(Status.COMPLETE_COMMIT, 4)), LogProof.COMMITTED)
     assert next_step(known) is SettleStep.RECORD_COMMITTED
@@ -186,7 +186,7 @@ def test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_th
     known = replace(known, still_open=((ELSEWHERE, 5),))
     assert next_step(known) is SettleStep.RETIRE
     known = replace(retired(known, (42, 5)), still_open=((ELSEWHERE, 5),))
-    assert next_step(known) is SettleStep.END_FORGOTTEN
+    assert next_step(known) is SettleStep.REPAIR_MARKERS
     assert to_end(known) == ({ELSEWHERE}, False)
 
 
@@ -215,7 +215,7 @@ def test_what_was_open_when_the_log_was_read_and_is_not_any_more_is_proved_again
 def test_whoever_comes_after_a_settler_that_has_recorded_a_loss_looks_what_it_has_left_open(outcome):
     known = retired(initial(S, outcome), (42, 4))
     assert next_step(known) is SettleStep.LOOK_FOR_OPEN
-    assert next_step(replace(known, still_open=((P0, 17),))) is SettleStep.END_FORGOTTEN
+    assert next_step(replace(known, still_open=((P0, 17),))) is SettleStep.REPAIR_MARKERS
     assert next_step(retired(initial(S, Outcome.COMMITTED), (42, 4))) is SettleStep.FINISH
 
 

@@ -22,7 +22,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
-from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settle import end_participants
 from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.columns.table import read_table
@@ -158,8 +158,8 @@ class DriverSide:
     def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
         prefix = owner_prefix(self._run_name or self._batch_id)
         leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
-        ground = Ground(self._coordinator, self._store, unique_owner())
-        settle_leases(ground, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
+        context = OwnerContext(self._coordinator, self._store, unique_owner())
+        settle_leases(context, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
         # A paused task may have prepared a transaction after its slot was settled.
         rows = self._store.find(f"{self._pool.pool}#")
         found = self._store.participants(rows)

@@ -222,7 +222,7 @@ class _Writing:
                 attempt.engine.connect() as connection,
                 dual_write(
                     place.lane,
-                    place.ground,
+                    place.context,
                     connection,
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,

@@ -11,7 +11,7 @@ from dualwrite import failpoints
 from dualwrite.errors import DualWriteError, TransactionAborted
 from dualwrite.jobs.decide import Decision
 from dualwrite.protocol.batches.entry import Way
-from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.spark.columns.row_names import table_key
 from dualwrite.sinks.spark.columns.table import require_types
 from dualwrite.sinks.spark.driver.plan import DriverSide
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.rows import StateRow
     from dualwrite.sinks.spark.columns.layout import Layout
-    from dualwrite.sinks.spark.whole_batch.prepared_partition import Undecided
+    from dualwrite.sinks.spark.whole_batch.prepared_partition import PreparedPartition
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ class WholeBatch(DriverSide):
         destination = destination_of(self._options, layout, Way.WHOLE)
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
-    def decide(self, layout: Layout, prepared: Collection[Undecided], *, truncate: bool, upsert: Sequence[str]) -> bool:
+    def decide(
+        self, layout: Layout, prepared: Collection[PreparedPartition], *, truncate: bool, upsert: Sequence[str]
+    ) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch.
@@ -77,7 +79,7 @@ class WholeBatch(DriverSide):
         decision = Decision(
             deciding,
             prepared,
-            Ground(self._coordinator, self._store, unique_owner()),
+            OwnerContext(self._coordinator, self._store, unique_owner()),
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
@@ -90,7 +92,7 @@ class WholeBatch(DriverSide):
         self._raise_new_incidents()
         return written
 
-    def record(self, connection: Connection, layout: Layout, prepared: Sequence[Undecided]) -> bool:
+    def record(self, connection: Connection, layout: Layout, prepared: Sequence[PreparedPartition]) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
         options, destination = self._options, destination_of(self._options, layout, Way.WHOLE)
         self._ledger.begin(connection, options.sink, self._batch_id, destination)
@@ -108,7 +110,7 @@ class WholeBatch(DriverSide):
             started_at=min((one.started_at for one in prepared), default=None),
         )
 
-    def require_leases(self, connection: Connection, prepared: Sequence[Undecided]) -> None:
+    def require_leases(self, connection: Connection, prepared: Sequence[PreparedPartition]) -> None:
         """Lock every part's lease until the transaction ends. Raise TransactionAborted if one has ended."""
         held = self._pool.held_in(connection, {one.transactional_id: one.owner for one in prepared})
         late = [one for one in prepared if one.transactional_id not in held]
@@ -126,7 +128,7 @@ class WholeBatch(DriverSide):
         with self._engine.connect() as connection:
             return self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
 
-    def release(self, completed: Sequence[Undecided]) -> bool:
+    def release(self, completed: Sequence[PreparedPartition]) -> bool:
         """Return the slots of completed parts to the pool. False on failure: they must then be claimed like the others."""
         try:
             for rests in (True, False):
@@ -155,7 +157,9 @@ class WholeBatch(DriverSide):
         self._drop_staging(layout, slots)
         self._raise_new_incidents()
 
-    def _drop_staging(self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[Undecided] = ()) -> None:
+    def _drop_staging(
+        self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[PreparedPartition] = ()
+    ) -> None:
         drop_staging(self._engine, [one.staged for one in completed if one.staged is not None])
         drop_dead_staging(
             self._engine,
@@ -177,7 +181,7 @@ class _Deciding:
         self,
         driver: WholeBatch,
         layout: Layout,
-        prepared: Collection[Undecided],
+        prepared: Collection[PreparedPartition],
         *,
         truncate: bool,
         upsert: Sequence[str],
@@ -190,7 +194,7 @@ class _Deciding:
         self._decided_at: float | None = None
         self.name = driver.name
         self.slots: Sequence[StateRow] = ()
-        self.released: Sequence[Undecided] = ()
+        self.released: Sequence[PreparedPartition] = ()
 
     def record(self, connection: Connection) -> bool:
         return self._driver.record(connection, self._layout, self._prepared)

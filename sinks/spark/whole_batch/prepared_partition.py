@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Undecided:
+class PreparedPartition:
     """The part of a batch that one task has prepared. Pickles; holds no secret.
 
     Attributes:
@@ -82,7 +82,7 @@ def prepare_partition(
     number: int,
     run: Run | None,
     staging: bool,
-) -> Undecided | None:
+) -> PreparedPartition | None:
     """Send one partition to both servers, undecided.
 
     On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased
@@ -121,7 +121,9 @@ def prepare_partition(
     return undecided
 
 
-def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool) -> Undecided:
+def _prepare(
+    attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool
+) -> PreparedPartition:
     options = attempt.options
     progress = Progress(attempt.name, options.progress_s)
     try:
@@ -131,7 +133,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
                 attempt.engine.connect() as connection,
                 dual_write(
                     place.lane,
-                    place.ground,
+                    place.context,
                     connection,
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,
@@ -155,7 +157,7 @@ def _prepare(attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch]
             raise no_room from error
         raise
     logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
-    return Undecided(
+    return PreparedPartition(
         partition=attempt.partition,
         rows=progress.rows,
         bytes=progress.bytes,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dualwrite.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.naming import owner_prefix
-from dualwrite.recovery.claim import Ground, default_owner
+from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.sinks.spark.worker.slot import Slot, leased_slot
 from dualwrite.stores.jobs.ledger import Ledger
@@ -23,7 +23,7 @@ from dualwrite.writing.lane import Lane
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.sinks.spark.worker.worker_cache import Servers
+    from dualwrite.sinks.spark.worker.worker_cache import WorkerCache
     from dualwrite.stores.jobs.ledger import WrittenPartition
     from dualwrite.stores.jobs.runs import Run
 
@@ -36,12 +36,12 @@ class Workplace:
 
     Attributes:
         lane: Ready for one dual write.
-        ground: The two servers.
+        context: The two servers.
         slot: The slot whose id the lane uses.
     """
 
     lane: Lane
-    ground: Ground
+    context: OwnerContext
     slot: Slot
 
 
@@ -56,7 +56,7 @@ class Attempt:
         run: The run of the batch that the attempt belongs to; None if it is not known.
     """
 
-    def __init__(self, servers: Servers, batch_id: str, partition: int, number: int, run: Run | None) -> None:
+    def __init__(self, servers: WorkerCache, batch_id: str, partition: int, number: int, run: Run | None) -> None:
         self.options = options = servers.options
         self.batch_id = batch_id
         self.partition = partition
@@ -116,7 +116,7 @@ class Attempt:
         pool = self._pool()
         former = pool.held_by(self._prefix)
         deadline = Deadline(self.options.timeout_s)
-        settle_leases(self._servers.ground, pool, former, deadline, name=self.name, prefix=self._prefix)
+        settle_leases(self._servers.context, pool, former, deadline, name=self.name, prefix=self._prefix)
 
     def _pool(self) -> SlotPool:
         options = self.options
@@ -140,7 +140,7 @@ class Attempt:
                 lane.ready(Deadline(self.options.timeout_s))
                 # If the lease is lost, its settler may have claimed the slot before our claim, and would not return to settle.
                 pool.renew(slot.lease, lease_s)
-                yield Workplace(lane, servers.ground, slot)
+                yield Workplace(lane, servers.context, slot)
             except BaseException:
                 lane.discard()
                 raise

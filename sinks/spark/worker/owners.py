@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from dualwrite.recovery.claim import Ground, claim_rows
+from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def settle_leases(
-    ground: Ground, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
+    context: OwnerContext, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
 ) -> None:
     """Take leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
 
     Args:
-        ground: The two servers.
+        context: The two servers.
         pool: The slots.
         leases: As they were seen.
         deadline: Limits the call.
@@ -33,10 +33,10 @@ def settle_leases(
         ConfigurationError, Unavailable: They could not be settled.
     """
     # Before the claim: a task that claims its slot after us then finds by its lease that it is too late.
-    taken = pool.take_over(leases, f"{prefix}settled by {ground.owner}", deadline.remaining_s())
+    taken = pool.take_over(leases, f"{prefix}settled by {context.owner}", deadline.remaining_s())
     if not taken:
         return
-    rows = claim_rows(ground, sorted({lease.transactional_id for lease in taken}), deadline)
-    report = settle(rows, coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+    rows = claim_rows(context, sorted({lease.transactional_id for lease in taken}), deadline)
+    report = settle(rows, coordinator=context.coordinator, store=context.store, deadline=deadline)
     pool.release({lease.transactional_id: lease.owner for lease in taken})
     logger.info("%s: settled %d slots, %d transactions rolled forward", name, len(rows), len(report.rolled_forward))

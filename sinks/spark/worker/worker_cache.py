@@ -18,7 +18,7 @@ from pyspark import TaskContext
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.recovery.claim import Ground, unique_owner
+from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.writing.lane import Lane
@@ -33,13 +33,13 @@ _MOST_LANES: Final = 8
 _MOST_SINKS: Final = 4
 
 
-class Servers:
+class WorkerCache:
     """One sink's connections in this process, and the lanes that rest on them. For one task at a time.
 
     Attributes:
         options: The sink's settings.
         engine: The database.
-        ground: The two servers.
+        context: The two servers.
 
     Raises:
         ConfigurationError: A setting refers to an environment variable that is not set.
@@ -50,7 +50,7 @@ class Servers:
         self._config = options.kafka_config()
         self.engine = connect_engine(options)
         store = SqlStateStore(self.engine, schema=options.schema)
-        self.ground = Ground(KafkaCoordinator(self._config), store, unique_owner())
+        self.context = OwnerContext(KafkaCoordinator(self._config), store, unique_owner())
         self._resting: dict[str, Lane] = {}
         self._pid = os.getpid()
 
@@ -78,7 +78,7 @@ class Servers:
             ConfigurationError, Unavailable: The rows could not be read.
         """
         if self._resting:
-            found = {row.transactional_id: row for row in self.ground.store.read(list(self._resting))}
+            found = {row.transactional_id: row for row in self.context.store.read(list(self._resting))}
             for name, lane in list(self._resting.items()):
                 row = found.get(name)
                 if row is None or (row.namespace, row.incarnation) != (lane.row.namespace, lane.row.incarnation):
@@ -110,37 +110,37 @@ class Servers:
         for lane in self._resting.values():
             lane.discard()
         self._resting.clear()
-        self.ground.coordinator.close()
+        self.context.coordinator.close()
         self.engine.dispose()
 
     def _new_lane(self, transactional_id: str) -> Lane:
-        return Lane(transactional_id, self.ground, self._make_producer)
+        return Lane(transactional_id, self.context, self._make_producer)
 
     def _make_producer(self, row: StateRow) -> TransactionalProducer:
         return TransactionalProducer(
             self._config,
             row.kafka_id(row.incarnation),
-            coordinator=self.ground.coordinator,
+            coordinator=self.context.coordinator,
             incarnation=row.incarnation,
             call_timeout_s=self.options.timeout_s,
             bulk=True,
         )
 
 
-_kept: Final[dict[str, Servers]] = {}
+_kept: Final[dict[str, WorkerCache]] = {}
 """By pool; excludes those in use."""
 
 
 @contextmanager
-def servers(options: SinkOptions) -> Generator[Servers, None, None]:
+def servers(options: SinkOptions) -> Generator[WorkerCache, None, None]:
     """The sink's connections and lanes: those that an earlier task left here, or new ones.
 
     They are closed when the block ends: outside of a Spark task, if the sink keeps nothing, and after an error.
 
     Raises:
-        ConfigurationError: As `Servers`.
+        ConfigurationError: As `WorkerCache`.
     """
-    found = _taken(options) or Servers(options)
+    found = _taken(options) or WorkerCache(options)
     try:
         yield found
     except BaseException:
@@ -152,7 +152,7 @@ def servers(options: SinkOptions) -> Generator[Servers, None, None]:
         found.close()
 
 
-def _taken(options: SinkOptions) -> Servers | None:
+def _taken(options: SinkOptions) -> WorkerCache | None:
     found = _kept.pop(options.pool, None)
     if found is None or not found.is_ours:
         return None
@@ -162,7 +162,7 @@ def _taken(options: SinkOptions) -> Servers | None:
     return found
 
 
-def _keep(found: Servers) -> None:
+def _keep(found: WorkerCache) -> None:
     former = _kept.pop(found.options.pool, None)
     if former is not None:  # left by a task that ran at the same time in this process
         former.close()

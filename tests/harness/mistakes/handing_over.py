@@ -54,15 +54,17 @@ def end_of_the_decider_repeated(patch: pytest.MonkeyPatch) -> None:
 def claiming_nothing_decided(claim):
     """A claim that leaves alone what is decided and not completed, and completes that instead."""
 
-    def claim_the_rest(ground, transactional_ids, deadline, **kwargs):
+    def claim_the_rest(context, transactional_ids, deadline, **kwargs):
         decided = [
             row
-            for row in ground.store.read(transactional_ids)
+            for row in context.store.read(transactional_ids)
             if belongs(row.prepared, row.incarnation) and row.completed is None
         ]
-        completed = complete_handed_over(decided, coordinator=ground.coordinator, store=ground.store, deadline=deadline)
+        completed = complete_handed_over(
+            decided, coordinator=context.coordinator, store=context.store, deadline=deadline
+        )
         done = {row.transactional_id for row in completed}
-        return claim(ground, [name for name in transactional_ids if name not in done], deadline, **kwargs)
+        return claim(context, [name for name in transactional_ids if name not in done], deadline, **kwargs)
 
     return claim_the_rest
 

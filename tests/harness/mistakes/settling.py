@@ -101,12 +101,12 @@ def coordinator_outweighs_the_log(patch: pytest.MonkeyPatch) -> None:
 @mistake(
     Check(
         "unit/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
-        "SettleStep.END_FORGOTTEN",
+        "SettleStep.REPAIR_MARKERS",
     )
 )
 def two_ends_under_one_epoch(patch: pytest.MonkeyPatch) -> None:
     """A settler aborts what was forgotten under the epoch under which it has committed: late copies may end the wrong one."""
-    patch.setattr(rules, "_step_to_end", lambda *_: SettleStep.END_FORGOTTEN)
+    patch.setattr(rules, "_step_to_end", lambda *_: SettleStep.REPAIR_MARKERS)
 
 
 @mistake(performed("second_settler_waits", "came not to settle.looked"))

@@ -27,7 +27,7 @@ def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
     real = DualWrite.begin
 
     def begin(self):
-        store = self._ground.store
+        store = self._context.store
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(store, "read_incarnation", lambda *_, **__: self._lane.row.incarnation)
             real(self)
@@ -147,7 +147,7 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
 def unsettled_taken_for_pending(patch: pytest.MonkeyPatch) -> None:
     """An owner whose decided transaction was neither answered nor settled says that it is pending, and asks no log."""
 
-    def pending(_ground, row, *_):
+    def pending(_context, row, *_):
         raise CompletionPending("not answered", transactional_id=row.transactional_id)
 
     patch.setattr(lane, "prove_committed", pending)
@@ -164,8 +164,8 @@ def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
 def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     """A recovery command settles what it finds in the rows without raising their incarnations first."""
 
-    def only_read(ground, ids, deadline, **_):
-        return [replace(row, incarnation=row.incarnation + 1) for row in ground.store.read(ids)]
+    def only_read(context, ids, deadline, **_):
+        return [replace(row, incarnation=row.incarnation + 1) for row in context.store.read(ids)]
 
     patch.setattr(recover, "claim_rows", only_read)
 

@@ -66,7 +66,7 @@ def judged_whole(
     return whole
 
 
-class Transaction:
+class OpenTransaction:
     """The current transaction, as far as this process knows it."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class JudgedProducer:
     def __init__(self, transactional_id: str, *, silent_retry_after_s: float) -> None:
         self.machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
         self.log = IdLogger(transactional_id)
-        self.transaction = Transaction()
+        self.transaction = OpenTransaction()
         self._id = transactional_id
         self._silent_retry_after_s = silent_retry_after_s
         self._handle: Handle | None = None

@@ -17,7 +17,7 @@ from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import OFFSETS_TOPIC
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.librdkafka.doubt import Transaction
+    from dualwrite.kafka.producer.librdkafka.doubt import OpenTransaction
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
@@ -53,7 +53,9 @@ class Evidence:
         """Ask for the producer id and epoch. All transactions share them until an abort, which may raise the epoch."""
         return self._take_ids(self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id])
 
-    def state_of(self, transaction: Transaction, *, bulk: bool, age_s: float, deadline: Deadline) -> PreparedTxnState:
+    def state_of(
+        self, transaction: OpenTransaction, *, bulk: bool, age_s: float, deadline: Deadline
+    ) -> PreparedTxnState:
         """The state of a transaction that wrote something, all of it delivered.
 
         Args:
@@ -93,7 +95,7 @@ class Evidence:
             raise TransactionAborted("no partition shows anything of the transaction", transactional_id=self._kafka_id)
         return replace(self._named(offsets, self.ids, deadline), started_ms=started_ms)
 
-    def ended(self, transaction: Transaction, *, bulk: bool, deadline: Deadline) -> Ended:
+    def ended(self, transaction: OpenTransaction, *, bulk: bool, deadline: Deadline) -> Ended:
         """Describe a transaction that is about to be aborted, as completely as possible.
 
         Args:

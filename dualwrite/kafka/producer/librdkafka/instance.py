@@ -20,7 +20,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.producer.ends import PendingEnd, know_end
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
-from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, Transaction, judged_whole
+from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, OpenTransaction, judged_whole
 from dualwrite.kafka.producer.librdkafka.evidence import OLD_S
 from dualwrite.kafka.producer.librdkafka.failures import Failure, Phase, failure_of, kafka_error
 from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
@@ -105,7 +105,7 @@ class ProducerInstance(JudgedProducer):
         """Begin a transaction."""
         self._require_end_known(deadline)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
-        self.transaction = Transaction()
+        self.transaction = OpenTransaction()
         self.machine.apply(ProducerEvent.BEGIN)
 
     def _require_end_known(self, deadline: Deadline) -> None:
