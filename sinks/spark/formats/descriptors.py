@@ -20,7 +20,7 @@ def descriptor_set(message: object) -> bytes:
         message: A class that protoc has generated.
 
     Raises:
-        ConfigurationError: `message` is no such class.
+        ConfigurationError: It is no such class.
     """
     from google.protobuf.descriptor_pb2 import FileDescriptorSet  # noqa: PLC0415 - an optional package
 
