@@ -203,7 +203,7 @@ def test_a_given_avro_schema_must_have_a_field_for_each_column_and_a_column_or_d
     refused("'b' of type bigint .* has no such field", "avro", avro(a="long"), a=LONG, b=LONG)
     refused("has the field 'b' without a default", "avro", avro(a="long", b="long"), a=LONG)
     plan("avro", avro(a="long", b={"type": "long", "default": 1}), a=LONG)
-    refused("is no record", "avro", Given(schema='"long"'), a=LONG)
+    refused("is not a record", "avro", Given(schema='"long"'), a=LONG)
     refused("cannot be used", "avro", Given(schema="{"), a=LONG)
     refused("cannot be used", "avro", avro(a="Elsewhere"), a=LONG)
 
@@ -259,7 +259,7 @@ def test_decimals_keep_all_digits_in_json_schema():
         ({"properties": {}, "additionalProperties": False}, "'a' of type bigint .* has no such property"),
         ({"required": ["b"]}, "requires 'b', and no column goes into it"),
         ({"type": 7}, "cannot be used"),
-        ([], "cannot be used|is no object"),
+        ([], "cannot be used|is not an object"),
     ],
 )
 def test_a_given_json_schema_that_no_row_can_fit_is_refused(schema, says):
@@ -295,7 +295,7 @@ def test_protobuf_messages_within_messages_and_signs_of_durations():
     ("given", "says"),
     [
         (proto("test.N", M={"a": "int64"}), "has no message 'test.N'"),
-        (Given(message="test.M", descriptor=b"\xff\xff"), "is no descriptor set"),
+        (Given(message="test.M", descriptor=b"\xff\xff"), "is not a descriptor set"),
         (Given(message="test.M", descriptor=protobuf_file(imports=("other.proto",), M={"a": "int64"})), "is not whole"),
         (proto(M={"b": "int64"}), "'a' of type bigint .* has no field of its name"),
         (proto(M={"a": "int32"}), "the field test.M.a is int32"),
@@ -312,7 +312,7 @@ def test_a_generated_class_is_taken_by_its_descriptors():
     found = descriptor_set(Api)
     schema = plan("protobuf", Given(message="google.protobuf.Api", descriptor=found), name=STRING)
     assert schema.record == "google.protobuf.Api"
-    with pytest.raises(ConfigurationError, match="is no generated Protobuf message class"):
+    with pytest.raises(ConfigurationError, match="is not a generated Protobuf message class"):
         descriptor_set(int)
 
 

@@ -228,7 +228,7 @@ def test_columns_can_be_renamed():
         ({"columns": ["id", "nope"]}, "columns names the column 'nope'"),
         ({"columns": {"id": "nope"}}, "table 'target' has no column 'nope' for the DataFrame's column 'id'"),
         ({"columns": []}, "no column goes into the table"),
-        ({"columns": "id"}, "columns is a text"),
+        ({"columns": "id"}, "columns is a string"),
         ({}, "table 'target' has no column 'at'"),
     ],
 )
@@ -249,7 +249,7 @@ def test_headers_of_another_shape_are_refused(bad):
 
 def test_a_column_twice_in_the_dataframe_is_refused():
     schema = StructType([StructField("id", spark.LongType()), StructField("id", spark.LongType())])
-    refused("two columns of the name 'id'", schema, ORDERS)
+    refused("two columns named 'id'", schema, ORDERS)
 
 
 def test_a_column_that_needs_a_value_and_gets_none_is_refused():

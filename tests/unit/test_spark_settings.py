@@ -136,7 +136,7 @@ def test_an_option_url_with_a_bad_port_is_refused_without_showing_it():
         "sink": "s", "url": f"postgresql+psycopg://app:p@host:{CANARY}@db/shop", "dbtable": "t", "topic": "t",
         "kafka.bootstrap.servers": "b:9092", "password": "p",
     }  # fmt: skip
-    with pytest.raises(ConfigurationError, match="url is no database URL") as caught:
+    with pytest.raises(ConfigurationError, match="url is not a database URL") as caught:
         SourceOptions.parse(given)
     assert CANARY not in "".join(traceback.format_exception(caught.value))
 

@@ -155,7 +155,7 @@ class _Planning:
         names = [field.name for field in self._fields]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigurationError(f"the DataFrame has two columns of the name {twice[0]!r}", next_step="rename one")
+            raise ConfigurationError(f"the DataFrame has two columns named {twice[0]!r}", next_step="rename one")
         options = self._options
         topic = self._textual("topic_column", options.topic_column)
         key = self._key()
@@ -184,7 +184,7 @@ class _Planning:
         options = self._options
         columns = options.columns
         if isinstance(columns, str):
-            raise ConfigurationError("columns is a text; give a list of names, or a mapping")
+            raise ConfigurationError("columns is a string; give a list of names, or a mapping")
         if isinstance(columns, Mapping):
             return dict(columns)
         if columns is not None:

@@ -146,7 +146,7 @@ class DriverSide:
             if has_begun:
                 return rows
             if deadline.expired:
-                raise Unavailable(f"{self.name}: a task of a former run stands still where it hands its rows over")
+                raise Unavailable(f"{self.name}: a task of an earlier run is stuck while it hands its rows over")
             pause(_LOOKS_AGAIN_S)
 
     def _begin_run(self) -> bool:

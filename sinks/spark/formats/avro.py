@@ -91,7 +91,7 @@ def plan(part: Part, given: Given) -> PartSchema:
         arrow: tuple[pa.DataType, ...] = (_fit(part, name, data_type, schema),)
     else:
         if not isinstance(schema, dict) or schema.get("type") != "record":
-            raise ConfigurationError(f"the Avro schema of the message's {part.field} is no record")
+            raise ConfigurationError(f"the Avro schema of the message's {part.field} is not a record")
         arrow = _fit_fields(part, "", part.columns, schema)
     record = schema.get("name") if isinstance(schema, dict) and schema.get("type") == "record" else None
     return PartSchema(part, Format.AVRO, text, record, given, arrow)

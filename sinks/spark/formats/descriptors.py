@@ -26,7 +26,7 @@ def descriptor_set(message: object) -> bytes:
 
     descriptor = getattr(message, "DESCRIPTOR", None)
     if not hasattr(descriptor, "file"):
-        raise ConfigurationError(f"{message!r} is no generated Protobuf message class")
+        raise ConfigurationError(f"{message!r} is not a generated Protobuf message class")
     found = FileDescriptorSet()
     seen: set[str] = set()
 

@@ -126,7 +126,7 @@ def _checked(part: Part, text: str) -> dict[str, Json]:
     except (ValueError, SchemaError) as error:
         raise ConfigurationError(f"{what} cannot be used: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{what} is no object")
+        raise ConfigurationError(f"{what} is not an object")
     return found
 
 

@@ -87,7 +87,7 @@ def _message(given: Given) -> type[Message]:
         return cast("type[Message]", found)
     except DecodeError as error:
         raise ConfigurationError(
-            "the descriptor is no descriptor set",
+            "the descriptor is not a descriptor set",
             next_step="make it with protoc --include_imports --descriptor_set_out",
         ) from error
     except KeyError as error:

@@ -81,7 +81,7 @@ class SinkOptions:
     """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
 
     It pickles, because the tasks connect too. The pickle masks values that may be secret, so that they cannot be read off a
-    dump; this is no encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of
+    dump; this is not encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of
     ``kafka``: the driver and each executor then read it from their own environment when they connect.
 
     Args:

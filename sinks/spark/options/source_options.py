@@ -114,7 +114,7 @@ class SourceOptions:
 
 
 def _stream(given: Mapping[str, str]) -> str | None:
-    """Name the stream after its checkpoint: no two streams share one, and all of Spark's processes know nothing else of it."""
+    """Name the stream after its checkpoint, which is unique: Spark's processes share no other knowledge of a stream."""
     checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
     return None if checkpoint is None else stream_name(hashlib.sha256(checkpoint.encode()).hexdigest())
 
@@ -145,7 +145,7 @@ def _columns(text: str) -> Mapping[str, str] | Sequence[str]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"the option columns is no JSON: {error}") from None
+        raise ConfigurationError(f"the option columns is not JSON: {error}") from None
     if not all(isinstance(target, str) for target in (found.values() if isinstance(found, dict) else found)):
         raise ConfigurationError("the option columns must hold names of columns, or map them to names of columns")
     return found  # type: ignore[no-any-return] # checked above
@@ -168,6 +168,6 @@ def _url(options: Mapping[str, str]) -> str:
         url = make_url(readable_url(text))
     except (ArgumentError, ValueError):  # ValueError: the port is not a number
         # Without its cause: SQLAlchemy's message repeats the URL, password included.
-        raise ConfigurationError("the option url is no database URL") from None
+        raise ConfigurationError("the option url is not a database URL") from None
     url = url.set(username=options.get("user", url.username), password=options.get("password", url.password))
     return url.render_as_string(hide_password=False)

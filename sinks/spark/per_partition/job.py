@@ -65,7 +65,7 @@ class BatchReport:
 
 
 def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
-    """Describe what a failed run has left, for people.
+    """Describe the result of a failed run, for people.
 
     Args:
         written: The numbers of the partitions that are committed, in order.

@@ -128,7 +128,7 @@ def _told() -> Generator[None, None, None]:
         ) from error
     except OAuthTokenError:
         # Without its cause and its message: they may repeat the request to the token's server.
-        raise Unavailable("the schema registry's token could not be had") from None
+        raise Unavailable("the schema registry's token could not be obtained") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _CLIENTS:
             raise
