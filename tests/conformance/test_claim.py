@@ -275,6 +275,8 @@ def test_the_names_of_one_writer_are_found_by_an_index(database: Database, store
     database.execute(f"ANALYZE {database.state_table}" if database.kind == "postgresql" else "ANALYZE")
     for name in ("mine#1", "mine#2"):
         database.claim(store, name)
+    if database.kind == "postgresql":  # these binaries know the collation C alone, where the primary key would do, too
+        database.execute(f"ALTER TABLE {database.state_table} DROP CONSTRAINT kafka_transaction_state_pkey CASCADE")
     plans: list[str] = []
     explain = "EXPLAIN " if database.kind == "postgresql" else "EXPLAIN QUERY PLAN "
 
