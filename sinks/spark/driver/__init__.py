@@ -1,5 +1,5 @@
 """The driver's work that ``per_partition`` and ``whole_batch`` share.
 
 What belongs here: planning, Spark jobs, and reports of failed jobs.
-May use: everything but these two; of ``whole_batch`` only the value that a task hands over.
+May use: everything but these two.
 """
