@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import fairness
-from benchmarks.servers import OwnerContext
+from benchmarks.servers import Ground
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_the_slowest_of_many_threads_on_few_lanes_wait_little_longer_than_most(
     dualwrite_kafka, dualwrite_postgres, kafka, url
 ):
-    figures = fairness.run(OwnerContext(dualwrite_kafka, dualwrite_postgres, kafka, url))
+    figures = fairness.run(Ground(dualwrite_kafka, dualwrite_postgres, kafka, url))
     assert figures["p99"] <= 3 * figures["p50"], figures
     # A thread that never gets a lane has nothing among these times.
     assert figures["fewest of a thread"] >= figures["most of a thread"] / 2, figures

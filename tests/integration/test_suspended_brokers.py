@@ -1,9 +1,9 @@
-"""A broker is suspended at every fail point of a dual write, of a claim, of settling, of mending and of a batch's decision.
+"""A broker is suspended at every fail point of a dual write, of a claim, of settling, of repair and of a batch's decision.
 
 It goes on, no connection breaks, and it has missed markers (KAFKA-20734). Many writers stand at their points when one broker
 stops, so that it has to be suspended once. Half of each topic is on that broker alone. When the broker's session has ended,
 the writers go on: their coordinators skip its markers and call the transactions complete. Then it comes back, with these
-transactions open, and the writers go on as they like. What mends them stands at its points when the broker stops again.
+transactions open, and the writers go on as they like. What repairs them stands at its points when the broker stops again.
 """
 
 import threading
@@ -30,7 +30,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.recovery.claim import Ground
+from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
@@ -46,7 +46,7 @@ ROWS = Table("operations", MetaData(), Column("id", Text, primary_key=True))
 ABORTING = {"write.before_abort", "write.rolled_back"}
 WRITING = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
-MENDING = [name for name in failpoints.FAILPOINTS if name.startswith("mend.")]
+REPAIRING = [name for name in failpoints.FAILPOINTS if name.startswith("repair.")]
 BATCHES = [
     "batch.handed_over", "batch.prepared", "batch.recorded", "batch.decided",
     "complete.before", "complete.ended", "complete.recorded",
@@ -68,7 +68,7 @@ class Writer:
     Args:
         crowd: Where it writes.
         point: The fail point of its second dual write, or of what settles that after its owner's death. Where a point belongs
-            to mending, the writer decides during the first suspension, and its successor is at the point in a second one.
+            to repair, the writer decides during the first suspension, and its successor is at the point in a second one.
         goes_on: What it does when the broker is back.
     """
 
@@ -78,7 +78,7 @@ class Writer:
         self.goes_on = goes_on
         self.name = f"{point}-{goes_on}".replace(" ", "-")
         self.settled = point in SETTLING
-        self.mended = point in MENDING
+        self.repaired = point in REPAIRING
         self.kafka_id = ""
         self._made = 0
         self._writer = None
@@ -94,10 +94,10 @@ class Writer:
         [row] = SqlStateStore(self._crowd.engine).read([self.name])
         self.kafka_id = row.kafka_id(row.incarnation)
         if not self.settled:
-            with self._crowd.waiting_at("write.decided" if self.mended else self.point):
+            with self._crowd.waiting_at("write.decided" if self.repaired else self.point):
                 self._write(aborts=self.point in ABORTING)
-            if self.mended:
-                self.die()  # at once: its owner would mend it, once the broker is back
+            if self.repaired:
+                self.die()  # at once: its owner would repair it, once the broker is back
             return
         with self._crowd.armed("write.decided", self._die_there):
             self._write()
@@ -157,8 +157,8 @@ class BatchWriter(Writer):
     def __init__(self, crowd, point):
         super().__init__(crowd, point, "dies")
         self._coordinator = KafkaCoordinator(KafkaConfig.parse(crowd.kafka))
-        self._ground = Ground(self._coordinator, SqlStateStore(crowd.engine), "decider")
-        self._lane = Lane(self.name, self._ground, self._make_producer)
+        self._context = OwnerContext(self._coordinator, SqlStateStore(crowd.engine), "decider")
+        self._lane = Lane(self.name, self._context, self._make_producer)
 
     def _make_producer(self, row):
         kafka_id = row.kafka_id(row.incarnation)
@@ -179,7 +179,7 @@ class BatchWriter(Writer):
             with (
                 crowd.engine.connect() as connection,
                 dual_write(
-                    lane, self._ground, connection, margin_s=10, timeout_s=PATIENCE_S, ending=Ending.HAND_OVER
+                    lane, self._context, connection, margin_s=10, timeout_s=PATIENCE_S, ending=Ending.HAND_OVER
                 ) as tx,
             ):
                 for number in (0, 1):
@@ -192,7 +192,7 @@ class BatchWriter(Writer):
             )
             batch = BatchOfOne(self.name, operation, ROWS, crowd.kafka, crowd.engine)
             decision = Decision(
-                batch, [part], self._ground, connect=crowd.engine.connect, timeout_s=PATIENCE_S, idle_s=PATIENCE_S
+                batch, [part], self._context, connect=crowd.engine.connect, timeout_s=PATIENCE_S, idle_s=PATIENCE_S
             )
             decision.run()
 
@@ -286,14 +286,14 @@ class Crowd:
     # The course of events
 
     def run(self):
-        mended = [writer for writer in self.writers if writer.mended]
+        repaired = [writer for writer in self.writers if writer.repaired]
         with failpoints.watched(self.passed), ThreadPoolExecutor(len(self.writers)) as threads:
-            decided = [writer for writer in self.writers if writer.mended or writer.point in DECIDED]
+            decided = [writer for writer in self.writers if writer.repaired or writer.point in DECIDED]
             self._suspend_under([threads.submit(writer.until_suspended) for writer in self.writers], decided)
-            if mended:
-                # The next step of the others ends the mended transaction while the broker is away, or when it is back.
-                ended = [writer for writer in mended if writer.point == "repair.added"]
-                self._suspend_under([threads.submit(writer.until_suspended_again) for writer in mended], ended)
+            if repaired:
+                # The next step of the others ends the repaired transaction while the broker is away, or when it is back.
+                ended = [writer for writer in repaired if writer.point == "repair.added"]
+                self._suspend_under([threads.submit(writer.until_suspended_again) for writer in repaired], ended)
             for one in [threads.submit(writer.go_on) for writer in self.writers]:
                 one.result(PATIENCE_S)
         return [f"never reached: {point}" for point in self._never_reached] + self._check()
@@ -370,8 +370,8 @@ def test_a_broker_is_suspended_at_every_point_of_a_dual_write(crowd_of):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("goes_on", GOES_ON)
-def test_a_broker_is_suspended_at_every_point_of_settling_and_mending_whatever_its_writer_does_next(crowd_of, goes_on):
+def test_a_broker_is_suspended_at_every_point_of_settling_and_repair_whatever_its_writer_does_next(crowd_of, goes_on):
     batches = BATCHES if goes_on == "dies" else []
-    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING, *MENDING, *batches]])
+    crowd = crowd_of([(point, goes_on) for point in [*WRITING, *SETTLING, *REPAIRING, *batches]])
     wrong = crowd.run()
     assert not wrong, "\n".join(wrong)
