@@ -181,9 +181,9 @@ def test_a_failure_in_the_middle_of_the_input_leaves_no_half_partition(spark, nu
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
     try:
         name = functions.when(functions.col("id") < 17_050, functions.col("name")).otherwise(
-            functions.raise_error("no")
+            functions.raise_error("no more of the input")
         )
-        with pytest.raises(SPARKS_ERRORS, match="no"):
+        with pytest.raises(SPARKS_ERRORS, match="no more of the input"):
             write(numbered(spark, rows).withColumn("name", name))
         write(numbered(spark, rows))
     finally:
