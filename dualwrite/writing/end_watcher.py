@@ -68,10 +68,15 @@ class EndWatcher:
                 self._watched.pop(pending, None)
                 raise
 
-    def wait(self, pending: PendingEnd, deadline: Deadline) -> None:
-        """Wait until the watcher has stopped asking for this end. Returns at once if it is not asking."""
+    def wait(self, pending: PendingEnd, deadline: Deadline) -> bool:
+        """Wait until the watcher has stopped asking for this end. Returns at once if it is not asking.
+
+        Returns:
+            False if it was still asking at the deadline: it may yet pass on a step.
+        """
         if (watched := self._watched.get(pending)) is not None and self._thread.is_alive():
-            watched.done.wait(deadline.remaining_s())
+            return watched.done.wait(deadline.remaining_s())
+        return True
 
     def close(self) -> None:
         """Stop asking. May be called more than once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
@@ -124,7 +125,8 @@ class Lane:
     def watch_end(self) -> None:
         """Find out in the background how the last transaction has ended, once the dual write is over."""
         if self._watcher is not None and (pending := self.pending_end) is not None:
-            self._watcher.watch(pending, self.note_end)
+            # The step is for this producer and this row: when it is found, the lane may have others.
+            self._watcher.watch(pending, partial(self._note_end, self.producer, self.row))
 
     def know_end(self, deadline: Deadline) -> None:
         """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
@@ -132,8 +134,11 @@ class Lane:
         Raises:
             ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
         """
-        if self._watcher is not None and (pending := self.pending_end) is not None:
-            self._watcher.wait(pending, deadline)
+        pending = self.pending_end
+        if self._watcher is not None and pending is not None and not self._watcher.wait(pending, deadline):
+            # What the watcher finds later must not be taken for the end of the next transaction.
+            self.note_end(EndStep.SETTLE)
+            return
         if (pending := self.pending_end) is not None:
             self.note_end(know_end(self._context.coordinator, pending, deadline))
 
@@ -143,13 +148,15 @@ class Lane:
         Raises:
             ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
         """
-        if step is EndStep.RECORD:
-            self._record_came_back()
-        self.producer.note_end(step)
+        self._note_end(self.producer, self.row, step)
 
-    def _record_came_back(self) -> None:
-        assert self.producer.pending_end is not None
-        row = replace(self.row, prepared=self.producer.pending_end.ended.state)
+    def _note_end(self, producer: TransactionalProducer, row: StateRow, step: EndStep) -> None:
+        if step is EndStep.RECORD:
+            assert producer.pending_end is not None
+            self._record_came_back(replace(row, prepared=producer.pending_end.ended.state))
+        producer.note_end(step)
+
+    def _record_came_back(self, row: StateRow) -> None:
         detail = (
             "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
         )
