@@ -255,7 +255,7 @@ class Settling(Step):
         elif answer.error_code not in LATER:
             self.learn(f"InitProducerId: {answer.error_code.name}", retired=_OVERTAKEN)
 
-    def settle_end_forgotten(self) -> None:
+    def settle_repair_markers(self) -> None:
         """``_repair_markers``: the partitions are added to a transaction of the retired id, which is then ended."""
         places, _ = to_end(self.p.knowledge)
         view = self.p.knowledge.view

@@ -43,3 +43,13 @@ def test_what_is_not_known_is_no_gap():
     assert known.take(IDS, {HERE: (8, 9), THERE: (12, 12)}) is None
     assert known.take(IDS, {HERE: (11, 11), THERE: (13, 13)}) == HERE
     assert known.take(NEXT_EPOCH, {HERE: (1, 1)}) == HERE
+
+
+def test_what_was_forgotten_may_have_been_written_under_the_next_ids():
+    """A first transaction whose messages failed, and was aborted: its ids are learnt with the next one."""
+    known = Sequences()
+    known.forget()
+    assert known.take(IDS, {HERE: (700, 701)}) is None
+    assert known.take(IDS, {HERE: (703, 703)}) == HERE
+    known.forget()
+    assert known.take(NEXT_EPOCH, {HERE: (9, 9)}) is None

@@ -80,7 +80,7 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def end_of_a_former_producer_taken_for_the_next_one(patch: pytest.MonkeyPatch) -> None:
-    """What is found in the background about a producer's last transaction is noted with whichever producer the lane has then."""
+    """The end found in the background for one producer is noted with the producer that the lane has by then."""
 
     def watch_end(self):
         if self._watcher is not None and (pending := self.pending_end) is not None:

@@ -24,6 +24,7 @@ class Sequences:
         self._ids: tuple[int, int] | None = None
         self._spans: dict[Partition, Span] = {}
         self._knows_all = True
+        self._has_forgotten = False
 
     def take(self, ids: tuple[int, int], shown: Mapping[Partition, Span | None]) -> Partition | None:
         """Take the sequence numbers of a transaction whose messages are all delivered. It may be taken twice.
@@ -36,7 +37,9 @@ class Sequences:
             A partition that holds earlier messages of the same transaction; None if there is no such gap.
         """
         if ids != self._ids:
-            self._ids, self._spans, self._knows_all = ids, {}, True
+            # What was forgotten may have been written under these ids.
+            self._ids, self._spans, self._knows_all = ids, {}, not self._has_forgotten
+        self._has_forgotten = False
         gaps = [key for key, span in shown.items() if span is not None and not self._follows(key, span)]
         for key, span in shown.items():
             if span is None:
@@ -53,5 +56,5 @@ class Sequences:
         return span[0] in {last[0], (last[1] + 1) % _SEQUENCES}
 
     def forget(self) -> None:
-        """Forget them all: a transaction has ended whose messages are only partly known."""
-        self._spans, self._knows_all = {}, False
+        """Forget them all: a transaction ends whose messages are only partly known, such as one that is aborted."""
+        self._spans, self._knows_all, self._has_forgotten = {}, False, True
