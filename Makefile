@@ -23,7 +23,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (two minutes)
 	$(PY) -m pytest -q tests/unit
 
-test: lint types jars ## all checks: lint, types, tests on real servers (20 minutes; THOROUGH=1: every one of them)
+test: lint types jars ## all checks: lint, types, tests on real servers (about half an hour on two cores; THOROUGH=1: every one of them)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
 	@$(MAKE) --no-print-directory sqlalchemy-oldest
 

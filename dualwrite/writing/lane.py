@@ -126,7 +126,7 @@ class Lane:
         """Find out in the background how the last transaction has ended, once the dual write is over."""
         if self._watcher is not None and (pending := self.pending_end) is not None:
             # The step is for this producer and this row: when it is found, the lane may have others.
-            self._watcher.watch(pending, partial(self._note_end, self.producer, self.row))
+            self._watcher.watch(pending, partial(self._note_end, self.producer, self.row, pending))
 
     def know_end(self, deadline: Deadline) -> None:
         """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
@@ -148,12 +148,14 @@ class Lane:
         Raises:
             ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
         """
-        self._note_end(self.producer, self.row, step)
+        assert self.producer.pending_end is not None
+        self._note_end(self.producer, self.row, self.producer.pending_end, step)
 
-    def _note_end(self, producer: TransactionalProducer, row: StateRow, step: EndStep) -> None:
+    def _note_end(self, producer: TransactionalProducer, row: StateRow, pending: PendingEnd, step: EndStep) -> None:
+        if producer.pending_end is not pending:
+            return  # after an interruption, the lane may have asked for it itself
         if step is EndStep.RECORD:
-            assert producer.pending_end is not None
-            self._record_came_back(replace(row, prepared=producer.pending_end.ended.state))
+            self._record_came_back(replace(row, prepared=pending.ended.state))
         producer.note_end(step)
 
     def _record_came_back(self, row: StateRow) -> None:

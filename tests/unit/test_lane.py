@@ -70,6 +70,14 @@ def test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_
     assert lane.pending_end is not None
 
 
+def test_what_was_found_is_not_taken_for_the_end_of_the_same_producers_next_transaction(lane, watcher):
+    lane.watch_end()
+    lane.producer.pending_end = object()
+    watcher.note(EndStep.KNOWN)
+    assert lane.producer.noted == []
+    assert lane.pending_end is not None
+
+
 def test_a_producer_whose_end_is_still_asked_for_at_the_deadline_is_not_used_again(lane, watcher):
     lane.watch_end()
     watcher.stops_asking = False
