@@ -44,9 +44,11 @@ def begin(producer, topic, *values, partition=0):
 
 
 def send(producer, topic, *values, partition=0):
+    errors = []
     for value in values:
-        producer.produce(topic, value, partition=partition)
+        producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
     assert producer.flush(PATIENCE_S) == 0
+    assert not any(errors)
 
 
 def values_in(kafka, topic):

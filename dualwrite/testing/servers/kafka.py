@@ -11,18 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import (
-    AclBinding,
-    AclOperation,
-    AclPermissionType,
-    AdminClient,
-    ResourcePatternType,
-    ResourceType,
-)
+from confluent_kafka.admin import AdminClient
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.testing.servers import kafka_topics
+from dualwrite.testing.servers import kafka_admin
 from dualwrite.testing.servers.jars import kafka_jars
 from dualwrite.testing.servers.kafka_broker import Broker
 from dualwrite.testing.servers.kafka_properties import ADMIN, server_properties
@@ -337,7 +330,7 @@ class EmbeddedKafka:
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: Some partitions had no leader in time.
         """
-        kafka_topics.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
+        kafka_admin.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
         return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
@@ -347,7 +340,7 @@ class EmbeddedKafka:
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: It was still there after ``timeout_s``.
         """
-        kafka_topics.delete(self._admin(), name, Deadline(timeout_s))
+        kafka_admin.delete(self._admin(), name, Deadline(timeout_s))
 
     def allow(
         self,
@@ -359,7 +352,7 @@ class EmbeddedKafka:
         prefixed: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """Allow a user one operation, by an ACL.
+        """Allow a user one operation, by an ACL, and return once a broker applies it; the other brokers follow.
 
         Args:
             user: The user's name.
@@ -371,20 +364,14 @@ class EmbeddedKafka:
 
         Raises:
             ConfigurationError: This broker has no authoriser.
+            confluent_kafka.KafkaException: The broker refused, with its reason.
+            Unavailable: It was not in force after ``timeout_s``.
         """
         if not self._users:
             raise ConfigurationError("this broker allows every operation: it was started without users")
-        binding = AclBinding(
-            ResourceType[resource_type.upper()],
-            resource,
-            ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL,
-            f"User:{user}",
-            "*",
-            AclOperation[operation.upper()],
-            AclPermissionType.ALLOW,
-        )
         admin = self._admin()  # keep it until the answer: without its handle, librdkafka cancels the request
-        admin.create_acls([binding])[binding].result(timeout_s)
+        deadline = Deadline(timeout_s)
+        kafka_admin.allow(admin, user, operation, resource_type, resource, deadline, prefixed=prefixed)
 
 
 def _members(admin: AdminClient, deadline: Deadline) -> set[int]:

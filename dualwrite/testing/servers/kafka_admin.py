@@ -1,4 +1,4 @@
-"""Creates and deletes topics, and waits until the brokers show the change that the controller promised."""
+"""Creates and deletes topics, allows users operations, and waits until the brokers show what the controller promised."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from confluent_kafka import KafkaError
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    ResourcePatternType,
+    ResourceType,
+)
 from confluent_kafka.cimpl import NewTopic
 
 from dualwrite.deadline import Deadline
@@ -46,6 +54,37 @@ def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:
         if error is not None and error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
             return
         _wait(deadline, f"topic {name} is still there")
+
+
+def allow(
+    admin: AdminClient,
+    user: str,
+    operation: str,
+    resource_type: str,
+    resource: str,
+    deadline: Deadline,
+    *,
+    prefixed: bool = False,
+) -> None:
+    """Allow a user one operation, and return once a broker applies it; the other brokers follow.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: It was not in force at the deadline.
+    """
+    described = (
+        ResourceType[resource_type.upper()],
+        resource,
+        ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL,
+        f"User:{user}",
+        "*",
+        AclOperation[operation.upper()],
+        AclPermissionType.ALLOW,
+    )
+    binding = AclBinding(*described)
+    admin.create_acls([binding])[binding].result(deadline.remaining_s())
+    while not admin.describe_acls(AclBindingFilter(*described)).result(deadline.remaining_s()):
+        _wait(deadline, f"{user!r} may not {operation} {resource_type} {resource!r} yet")
 
 
 def _described(admin: AdminClient, name: str, deadline: Deadline) -> TopicMetadata:
