@@ -369,13 +369,13 @@ class Lane:
     def record_completed(self) -> None:
         """Record in the row that its transaction is complete, once its end is known. For owners that close or idle.
 
-        Does nothing if the end is not known, or the producer is doubtful: settling will prove it, and end what a broker has
-        forgotten.
+        Does nothing if the end is not known, the producer is doubtful, or settling began and failed: settling will prove it, and
+        end what a broker has forgotten.
         """
         if self._unrecorded is None:
             return
         self.know_end(Deadline(_KNOW_END_S))
-        if self._producer is None or self._is_usable():
+        if self._is_usable():
             self._context.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 

@@ -1,11 +1,13 @@
-"""A lane without servers: what is found in the background about a transaction concerns its own producer, and no later one."""
+"""A lane without servers: what it takes for known about the end of its transactions."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from dualwrite.deadline import Deadline
+from dualwrite.errors import Unavailable
 from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.writing.lane import Lane
 
@@ -32,6 +34,24 @@ class Producer:
         self.state = ProducerState.CLOSED
 
 
+class Coordinator:
+    def cluster_id(self, _deadline):
+        return "cluster"
+
+
+class Store:
+    """Takes the outcomes, and refuses every claim."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def record_outcomes(self, outcomes):
+        self.outcomes += outcomes
+
+    def claim(self, _ids, **_):
+        raise Unavailable("away")
+
+
 class Watcher:
     """Asks for as long as a test wants."""
 
@@ -52,8 +72,13 @@ def watcher():
 
 
 @pytest.fixture
-def lane(watcher):
-    found = Lane("orders", SimpleNamespace(coordinator=None, store=None, owner="me"), None, watcher=watcher)
+def store():
+    return Store()
+
+
+@pytest.fixture
+def lane(watcher, store):
+    found = Lane("orders", SimpleNamespace(coordinator=Coordinator(), store=store, owner="me"), None, watcher=watcher)
     found.adopt(SimpleNamespace(incarnation=1))
     found._producer = Producer()
     return found
@@ -84,3 +109,23 @@ def test_a_producer_whose_end_is_still_asked_for_at_the_deadline_is_not_used_aga
     lane.know_end(Deadline(0))
     assert lane.producer.noted == [EndStep.SETTLE]
     assert lane.pending_end is None
+
+
+def test_a_commit_is_recorded_as_complete_once_its_end_is_known(lane, store):
+    lane._unrecorded = row = lane.row
+    lane.producer.note_end(EndStep.KNOWN)
+    lane.record_completed()
+    assert [(found, outcome) for found, outcome, _ in store.outcomes] == [(row, Outcome.COMMITTED)]
+    assert lane.unrecorded is None
+
+
+def test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed(lane, store):
+    lane._unrecorded = row = lane.row
+    lane.producer.note_end(EndStep.SETTLE)
+    lane.record_completed()
+    assert store.outcomes == []
+    with pytest.raises(Unavailable):
+        lane.settle(Deadline(1))
+    lane.record_completed()
+    assert store.outcomes == []
+    assert lane.unrecorded is row

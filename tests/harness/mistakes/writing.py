@@ -8,6 +8,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, Fenced
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import claim, commit_in_doubt, recover
 from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.dialects.savepoints import SavepointWatch
@@ -201,6 +202,31 @@ def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
 def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
     """An owner that closes does not compare its newest decision with the row."""
     patch.setattr(Lane, "compare_with_row", lambda _: None)
+
+
+@mistake(
+    Check(
+        "unit/test_lane.py"
+        "::test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed",
+        "assert",
+    ),
+    Check(
+        "model/test_schedules.py::test_what_was_found_once_is_mended[suspended_leader_then_closed_while_settling_fails]",
+        "held back",
+    ),
+)
+def commit_recorded_although_settling_failed(patch: pytest.MonkeyPatch) -> None:
+    """An owner that could not settle its last transaction records it as complete when it idles or closes."""
+    real = Lane.record_completed
+
+    def record_completed(self):
+        real(self)
+        if self._unrecorded is not None and self._producer is None:
+            outcome = (self._unrecorded, Outcome.COMMITTED, "committed by its owner")
+            self._context.store.record_outcomes([outcome])
+            self._unrecorded = None
+
+    patch.setattr(Lane, "record_completed", record_completed)
 
 
 @mistake(
