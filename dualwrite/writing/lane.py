@@ -369,8 +369,8 @@ class Lane:
     def record_completed(self) -> None:
         """Record in the row that its transaction is complete, once its end is known. For owners that close or idle.
 
-        Does nothing if the end is not known, the producer is doubtful, or settling began and failed: settling will prove it, and
-        end what a broker has forgotten.
+        Does nothing if the end is not known, the producer is doubtful, or settling has failed: settling will prove it, and end
+        what a broker has forgotten.
         """
         if self._unrecorded is None:
             return

@@ -370,8 +370,9 @@ class EmbeddedKafka:
         if not self._users:
             raise ConfigurationError("this broker allows every operation: it was started without users")
         admin = self._admin()  # keep it until the answer: without its handle, librdkafka cancels the request
-        deadline = Deadline(timeout_s)
-        kafka_admin.allow(admin, user, operation, resource_type, resource, deadline, prefixed=prefixed)
+        kafka_admin.allow(
+            admin, user, operation, resource_type, resource, prefixed=prefixed, deadline=Deadline(timeout_s)
+        )
 
 
 def _members(admin: AdminClient, deadline: Deadline) -> set[int]:

@@ -62,9 +62,9 @@ def allow(
     operation: str,
     resource_type: str,
     resource: str,
-    deadline: Deadline,
     *,
-    prefixed: bool = False,
+    prefixed: bool,
+    deadline: Deadline,
 ) -> None:
     """Allow a user one operation, and return once a broker applies it; the other brokers follow.
 
