@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from sqlalchemy import Connection, Engine, Table, select
 
@@ -18,14 +18,25 @@ class BatchOfOne:
         rows: The table.
         kafka: The configuration.
         engine: The database.
+        on_claim: Called before the transactional id is claimed.
     """
 
-    def __init__(self, name: str, operation: str, rows: Table, kafka: Mapping[str, object], engine: Engine) -> None:
+    def __init__(
+        self,
+        name: str,
+        operation: str,
+        rows: Table,
+        kafka: Mapping[str, object],
+        engine: Engine,
+        *,
+        on_claim: Callable[[], None],
+    ) -> None:
         self.name = name
         self._operation = operation
         self._rows = rows
         self._kafka = kafka
         self._engine = engine
+        self._on_claim = on_claim
 
     def record(self, connection: Connection) -> bool:
         connection.execute(self._rows.insert().values(id=self._operation))
@@ -47,4 +58,5 @@ class BatchOfOne:
 
     def settle(self, completed: Collection[str]) -> None:
         if self.name not in completed:
+            self._on_claim()
             recover(self.name, kafka=self._kafka, engine=self._engine, timeout_s=600)
