@@ -55,19 +55,21 @@ may write in that one, so the id is retired first. That hides nothing, as the fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
+from dualwrite.protocol.identity import (
+    OpenPlaces,
+    Partition,
+    own_among,
+    own_partitions,
+    shows_same_transaction,
+)
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
-Partition = tuple[str, int]
-OpenPlaces = tuple[tuple[Partition, int], ...]
-"""Partitions, each with the offset at which its open transaction begins."""
 _NONE: Final[frozenset[Partition]] = frozenset()
-OFFSETS_TOPIC: Final = "__consumer_offsets"
 
 
 class SettleStep(Enum):
@@ -165,11 +167,6 @@ _RECORD = {
 }
 
 
-def belongs(state: PreparedTxnState, incarnation: int) -> bool:
-    """Whether that incarnation prepared the state."""
-    return state.has_transaction and state.incarnation == incarnation
-
-
 def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Knowledge:
     """The knowledge before the first question.
 
@@ -180,81 +177,8 @@ def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Know
         prepared: The row's state if it belongs to this incarnation, else None.
         recorded: The outcome recorded for it, if any.
     """
-    unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else _own(prepared)
+    unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else own_partitions(prepared)
     return Knowledge(prepared=prepared, recorded=recorded if prepared is not None else None, suspects=unended)
-
-
-def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
-    """Whether the coordinator's view may show the state's own transaction.
-
-    Compares producer id and epoch and, where both are known, start and partitions. The view may show more partitions: see
-    :func:`others_than`.
-    """
-    if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
-        return False
-    if view.partitions and not _own(state) <= set(view.partitions):
-        return False
-    return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
-
-
-def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:
-    """The partitions that the coordinator shows besides those that the state's transaction has written.
-
-    Either they belong to another transaction, which then has something open there; or a late request of an earlier transaction
-    has added them, and nothing is open there. Consumer offsets may be part of any transaction, so they are left out.
-    """
-    return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - _own(state)
-
-
-def _own(state: PreparedTxnState) -> frozenset[Partition]:
-    return frozenset((first.topic, first.partition) for first in state.first_offsets)
-
-
-def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
-    """Whether the state was certainly decided before ``than``, of the same transactional id; False if that is unknown.
-
-    Offsets in one partition of one topic only rise.
-    """
-    if not than.has_transaction:
-        return False
-    if not state.has_transaction:
-        return True
-    if state.incarnation is not None and than.incarnation is not None and state.incarnation != than.incarnation:
-        return state.incarnation < than.incarnation
-    firsts = {(first.topic_id, first.partition): first.offset for first in state.first_offsets}
-    return any(
-        first.topic_id is not None and firsts.get((first.topic_id, first.partition), first.offset) < first.offset
-        for first in than.first_offsets
-    )
-
-
-def is_open(
-    state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None], *, exactly: bool = False
-) -> bool:
-    """Whether the state's transaction is open in every partition that still exists, of which there must be at least one.
-
-    Partitions that are gone with their topic show nothing. One first offset identifies the transaction, as every later one
-    begins at another offset; if the others match too, no operator has ended it by hand in one of them. In a partition that is
-    open from an earlier offset on, the broker has forgotten to end an earlier transaction, and will end both.
-
-    Args:
-        state: The prepared state.
-        open_offsets: By (topic, partition), where the open transaction of the state's producer begins, or None. Partitions
-            that no longer exist are left out.
-        exactly: Whether a partition that is open from an earlier offset on does not count.
-    """
-    shown = [
-        (start := open_offsets[key]) == first.offset or (start is not None and start < first.offset and not exactly)
-        for first in state.first_offsets
-        if (key := (first.topic, first.partition)) in open_offsets
-    ]
-    return bool(shown) and all(shown)
-
-
-def own_among(state: PreparedTxnState, still_open: OpenPlaces) -> frozenset[Partition]:
-    """The partitions whose open transaction includes the records of the state's transaction."""
-    firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
-    return frozenset(key for key, start in still_open if key in firsts and start <= firsts[key])
 
 
 def looked(known: Knowledge, view: TransactionView) -> Knowledge:
@@ -289,7 +213,7 @@ def compared(known: Knowledge, evidence: bool) -> Knowledge:  # noqa: FBT001 - t
 def proved(known: Knowledge, proof: LogProof) -> Knowledge:
     """The knowledge after reading the log: unless it shows commit markers everywhere, something may be open."""
     assert known.prepared is not None
-    unended = _NONE if proof is LogProof.COMMITTED else _own(known.prepared)
+    unended = _NONE if proof is LogProof.COMMITTED else own_partitions(known.prepared)
     return replace(known, proof=proof, suspects=known.suspects | unended, confirmed=known.still_open is not None)
 
 

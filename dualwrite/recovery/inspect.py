@@ -10,22 +10,10 @@ from types import MappingProxyType
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.identity import Partition, belongs, is_open, others_than
 from dualwrite.protocol.observations import TransactionView
 from dualwrite.protocol.rows import Participant, StateRow
-from dualwrite.protocol.settle import (
-    QUESTIONS,
-    Knowledge,
-    Partition,
-    SettleStep,
-    belongs,
-    compared,
-    initial,
-    is_open,
-    looked,
-    next_step,
-    others_than,
-    proved,
-)
+from dualwrite.protocol.settle import QUESTIONS, Knowledge, SettleStep, compared, initial, looked, next_step, proved
 
 logger = logging.getLogger(__name__)
 

@@ -23,18 +23,12 @@ from dualwrite.errors import (
 )
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
+from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import EndAnswer, Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Participant, StateRow
-from dualwrite.protocol.settle import (
-    Partition,
-    SettleStep,
-    looked,
-    next_step,
-    retired,
-    to_end,
-)
+from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
 from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
 from dualwrite.recovery.look_back import lost_decisions, lost_detail
 

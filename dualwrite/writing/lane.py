@@ -19,13 +19,13 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.producer.ends import know_end
 from dualwrite.protocol.batches.handed_over import may_go_on
+from dualwrite.protocol.identity import Partition, is_older
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import Partition, is_older
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import ProducerState

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from dualwrite.protocol import commit_in_doubt, settle
 from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.identity import shows_same_transaction
 from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.settle import Knowledge, SettleStep, shows_same_transaction
+from dualwrite.protocol.settle import Knowledge, SettleStep
 from search.rules import Rules
 from search.values import Budgets
 from search.world import Bounds, World

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import commit_in_doubt, known_end, settle
+from dualwrite.protocol import commit_in_doubt, identity, known_end, settle
+from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import Knowledge, Partition
+from dualwrite.protocol.settle import Knowledge
 from dualwrite.stores.rows import check_not_gone_back
 from search import views
 
@@ -19,9 +20,9 @@ class Rules:
     next_step = staticmethod(settle.next_step)
     next_doubt_step = staticmethod(commit_in_doubt.next_doubt_step)
     next_end_step = staticmethod(known_end.next_end_step)
-    belongs = staticmethod(settle.belongs)
-    is_open = staticmethod(settle.is_open)
-    is_older = staticmethod(settle.is_older)
+    belongs = staticmethod(identity.belongs)
+    is_open = staticmethod(identity.is_open)
+    is_older = staticmethod(identity.is_older)
     prove = staticmethod(views.prove)
     check_not_gone_back = staticmethod(check_not_gone_back)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from simulator import requests as sim
 
+from dualwrite.protocol.identity import others_than
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus
-from dualwrite.protocol.settle import SettleStep, compared, looked, others_than, proved, to_end
+from dualwrite.protocol.settle import SettleStep, compared, looked, proved, to_end
 from dualwrite.protocol.settle import retired as after_retiring
 from dualwrite.protocol.tables.write_life import WriteState
 from search.stepping import LATER, OK, Step, recorded

@@ -9,8 +9,9 @@ from simulator.broker import handle
 from simulator.requests import ErrorCode
 from simulator.state import Broker
 
+from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import LogProof, Outcome
-from dualwrite.protocol.settle import Knowledge, Partition, SettleStep
+from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from search.values import DONE, NOTHING, Database, Decision, Process, name

@@ -11,9 +11,9 @@ from simulator.requests import ErrorCode
 from simulator.state import Broker
 
 from dualwrite.kafka.coordinator.log import Scan, combined
+from dualwrite.protocol.identity import OpenPlaces
 from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import OpenPlaces
 
 _STATUS = {status.value: status for status in TransactionStatus}
 

@@ -7,23 +7,18 @@ import pytest
 
 from dualwrite.kafka.coordinator.log import combined
 from dualwrite.kafka.coordinator.partitions import Place
+from dualwrite.protocol.identity import belongs, is_older, is_open, others_than, own_among, shows_same_transaction
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import (
     Knowledge,
     SettleStep,
-    belongs,
     compared,
     initial,
-    is_older,
-    is_open,
     looked,
     next_step,
-    others_than,
-    own_among,
     proved,
     retired,
-    shows_same_transaction,
     to_end,
 )
 

@@ -19,9 +19,9 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.identity import is_open, others_than, shows_same_transaction
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import is_open, others_than, shows_same_transaction
 
 _AT_REST = frozenset(
     {

@@ -7,8 +7,8 @@ import pytest
 from dualwrite.errors import DualWriteError
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.protocol.identity import belongs
 from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.settle import belongs
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery import settle
 from dualwrite.writing import lane

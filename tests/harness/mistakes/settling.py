@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.protocol import settle as rules
+from dualwrite.protocol.identity import is_open
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import Knowledge, SettleStep, is_open
+from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.recovery import plan, recover, reported
 from dualwrite.recovery import settle as settling
 from harness.mistakes.registry import Check, mistake, performed

@@ -11,10 +11,10 @@ from dualwrite.deadline import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
 from dualwrite.kafka.producer.librdkafka.sequences import Sequences
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.identity import OFFSETS_TOPIC
 from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settle import OFFSETS_TOPIC
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.librdkafka.doubt import OpenTransaction
