@@ -4,15 +4,14 @@ import ast
 import inspect
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
 import dualwrite
 from dualwrite import DualWriteError, failpoints
 from dualwrite.cli.group import COMMANDS
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 CODE = [path for name in ("dualwrite", "sinks", "migrations") for path in sorted((ROOT / name).rglob("*.py"))]

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 CODE = ("dualwrite", "sinks", "migrations", "examples")
 TESTS = ROOT / "tests"
 PAGES = [

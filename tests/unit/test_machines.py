@@ -1,8 +1,7 @@
 """The tables and their interpreter: the whole matrix of states and events, the illegal ones included."""
 
-from pathlib import Path
-
 import pytest
+from harness.places import ROOT
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables import diagram
@@ -123,5 +122,5 @@ def test_every_state_has_a_row_and_cannot_be_changed(table, states):
 
 
 def test_the_documented_diagrams_are_those_of_the_tables():
-    documented = (Path(__file__).parents[2] / "docs" / "state-diagrams.md").read_text()
+    documented = (ROOT / "docs" / "state-diagrams.md").read_text()
     assert documented == diagram.page()

@@ -4,10 +4,10 @@ import datetime as dt
 import decimal
 import inspect
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from harness.places import ROOT
 from pyspark.sql import Row
 from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
@@ -19,7 +19,7 @@ from dualwrite.sinks.spark.columns.layout import WHOLE_ROW, plan_layout
 from dualwrite.sinks.spark.columns.table import Table, TableColumn
 from dualwrite.sinks.spark.options.settings import SinkOptions
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "spark.md"
+DOCUMENTATION = ROOT / "docs" / "spark.md"
 SQL_NAMES = {
     "bool": "boolean", "int2": "smallint", "int4": "integer", "int8": "bigint", "float4": "real",
     "float8": "double precision", "bpchar": "char",

@@ -2,9 +2,9 @@
 
 import pickle
 import traceback
-from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark.options.registry_settings import NAMES
@@ -259,5 +259,5 @@ def test_the_data_source_has_options_of_the_same_names():
 
 
 def test_every_setting_of_the_registry_is_documented():
-    text = (Path(__file__).parents[2] / "docs" / "spark.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f"`{name}`" not in text] == []

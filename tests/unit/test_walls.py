@@ -5,11 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
 PLANTED = {
     "the rooms point one way": ("errors", "dualwrite.deadline"),
