@@ -75,7 +75,7 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
+        "unit/writing/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
         "KNOWN",
     )
 )

@@ -101,7 +101,7 @@ def coordinator_outweighs_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
+        "unit/protocol/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
         "SettleStep.REPAIR_MARKERS",
     )
 )

@@ -206,7 +206,7 @@ def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/test_lane.py"
+        "unit/writing/test_lane.py"
         "::test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed",
         "assert",
     ),
@@ -296,7 +296,10 @@ def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
 
 
 @mistake(
-    Check("unit/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came", "assert"),
+    Check(
+        "unit/writing/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
+        "assert",
+    ),
     Check(
         "integration/test_fairness.py::test_the_slowest_of_many_threads_on_few_lanes_wait_little_longer_than_most",
         "fewest",
