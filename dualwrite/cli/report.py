@@ -56,7 +56,9 @@ def _will_do_in_kafka(item: IdStatus) -> str:
     if item.open_for_s is not None and item.step in {SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}:
         return f"{_WILL[item.step]}; abort what is open since: undecided"
     if item.step is SettleStep.RETIRE:
-        return _WILL[SettleStep.REPAIR_MARKERS] if _row_word(item) == "decided" else "nothing: idle"
+        if _row_word(item) == "decided":
+            return _WILL[SettleStep.REPAIR_MARKERS]
+        return "end what the broker may have left open of it" if item.needs_recovery else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
 
 

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Final
 
 from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.recovery.inspect import Unsettled
 
 _MATTERS: Final = frozenset(
@@ -81,7 +81,8 @@ def describe(
     view = item.known.view
     assert view is not None
     is_open = view.status is TransactionStatus.ONGOING
-    matters = is_open or step in _MATTERS or (item.known.is_pending and step is SettleStep.RETIRE)
+    unfinished = item.known.is_pending or _left_unended(item.known)
+    matters = is_open or step in _MATTERS or (unfinished and step is SettleStep.RETIRE)
     open_for_s = _seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None
     timeout_s = None if view.timeout_ms is None else view.timeout_ms / 1000
     return IdStatus(
@@ -96,6 +97,11 @@ def describe(
         went_back=back[0] if back is not None else None,
         claim_lost=back is not None and back[1],
     )
+
+
+def _left_unended(known: Knowledge) -> bool:
+    """Whether the transaction is recorded as not committed: its finder may have died before it ended what the broker forgot."""
+    return known.recorded not in {None, Outcome.COMMITTED}
 
 
 def _seconds_since(instant: float) -> float:

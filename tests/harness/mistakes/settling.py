@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.protocol import settle as rules
-from dualwrite.protocol.identity import is_open
+from dualwrite.protocol.identity import is_open, others_than
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settle import Knowledge, SettleStep
@@ -55,7 +55,7 @@ def added_partitions_taken_for_another_transaction(patch: pytest.MonkeyPatch) ->
     """A settler takes a transaction for another one that the coordinator shows in more partitions than the row."""
     real = rules.shows_same_transaction
     patch.setattr(
-        rules, "shows_same_transaction", lambda view, state: real(view, state) and not rules.others_than(state, view)
+        rules, "shows_same_transaction", lambda view, state: real(view, state) and not others_than(state, view)
     )
 
 
@@ -162,6 +162,17 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
     """A recorded loss counts as reported, though its finder may have died in between."""
     patch.setattr(reported, "untold", lambda _: [])
+
+
+@mistake(
+    Check(
+        "model/test_schedules.py::test_what_was_found_once_is_mended[loss_recorded_while_a_partition_had_no_leader]",
+        "held back",
+    )
+)
+def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
+    """A recovery takes a recorded loss for settled, though its finder may have died before it ended what the broker forgot."""
+    patch.setattr(plan, "_left_unended", lambda _: False)
 
 
 @mistake(

@@ -1,0 +1,49 @@
+"""What a recovery settles, and what it leaves alone."""
+
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from dualwrite.cli.report import will_do
+from dualwrite.protocol.identity import own_partitions
+from dualwrite.protocol.observations import Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settle import initial, looked, next_step
+from dualwrite.recovery.inspect import Unsettled
+from dualwrite.recovery.plan import describe
+
+STATE = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
+ROW = StateRow(
+    transactional_id="orders",
+    prepared=STATE,
+    namespace="n",
+    incarnation=2,
+    settled_incarnation=0,
+    completed=None,
+    cluster_id="cluster",
+    owner="me",
+    updated_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
+)
+ABORTED = TransactionView(TransactionStatus.COMPLETE_ABORT, producer_id=7, epoch=1)
+
+
+def status_of(recorded):
+    row = replace(ROW, completed=recorded)
+    item = Unsettled(row, 1, looked(initial(STATE, recorded), ABORTED))
+    return describe(item, next_step(item.known), None, None)
+
+
+@pytest.mark.parametrize("recorded", [Outcome.LOST, Outcome.UNVERIFIABLE])
+def test_a_recorded_loss_is_settled_as_its_finder_may_have_died_before_it_ended_what_is_open(recorded):
+    assert initial(STATE, recorded).suspects == own_partitions(STATE)
+    item = status_of(recorded)
+    assert item.needs_recovery
+    assert will_do(item) == "end what the broker may have left open of it"
+
+
+def test_what_is_recorded_as_committed_is_left_alone():
+    item = status_of(Outcome.COMMITTED)
+    assert not item.needs_recovery
+    assert will_do(item) == "nothing: idle"
