@@ -38,21 +38,25 @@ def unconditional_update(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("statement_fails_and_nobody_minds", "told None, not TransactionAborted"))
 def failed_commit_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
     """The state is written in one go with COMMIT, and PostgreSQL's ROLLBACK in answer to it is taken for success."""
-    decide, standing = SqlStateStore.decide, PostgreSQL.standing
+    standing = PostgreSQL.standing
 
-    def unchecked_decide(self, connection, *args, **kwargs):
-        try:
-            return decide(self, connection, *args, **kwargs)
-        except Exception as error:
-            if isinstance(error.__cause__, exc.InternalError):  # "current transaction is aborted"
-                return True, None
-            raise
+    def unchecked(real, answer):
+        def call(self, connection, *args, **kwargs):
+            try:
+                return real(self, connection, *args, **kwargs)
+            except Exception as error:
+                if isinstance(error.__cause__, exc.InternalError):  # "current transaction is aborted"
+                    return answer
+                raise
+
+        return call
 
     def unchecked_standing(self, driver):
         found = standing(self, driver)
         return Standing.OPEN if found is Standing.FAILED else found
 
-    patch.setattr(SqlStateStore, "decide", unchecked_decide)
+    patch.setattr(SqlStateStore, "run_deferred", unchecked(SqlStateStore.run_deferred, None))
+    patch.setattr(SqlStateStore, "decide", unchecked(SqlStateStore.decide, (True, None)))
     patch.setattr(PostgreSQL, "standing", unchecked_standing)
 
 
