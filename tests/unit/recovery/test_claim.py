@@ -1,0 +1,136 @@
+"""Claiming, on simulated servers: who owns an id afterwards, and when a claim is refused and changes nothing."""
+
+import re
+
+import pytest
+from harness.simulated import TIMEOUT_S
+from simulator.environment import time_out
+
+from dualwrite.deadline import Deadline
+from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
+from dualwrite.protocol.observations import Outcome
+from dualwrite.recovery.claim import claim_lanes, claim_rows, unique_owner
+
+
+def claim(*ids, **kwargs):
+    return lambda here: claim_rows(here.context, ids, Deadline(TIMEOUT_S), **kwargs)
+
+
+def open_lanes(count, name="orders"):
+    return lambda here: claim_lanes(here.context, name, count, Deadline(TIMEOUT_S))
+
+
+def test_a_claim_makes_missing_rows_and_raises_each_incarnation(servers):
+    servers.run(claim("orders"), "A")
+    rows = servers.run(claim("payments", "orders"), "B")
+    assert [(row.transactional_id, row.incarnation, row.owner) for row in rows] == [
+        ("orders", 2, "B"),
+        ("payments", 1, "B"),
+    ]
+    assert [servers.row(row.transactional_id) for row in rows] == list(rows)
+
+
+def test_from_a_claim_on_the_former_owner_can_decide_nothing(servers):
+    former = servers.start(lambda here: here.write(here.ready(), "m1"), "A").to("write.prepared")
+    servers.run(claim("orders"), "B")
+    with pytest.raises(Fenced):
+        former.result()
+    assert servers.rows == []
+    assert servers.visible() == []
+    assert not servers.row().prepared.has_transaction
+
+
+def test_a_claim_waits_for_the_decision_under_way_and_returns_it(servers):
+    owner = servers.start(lambda here: here.write(here.ready(), "m1"), "A").to("write.recorded")
+    claimant = servers.start(claim("orders"), "B").before("UPDATE")
+    claimant.step()
+    assert claimant.waits_for_lock
+    owner.to("write.decided")
+    [row] = claimant.result()
+    assert row.prepared == servers.row().prepared
+    assert row.prepared.incarnation == 1
+
+
+def test_a_claim_whose_kafka_id_is_known_already_is_refused_and_rolled_back(servers):
+    before = servers.forget_all("orders")
+    with pytest.raises(DatabaseWentBack) as raised:
+        servers.run(claim("orders", "payments"))
+    assert raised.value.transactional_id == "orders"
+    assert raised.value.state is None, "nothing is recorded"
+    assert servers.database.rows == {"orders": before}
+
+
+def test_after_a_restore_a_claim_goes_above_what_kafka_knows(servers):
+    servers.forget_all("orders")
+    [row] = servers.run(claim("orders", raise_to={"orders": 7}))
+    assert row.incarnation == servers.row().incarnation == 7
+
+
+def test_a_row_of_another_cluster_is_not_claimed(servers):
+    servers.run(claim("orders"))
+    servers.simulation.broker = servers.simulation.broker._replace(cluster_id="another")
+    before = dict(servers.database.rows)
+    with pytest.raises(ConfigurationError):
+        servers.run(claim("payments", "orders"))
+    assert servers.database.rows == before
+
+
+def test_nothing_is_claimed_once_another_owner_has_the_guard(servers):
+    [first] = servers.run(claim("orders"), "A")
+    servers.run(claim("orders"), "B")
+    before = dict(servers.database.rows)
+    with pytest.raises(Fenced):
+        servers.run(claim("orders#1", guard=("orders", first.incarnation)), "A")
+    assert servers.database.rows == before
+
+
+def test_nothing_is_claimed_while_kafka_does_not_answer(servers):
+    claimant = servers.start(claim("orders"))
+    claimant.cut_off = True
+    with pytest.raises(Unavailable):
+        claimant.result()
+    assert servers.database.rows == {}
+
+
+def test_opening_claims_the_lanes_asked_for_and_every_other_that_has_a_row(servers):
+    servers.run(claim("orders", "orders#7", "orders#x", "orders#01", "orders2", "orders2#1"), "former")
+    rows = servers.run(open_lanes(3), "B")
+    assert sorted(rows) == ["orders", "orders#1", "orders#2", "orders#7"]
+    owned = {name for name, row in servers.database.rows.items() if row.owner == "B"}
+    assert owned == set(rows)
+
+
+def test_opening_settles_what_every_former_lane_has_left(servers):
+    servers.left_by("write.decided", "m1", name="orders#3")
+    servers.left_by("write.prepared", "m2", name="orders#4")
+    servers.run(open_lanes(1), "B")
+    assert servers.visible() == servers.rows == ["m1"]
+    for name in ("orders#3", "orders#4"):
+        row = servers.row(name)
+        assert row.settled_incarnation == row.incarnation - 1
+
+
+def test_two_that_open_one_writer_do_not_share_its_lanes(servers):
+    slow = servers.start(open_lanes(3), "A").to("claim.row_raised")
+    servers.run(open_lanes(3), "B")
+    with pytest.raises(Fenced):
+        slow.result()
+    assert {row.owner for row in servers.database.rows.values()} == {"B"}
+
+
+def test_a_loss_found_at_opening_is_raised_and_recorded_and_the_next_opening_goes_on(servers):
+    servers.left_by("write.decided", "m1")
+    row = servers.row()
+    servers.simulation.broker = time_out(servers.simulation.broker, row.kafka_id(1))
+    servers.simulation.write_markers()
+    with pytest.raises(DecidedTransactionLost) as raised:
+        servers.run(open_lanes(1), "B")
+    assert raised.value.state == str(row.prepared)
+    assert servers.recorded_losses == [("orders", Outcome.LOST)]
+    assert servers.run(open_lanes(1), "C")["orders"].incarnation == 3
+
+
+def test_a_claimants_name_is_its_own_alone_and_people_can_read_it():
+    assert unique_owner("billing") != unique_owner("billing")
+    assert re.fullmatch(r"billing [0-9a-f]{12}", unique_owner("billing"))
+    assert re.fullmatch(r".+@.+:[0-9]+ [0-9a-f]{12}", unique_owner())
