@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -31,6 +31,11 @@ __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "si
 
 TIMEOUT_S: Final = 60.0
 _MOST_STEPS: Final = 2_000
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 class NotReached(AssertionError):
@@ -78,7 +83,6 @@ class Running:
 
     Attributes:
         points: The fail points that it has passed.
-        cut_off: Whether no request of it reaches Kafka any more.
     """
 
     def __init__(self, servers: Servers, name: str, work: Callable[[Here], Any]) -> None:
@@ -86,7 +90,7 @@ class Running:
         self._result: Any = None
         self._error: BaseException | None = None
         self.points: list[str] = []
-        self.cut_off = False
+        self._lost: Container[str] = ()
         self._process = self._simulation.spawn(name, lambda process: self._run(work, process))
         self.points += self._process.passed
 
@@ -107,7 +111,7 @@ class Running:
     def step(self) -> None:
         """Let its next call be served, or fail where no answer can come."""
         assert self._process.call is not None, "it has ended"
-        if self.cut_off and self._process.call.server is Server.KAFKA:
+        if self._process.call.server is Server.KAFKA and self._process.call.label in self._lost:
             self._simulation.lose_request(self._process)
         if self._simulation.waits_for_an_answer(self._process):
             self._simulation.wait_in_vain(self._process, 1.0)
@@ -161,6 +165,14 @@ class Running:
     def lose_answer(self) -> None:
         """Serve its pending request, but lose the answer."""
         self._simulation.lose_answer(self._process)
+
+    def cut_off(self, *requests: str) -> None:
+        """From now on none of these requests reaches Kafka; none at all if none is named."""
+        self._lost = requests or _Everything()
+
+    def reconnect(self) -> None:
+        """From now on every request reaches Kafka again."""
+        self._lost = ()
 
     def kill(self) -> None:
         """SIGKILL. The database notices at once, and rolls back."""

@@ -86,7 +86,7 @@ def test_nothing_is_claimed_once_another_owner_has_the_guard(servers):
 
 def test_nothing_is_claimed_while_kafka_does_not_answer(servers):
     claimant = servers.start(claim("orders"))
-    claimant.cut_off = True
+    claimant.cut_off()
     with pytest.raises(Unavailable):
         claimant.result()
     assert servers.database.rows == {}

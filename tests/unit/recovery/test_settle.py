@@ -208,7 +208,7 @@ def test_at_the_deadline_settling_says_how_far_it_came_and_what_is_done_stays_do
     servers.run(settling("a"))
     late = servers.start(settling("a", "b"))
     late.before("EndTxn")
-    late.cut_off = True
+    late.cut_off()
     with pytest.raises(Unavailable):
         late.result()
     assert servers.visible() == ["m1"]
