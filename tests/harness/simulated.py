@@ -103,6 +103,11 @@ class Running:
             self._error = error
 
     @property
+    def ended(self) -> bool:
+        """Whether it has ended, by itself or killed."""
+        return self._process.call is None
+
+    @property
     def waits_for_lock(self) -> bool:
         """Whether another process holds a lock that it needs. It must have tried to take it."""
         call = self._process.call
@@ -139,7 +144,7 @@ class Running:
         for _ in range(_MOST_STEPS):
             if reached():
                 return self
-            if self._process.call is None or self.waits_for_lock:
+            if self.ended or self.waits_for_lock:
                 break
             self.step()
         raise NotReached(f"{self._process} did not come to {what}")
@@ -147,11 +152,11 @@ class Running:
     def result(self) -> Any:
         """Run it to its end: its result, or the error that it has raised."""
         for _ in range(_MOST_STEPS):
-            if self._process.call is None:
+            if self.ended:
                 break
             assert not self.waits_for_lock, "it waits for a lock"
             self.step()
-        assert self._process.call is None, "it does not end"
+        assert self.ended, "it does not end"
         if self._error is not None:
             raise self._error
         return self._result
