@@ -208,7 +208,7 @@ class Servers:
         return self.start(work, name).result()
 
     def left_by(self, point: str, *values: str, name: str = "orders", **kwargs: Any) -> None:
-        """What an owner leaves that is killed at this point of a dual write of these values."""
+        """Kill an owner at this point of a dual write of these values."""
 
         def work(here: Here) -> None:
             here.write(here.lane(name), *values, **kwargs)
@@ -227,7 +227,7 @@ class Servers:
         return self.database.rows[name]
 
     def visible(self, partition: int = 0) -> list[object]:
-        """What a reader of committed messages sees; asserts that no open transaction holds it back."""
+        """The messages that a reader of committed ones sees; asserts that no open transaction holds it back."""
         [found] = [one for one in self.simulation.broker.partitions if one.topic_partition == (TOPIC, partition)]
         assert last_stable_offset(found) == found.log_end, "readers are held back"
         return list(committed_values(found))

@@ -162,6 +162,17 @@ def test_a_block_that_cannot_leave_the_margin_is_aborted_and_another_attempt_wou
     assert both_have(servers)
 
 
+def test_a_record_that_waited_until_the_margin_was_gone_is_not_committed(servers):
+    """The broker aborts after 900 s; 10 s must be left when the database has committed."""
+
+    def pause_at(name):
+        servers.simulation.now_s += {"write.produced": 880.0, "write.recorded": 8.0}.get(name, 0.0)
+
+    with pytest.raises(TransactionAborted, match="must be left"), failpoints.watched(pause_at):
+        servers.run(one_write)
+    assert both_have(servers)
+
+
 def test_an_owner_that_was_paused_after_its_last_check_does_not_commit(servers):
     def pause_at(name):
         if name == "write.recorded":
@@ -198,8 +209,10 @@ def test_a_doubt_that_cannot_be_resolved_is_raised_as_such_and_left_to_settling(
     assert both_have(servers, *(["m1"] if executed else []))
 
 
-@pytest.mark.parametrize("executed", [True, False])
-def test_an_interruption_during_commit_is_passed_on_when_both_sides_have_ended(servers, executed, monkeypatch):
+@pytest.mark.parametrize(
+    ("executed", "shows"), [(True, TransactionInDoubt), (False, TransactionInDoubt), (False, TransactionAborted)]
+)
+def test_an_interruption_during_commit_is_passed_on_when_both_sides_have_ended(servers, executed, shows, monkeypatch):
     real = SimulatedStore.commit
 
     def interrupted(self, connection, **kwargs):
@@ -207,7 +220,7 @@ def test_an_interruption_during_commit_is_passed_on_when_both_sides_have_ended(s
             real(self, connection, **kwargs)
         else:
             self.rollback(connection)
-        raise TransactionInDoubt("interrupted") from KeyboardInterrupt()
+        raise shows("interrupted") from KeyboardInterrupt()
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SimulatedStore, "commit", interrupted)
