@@ -1,4 +1,4 @@
-"""What a recovery settles, and what it leaves alone."""
+"""The plan of a recovery: which ids it settles, and which it leaves alone."""
 
 from dataclasses import replace
 from datetime import datetime, timezone
