@@ -10,7 +10,7 @@ SOURCE := .cache/source
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv source jars
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -23,7 +23,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (two minutes)
 	$(PY) -m pytest -q tests/unit
 
-test: lint types jars ## all checks: lint, types, tests on real servers (about half an hour on two cores; THOROUGH=1: every one of them)
+test: lint types archive ## all checks: lint, types, tests on real servers (about half an hour on two cores; THOROUGH=1: every one of them)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
 	@$(MAKE) --no-print-directory sqlalchemy-oldest
 
@@ -75,7 +75,7 @@ N ?= 500
 SEED ?= 1
 ARENAS ?= 1
 BROKERS ?= 1
-chaos: venv jars ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 (N=10000 on one broker: about an hour)
+chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 (N=10000 on one broker: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
@@ -94,7 +94,7 @@ faults: venv jars ## lose, delay, repeat and cut every request at every stage: m
 scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
 	$(PY) -m pytest --thorough tests/scenarios
 
-controls: venv jars ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
+controls: archive ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls
 
 reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps (half an hour)
@@ -130,6 +130,10 @@ source:
 	@ln -s $(filter-out %/spark_discovery,$(wildcard $(CURDIR)/sinks/*)) $(SOURCE)/dualwrite/sinks/
 	@ln -s $(CURDIR)/sinks/spark_discovery $(SOURCE)/pyspark_dualwrite
 	@ln -s $(CURDIR)/tests/simulator $(SOURCE)/simulator
+
+# Brokers start with half the work from then on.
+archive: jars
+	@cd tests && $(CURDIR)/$(PY) -m harness.class_archive
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from harness import class_archive
 from harness.planting import plant_from_environment
+from harness.users import USERS
+
+from dualwrite.testing import EmbeddedKafka
 
 MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql}
+SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka"]
+"""Fixtures of servers that the tests of several modules share."""
 
 
 def pytest_configure() -> None:
+    class_archive.use()
     # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
     plant_from_environment()
 
@@ -22,10 +31,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    # The longest first, so that no worker begins one when all others are done.
-    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+    # The longest first, so that no worker begins one when all others are done. Then those that share a server, side by
+    # side, so that few workers start it.
+    items.sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
     # A test that uses a server says so by its fixture, and needs no second mark.
     for item in items:
         for fixture, mark in MARKS.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
+
+
+def _shared_servers(item: pytest.Item) -> list[bool]:
+    fixtures = getattr(item, "fixturenames", ())
+    return [server not in fixtures for server in SERVERS]
+
+
+@pytest.fixture(scope="session")
+def mortal_kafka() -> Iterator[EmbeddedKafka]:
+    """A broker that a test may stop, kill or suspend, if it starts it again. It allows any time-out, and compacts at once."""
+    properties = {"transaction.max.timeout.ms": "2147483647", "log.cleaner.backoff.ms": "100"}
+    with EmbeddedKafka(properties) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="session")
+def guarded_kafka() -> Iterator[EmbeddedKafka]:
+    """A broker with users, who may do what a test allows them. Each module has users of its own."""
+    with EmbeddedKafka(users=USERS) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="session")
+def hasty_kafka() -> Iterator[EmbeddedKafka]:
+    """A broker that looks for timed-out transactions and forgotten ids all the time."""
+    properties = {
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "50",
+        "transactional.id.expiration.ms": "4000",
+        "transaction.remove.expired.transaction.cleanup.interval.ms": "100",
+        "producer.id.expiration.ms": "4000",
+        "producer.id.expiration.check.interval.ms": "100",
+    }
+    with EmbeddedKafka(properties) as kafka:
+        yield kafka

@@ -7,6 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from harness import class_archive
+
 from chaos.plan import KILLS_PER_ROUND
 from chaos.run import CACHE, Run
 
@@ -31,6 +33,7 @@ def main() -> int:
     directory = (options.directory or CACHE / name).resolve()
     if options.again and directory.exists():
         shutil.rmtree(directory)
+    class_archive.use()
     run = Run(
         directory,
         kills=options.kills,

@@ -95,7 +95,7 @@ class Run:
     def _arena(self, index: int) -> None:
         try:
             with (
-                Servers(CACHE / "broker.jsa", self._brokers) as servers,
+                Servers(self._brokers) as servers,
                 Forks(self._directory, self._mistake) as forks,
             ):
                 while (number := self._next()) is not None:

@@ -22,9 +22,6 @@ from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-OPTIONS = "JAVA_TOOL_OPTIONS"
-
-
 SHORT_S, LONG_S = 1.0, 2.0
 """How long a suspension lasts; the longer one counts from when a partition has no leader any more."""
 WAITED_S = 120.0
@@ -34,12 +31,10 @@ class Servers:
     """Brokers and a PostgreSQL server of one's own. A context manager.
 
     Args:
-        archive: Where the JVM keeps the classes that it has loaded, for a broker that is started hundreds of times.
         brokers: How many. Each partition is on one of several alone, and has no leader while that one is away.
     """
 
-    def __init__(self, archive: Path | None = None, brokers: int = 1) -> None:
-        self._archive = archive
+    def __init__(self, brokers: int = 1) -> None:
         self._closed_later = ExitStack()
         self.brokers = brokers
         self._topic = ""
@@ -55,28 +50,12 @@ class Servers:
         self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
-        if self._archive is not None:
-            self._learn_classes(self._archive)
         self._closed_later.enter_context(self.kafka)
         self._closed_later.enter_context(self.postgres)
         return self
 
-    def _learn_classes(self, archive: Path) -> None:
-        if not archive.exists():
-            archive.parent.mkdir(parents=True, exist_ok=True)
-            self._with_options(f"-XX:ArchiveClassesAtExit={archive}")
-            with EmbeddedKafka() as learning:
-                learning.create_topic("any")
-                learning.stop(180)
-        self._with_options(f"-XX:SharedArchiveFile={archive}")
-
-    @staticmethod
-    def _with_options(options: str) -> None:
-        os.environ[OPTIONS] = f"{options} -Xlog:cds=off -Xlog:cds+dynamic=off"
-
     def __exit__(self, *_: object) -> None:
         self._closed_later.close()
-        os.environ.pop(OPTIONS, None)
 
     @cached_property
     def _admin(self) -> AdminClient:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import class_archive
 from harness.mistakes import Check
 from harness.planting import ENVIRONMENT
 
@@ -61,6 +62,7 @@ def is_caught(ended: Run, check: Check) -> bool:
 @contextlib.contextmanager
 def servers() -> Iterator[Servers]:
     """Start both servers, and keep this process free of threads, so that it can be forked."""
+    class_archive.use()
     with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
         gc.collect()  # the clients that waited for the servers
         yield Servers(kafka, postgres)

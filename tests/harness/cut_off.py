@@ -24,13 +24,13 @@ class Cluster(EmbeddedKafka):
         super().__init__(brokers=3)
         self.relays: dict[int, Relay] = {}
 
-    def suspend(self, broker: int | None = None) -> None:
+    def cut_off(self, broker: int) -> None:
         """Cut the broker off. It loses its leaderships when its session has ended, and does not learn of that."""
         assert broker == self.CUT_OFF
         for relay in self.relays.values():
             relay.cut()
 
-    def resume(self, broker: int | None = None) -> None:
+    def join(self, broker: int) -> None:
         """Let it reach its controllers again."""
         assert broker == self.CUT_OFF
         for relay in self.relays.values():

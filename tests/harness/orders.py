@@ -11,6 +11,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from dualwrite import DualWriter
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+on_both = pytest.mark.parametrize("url", ["postgresql", "sqlite"], indirect=True)
+"""For what a database may do in a way of its own. What says neither is tried on SQLite by ``--thorough`` alone."""
 
 
 class Base(DeclarativeBase):

@@ -6,19 +6,20 @@ import pickle
 import traceback
 
 import pytest
+from harness.orders import on_both
 from harness.patience import patient
+from harness.users import USERS
 from sqlalchemy import create_engine, inspect, make_url, select, text, update
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, recover
 from dualwrite.migrations import downgrade, upgrade
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import VERSION_TABLE, declare_tables
-from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.reading import read_committed
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state
-SECRET = "hunter2-canary"
+SECRET = USERS["shop"]
 
 
 def opening(kafka, engine, **settings):
@@ -26,6 +27,7 @@ def opening(kafka, engine, **settings):
         pass
 
 
+@on_both
 def test_missing_tables_name_the_command(kafka, engine):
     with engine.connect() as connection:
         downgrade(connection, "base")
@@ -34,6 +36,7 @@ def test_missing_tables_name_the_command(kafka, engine):
 
 
 @pytest.mark.parametrize("revision", ["0000", "9999"])
+@on_both
 def test_older_and_newer_tables_name_the_command(kafka, engine, revision):
     with engine.begin() as connection:
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'"))
@@ -41,6 +44,7 @@ def test_older_and_newer_tables_name_the_command(kafka, engine, revision):
         opening(kafka, engine)
 
 
+@on_both
 def test_bad_state_row_is_named_and_left_as_it_is(kafka, engine):
     opening(kafka, engine)
     with engine.begin() as connection:
@@ -134,30 +138,29 @@ def test_database_that_nobody_is_at_is_unavailable(kafka, engine):
 
 
 @pytest.fixture(scope="module")
-def guarded():
-    with EmbeddedKafka(users={"app": SECRET}) as kafka:
-        kafka.create_topic("guarded", 1)
-        yield kafka
+def guarded(guarded_kafka):
+    guarded_kafka.create_topic("guarded", 1)
+    return guarded_kafka
 
 
 @on_postgresql
 def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, orders):
     """With a right added at a time, each missing one is named, until the granted prefix and topic are enough."""
     for operation in ("write", "describe"):
-        guarded.allow("app", operation, "topic", "guarded")
+        guarded.allow("shop", operation, "topic", "guarded")
     with pytest.raises(ConfigurationError, match="(?i)transactional.?id"):
-        opening(guarded.client_config(), engine)
+        opening(guarded.client_config("shop"), engine)
     assert SqlStateStore(engine).read(["orders"]) == []
     for operation in ("write", "describe"):
-        guarded.allow("app", operation, "transactional_id", "orders", prefixed=True)
-    guarded.allow("app", "read", "topic", "guarded")
+        guarded.allow("shop", operation, "transactional_id", "orders", prefixed=True)
+    guarded.allow("shop", "read", "topic", "guarded")
     with (
-        DualWriter("orders", kafka=patient(guarded.client_config()), engine=engine) as writer,
+        DualWriter("orders", kafka=patient(guarded.client_config("shop")), engine=engine) as writer,
         writer.transaction() as tx,
     ):
         tx.connection.execute(orders.insert().values(id=1))
         tx.produce("guarded", value="1")
-    assert recover(open_for_s=0, kafka=guarded.client_config(), engine=engine).losses == []
+    assert recover(open_for_s=0, kafka=guarded.client_config("shop"), engine=engine).losses == []
     assert [record.value for record in read_committed(guarded.admin_config(), "guarded")] == [b"1"]
 
 
@@ -173,7 +176,7 @@ def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engin
     database_password = make_url(url).password
     wrong = make_url(url).set(password=SECRET, username="nobody")
     try:
-        kafka = guarded.client_config()
+        kafka = guarded.client_config("shop")
         writer = DualWriter("canary", kafka=kafka, engine=url)
         shown += [repr(writer), str(writer), repr(vars(writer)["_config"])]
         for attempt in (
@@ -201,6 +204,7 @@ def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engin
         assert database_password not in text_
 
 
+@on_both
 def test_migrating_twice_does_nothing(engine):
     with engine.connect() as connection:
         upgrade(connection)

@@ -13,7 +13,7 @@ from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
-from dualwrite.testing import Api, EmbeddedKafka, KafkaProxy, read_committed
+from dualwrite.testing import Api, KafkaProxy, read_committed
 
 
 def soon():
@@ -53,12 +53,6 @@ def prepared(dualwrite_kafka, dualwrite_topic):
     producer.write(dualwrite_topic, (0, 1), value=b"x")
     with coordinator_of(dualwrite_kafka.client_config()) as coordinator:
         return producer, producer.state(coordinator)
-
-
-@pytest.fixture
-def own_kafka():
-    with EmbeddedKafka() as kafka:
-        yield kafka
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -155,21 +149,21 @@ def test_one_callers_deadline_does_not_cost_another_caller_the_answer(proxy, thr
         assert patient.result() is TransactionStatus.ONGOING
 
 
-def test_a_broker_that_is_killed_and_comes_back_is_waited_for(own_kafka):
-    topic = own_kafka.create_topic("restarted", 2)
-    producer = PlainProducer(own_kafka.client_config())
+def test_a_broker_that_is_killed_and_comes_back_is_waited_for(mortal_kafka):
+    topic = mortal_kafka.create_topic("restarted", 2)
+    producer = PlainProducer(mortal_kafka.client_config())
     producer.write(topic, (0, 1))
-    with coordinator_of(own_kafka.client_config()) as coordinator:
+    with coordinator_of(mortal_kafka.client_config()) as coordinator:
         state = producer.state(coordinator)
-        own_kafka.kill()
+        mortal_kafka.kill()
         with ThreadPoolExecutor(4) as threads:
             answers = [
                 threads.submit(status, coordinator, producer),
                 threads.submit(coordinator.open_offsets, [state], soon()),
                 threads.submit(coordinator.prove, [state], soon()),
-                threads.submit(coordinator.list_ids, "", soon()),
+                threads.submit(coordinator.list_ids, producer.kafka_id, soon()),
             ]
-            own_kafka.start()
+            mortal_kafka.start()
             seen, offsets, proof, ids = (answer.result() for answer in answers)
         assert seen is TransactionStatus.ONGOING
         assert offsets == [producer.first_offsets]
@@ -180,19 +174,19 @@ def test_a_broker_that_is_killed_and_comes_back_is_waited_for(own_kafka):
         }
 
 
-def test_a_broker_that_is_down_or_hangs_is_unavailable_and_found_again(own_kafka):
-    with coordinator_of(own_kafka.client_config()) as coordinator:
+def test_a_broker_that_is_down_or_hangs_is_unavailable_and_found_again(mortal_kafka):
+    with coordinator_of(mortal_kafka.client_config()) as coordinator:
         found = coordinator.cluster_id(soon())
-        own_kafka.suspend()
+        mortal_kafka.suspend()
         with pytest.raises(Unavailable):
             coordinator.cluster_id(Deadline(0.5))
-        own_kafka.resume()
+        mortal_kafka.resume()
         assert coordinator.cluster_id(soon()) == found
-        own_kafka.kill()
+        mortal_kafka.kill()
         with pytest.raises(Unavailable) as caught:
             coordinator.describe(["any"], Deadline(0.5))
         assert "bootstrap.servers" in str(caught.value)
-        own_kafka.start()
+        mortal_kafka.start()
         assert coordinator.cluster_id(soon()) == found
 
 

@@ -21,7 +21,6 @@ from dualwrite.kafka.coordinator import log
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import LogProof, TransactionStatus
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.testing import EmbeddedKafka
 
 COMMIT, ABORT = True, False
 
@@ -248,16 +247,10 @@ def test_a_proof_that_takes_too_long_is_unavailable(coordinator, producer, dualw
         coordinator.prove([state], Deadline(0))
 
 
-@pytest.fixture(scope="module")
-def compacting_kafka():
-    with EmbeddedKafka({"log.cleaner.backoff.ms": "100"}) as kafka:
-        yield kafka
-
-
 @pytest.mark.slow
-def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
+def test_a_compacted_transaction_is_not_taken_for_a_later_one(mortal_kafka):
     """Aborted, compacted away, and followed by a commit of the same producer and epoch: that commit is not its own."""
-    config = compacting_kafka.client_config()
+    config = mortal_kafka.client_config()
     settings = {
         "cleanup.policy": "compact",
         "segment.ms": "100",
@@ -265,7 +258,7 @@ def test_a_compacted_transaction_is_not_taken_for_a_later_one(compacting_kafka):
         "delete.retention.ms": "0",
         "max.compaction.lag.ms": "200",
     }
-    topic = compacting_kafka.create_topic("compacted", 1, settings)
+    topic = mortal_kafka.create_topic("compacted", 1, settings)
     producer = PlainProducer(config)
     with KafkaCoordinator(KafkaConfig.parse(config)) as coordinator:
         producer.client.begin_transaction()

@@ -13,6 +13,7 @@ import pytest
 from confluent_kafka import Producer
 from harness.tls import Authority, HandshakeServer
 from harness.transactions import PlainProducer, fresh_id
+from harness.users import USERS
 from kafka.errors import KafkaConnectionError
 from kafka.net.transport import KafkaTCPTransport
 
@@ -24,7 +25,7 @@ from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.protocol.observations import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 
-PASSWORD = "canary-3fd9"  # as short as it is, it must show nowhere
+PASSWORD = USERS["ann"]  # as short as it is, it must show nowhere
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 
 
@@ -36,10 +37,9 @@ def coordinator_of(config):
     return KafkaCoordinator(KafkaConfig.parse(config))
 
 
-@pytest.fixture(scope="module")
-def kafka():
-    with EmbeddedKafka(users={"ann": PASSWORD, "bob": "other"}) as kafka:
-        yield kafka
+@pytest.fixture
+def kafka(guarded_kafka):
+    return guarded_kafka
 
 
 @pytest.fixture

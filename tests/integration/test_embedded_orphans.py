@@ -14,11 +14,6 @@ import pytest
 from dualwrite.errors import IllegalStateError
 from dualwrite.testing import EmbeddedPostgres
 
-SERVERS = {
-    "kafka": ("EmbeddedKafka", pytest.mark.kafka),
-    "postgresql": ("EmbeddedPostgres", pytest.mark.postgresql),
-}
-
 # Says where its server is, and waits to be killed. A fork that lives on keeps the parent's pipes open.
 VICTIM = """
 import os, signal, sys
@@ -47,8 +42,17 @@ def alive(pid):
     return True
 
 
-@pytest.mark.parametrize("fork", [False, True], ids=["", "with a fork that lives on"])
-@pytest.mark.parametrize("server", [pytest.param(name, id=key, marks=mark) for key, (name, mark) in SERVERS.items()])
+@pytest.mark.parametrize(
+    ("server", "fork"),
+    [
+        pytest.param("EmbeddedKafka", False, id="kafka-", marks=pytest.mark.kafka),
+        pytest.param(
+            "EmbeddedKafka", True, id="kafka-with a fork that lives on", marks=[pytest.mark.kafka, pytest.mark.thorough]
+        ),
+        pytest.param("EmbeddedPostgres", False, id="postgresql-", marks=[pytest.mark.postgresql, pytest.mark.thorough]),
+        pytest.param("EmbeddedPostgres", True, id="postgresql-with a fork that lives on", marks=pytest.mark.postgresql),
+    ],
+)
 def test_a_killed_parent_takes_its_server_along(server, fork):
     check_that_a_kill_leaves_nothing(VICTIM.format(server=server, fork=fork, before=""))
 

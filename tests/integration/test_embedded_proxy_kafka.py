@@ -214,8 +214,9 @@ def test_nothing_stays_open_whatever_moment_the_proxy_closes_at(dualwrite_kafka,
     gc.collect()
 
 
-def test_the_proxy_outlives_a_killed_broker():
-    with EmbeddedKafka() as kafka, KafkaProxy(kafka) as proxy:
+def test_the_proxy_outlives_a_killed_broker(mortal_kafka):
+    kafka = mortal_kafka
+    with KafkaProxy(kafka) as proxy:
         topic = kafka.create_topic("behind")
         producer = Producer({**proxy.client_config(), "log_level": 0, "reconnect.backoff.max.ms": 500})
         send(producer, topic, b"before")
@@ -226,11 +227,11 @@ def test_the_proxy_outlives_a_killed_broker():
         assert values_in(kafka, topic) == [b"before", b"meanwhile"]
 
 
-def test_clients_with_a_password_can_go_through():
-    with EmbeddedKafka(users={"app": "app-secret"}) as kafka, KafkaProxy(kafka) as proxy:
-        topic = kafka.create_topic("guarded")
-        kafka.allow("app", "write", "topic", topic)
-        send(Producer(proxy.client_config("app")), topic, b"through")
+def test_clients_with_a_password_can_go_through(guarded_kafka):
+    with KafkaProxy(guarded_kafka) as proxy:
+        topic = guarded_kafka.create_topic("through")
+        guarded_kafka.allow("mail", "write", "topic", topic)
+        send(Producer(proxy.client_config("mail")), topic, b"through")
         assert Api.PRODUCE in {request.api_key for request in proxy.requests}
 
 

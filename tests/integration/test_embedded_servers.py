@@ -44,8 +44,13 @@ def holder(directory):
 
 
 def test_servers_stay_up_until_they_are_taken_down(directory, monkeypatch):
+    first, _ = run(directory, "up")
+    os.kill(holder(directory), signal.SIGKILL)
     exports, _ = run(directory, "up")
+    assert exports != first, "a killed holder was not replaced"
     assert run(directory, "up")[0] == exports
+    state = Path(directory, ".cache", "servers", "state.json")
+    assert state.stat().st_mode & 0o077 == 0, "the password is nobody else's business"
     for line in exports.splitlines():
         name, _, value = shlex.split(line)[1].partition("=")
         monkeypatch.setenv(name, value)
@@ -57,16 +62,3 @@ def test_servers_stay_up_until_they_are_taken_down(directory, monkeypatch):
     assert run(directory, "down") == ("", "stopped\n")
     assert not any(accepts_connections(port) for port in ports)
     assert run(directory, "down") == ("", "no servers run\n")
-
-
-def test_a_killed_holder_is_replaced(directory):
-    exports, _ = run(directory, "up")
-    os.kill(holder(directory), signal.SIGKILL)
-    again, _ = run(directory, "up")
-    assert again != exports
-
-
-def test_the_password_is_nobody_elses_business(directory):
-    run(directory, "up")
-    state = Path(directory, ".cache", "servers", "state.json")
-    assert state.stat().st_mode & 0o077 == 0

@@ -33,25 +33,10 @@ from dualwrite.kafka.producer.librdkafka import evidence, instance
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def hasty_kafka():
-    """A broker that looks for timed-out transactions and forgotten ids all the time."""
-    properties = {
-        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "100",
-        "transaction.remove.expired.transaction.cleanup.interval.ms": "200",
-        "transactional.id.expiration.ms": "2500",
-        "producer.id.expiration.ms": "2500",
-        "producer.id.expiration.check.interval.ms": "200",
-    }
-    with EmbeddedKafka(properties) as kafka:
-        yield kafka
 
 
 write = partial(write_order, partitions=(0, 1))
@@ -179,11 +164,18 @@ def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
     assert seen == sorted(2 * list(range(6)))
 
 
-PAUSES = [name for name in failpoints.FAILPOINTS if name.startswith(("write.", "claim."))]
+ABORTING = {"write.before_abort", "write.rolled_back"}
+PAUSES = [name for name in failpoints.FAILPOINTS if name.startswith(("write.", "claim.")) and name not in ABORTING]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [name for name in PAUSES if name not in {"write.before_abort", "write.rolled_back"}])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(name, marks=() if name in {"claim.before", "write.recorded"} else pytest.mark.thorough)
+        for name in PAUSES
+    ],
+)
 def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing(
     tmp_path, kafka, url, dualwrite_topic, point
 ):
@@ -204,29 +196,28 @@ def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing
         assert not {"w1-2", "w1-3"} & rows
 
 
-def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(engine, orders):
-    with EmbeddedKafka() as server:
-        topic = server.create_topic("restarted", 2)
-        kafka = server.client_config()
-        kafka_id = leave_decided(kafka, engine, topic, orders, 1)
-        server.kill()
-        server.restart()
-        assert wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
-        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-            write(writer, topic, orders, 2)
-            server.kill()
-            server.restart()
-            done = []
-            for number in range(3, 8):
-                try:
-                    write(writer, topic, orders, number)
-                except TransactionAborted:
-                    continue
-                done.append(number)
-        assert done, "no write succeeded after the restart"
-        assert sorted(int(record.value) for record in read_committed(kafka, topic)) == sorted(2 * [1, 2, *done])
-        with engine.connect() as connection:
-            assert sorted(connection.execute(select(orders.c.id)).scalars()) == [1, 2, *done]
+def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_kafka, engine, orders):
+    topic = mortal_kafka.create_topic("killed-twice", 2)
+    kafka = mortal_kafka.client_config()
+    kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+    mortal_kafka.kill()
+    mortal_kafka.restart()
+    assert wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
+    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        write(writer, topic, orders, 2)
+        mortal_kafka.kill()
+        mortal_kafka.restart()
+        done = []
+        for number in range(3, 8):
+            try:
+                write(writer, topic, orders, number)
+            except TransactionAborted:
+                continue
+            done.append(number)
+    assert done, "no write succeeded after the restart"
+    assert sorted(int(record.value) for record in read_committed(kafka, topic)) == sorted(2 * [1, 2, *done])
+    with engine.connect() as connection:
+        assert sorted(connection.execute(select(orders.c.id)).scalars()) == [1, 2, *done]
 
 
 def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, orders):

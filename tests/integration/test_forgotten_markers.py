@@ -25,7 +25,7 @@ from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing import EmbeddedKafka, read_committed
+from dualwrite.testing import read_committed
 from dualwrite.writing import lane_pool
 from dualwrite.writing.lane import Lane
 
@@ -135,7 +135,8 @@ def idle():
 
 @pytest.fixture(scope="module")
 def cluster():
-    with EmbeddedKafka(brokers=3) as cluster:
+    """Its third broker can be suspended, and cut off from its controllers."""
+    with cut_off.cluster_to_cut() as cluster:
         yield cluster
 
 
@@ -278,28 +279,22 @@ OF_AN_ABORT = ["before_abort", "rolled_back"]
 EVERY_POINT = [f"write.{point}" for point in [*OF_A_COMMIT, *OF_AN_ABORT]]
 
 
-@pytest.fixture(scope="module")
-def cluster_to_cut():
-    with cut_off.cluster_to_cut() as cluster:
-        yield cluster
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("point", EVERY_POINT)
 def test_a_broker_is_suspended_at_every_fail_point(cluster, tmp_path, point):
-    go_on_without_a_broker_at(cluster, tmp_path, point)
+    go_on_without_a_broker_at(cluster, tmp_path, point, cluster.suspend, cluster.resume)
 
 
 @pytest.mark.parametrize(
     "point",
     [pytest.param(point, marks=[] if point == "write.decided" else pytest.mark.thorough) for point in EVERY_POINT],
 )
-def test_a_broker_is_cut_off_from_its_controllers_at_every_fail_point(cluster_to_cut, tmp_path, point):
+def test_a_broker_is_cut_off_from_its_controllers_at_every_fail_point(cluster, tmp_path, point):
     """It goes on showing its partitions as their leader, with the transactions open whose markers it has missed."""
-    go_on_without_a_broker_at(cluster_to_cut, tmp_path, point)
+    go_on_without_a_broker_at(cluster, tmp_path, point, cluster.cut_off, cluster.join)
 
 
-def go_on_without_a_broker_at(cluster, tmp_path, point):
+def go_on_without_a_broker_at(cluster, tmp_path, point, take_away, bring_back):
     """A dual write comes to the point, a broker is taken away there, and comes back; others follow."""
     stage = Stage(cluster, tmp_path / "rows.sqlite", point.replace(".", "-"))
     ended = threading.Event()
@@ -307,11 +302,11 @@ def go_on_without_a_broker_at(cluster, tmp_path, point):
 
     def resume():
         ended.wait(5)  # what waits for the broker must not wait for ever
-        cluster.resume(AWAY)
+        bring_back(AWAY)
 
     def suspend_at(reached):
         if reached == point and not resumers:
-            cluster.suspend(AWAY)
+            take_away(AWAY)
             wait_until(lambda: stage.leaders()[0] == -1, LONG_S)
             resumers.append(threading.Thread(target=resume))
             resumers[0].start()

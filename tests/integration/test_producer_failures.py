@@ -26,7 +26,6 @@ from dualwrite.kafka.producer.librdkafka.failures import Phase
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
@@ -393,16 +392,15 @@ def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
 
 
 @pytest.fixture(scope="module")
-def guarded():
+def guarded(guarded_kafka):
     """A broker that authenticates its clients and refuses what is not allowed."""
-    with EmbeddedKafka(users={"app": "app-password", "idle": "idle-password"}) as kafka:
-        kafka.create_topic("granted", 1)
-        kafka.create_topic("withheld", 1)
-        for operation in ("write", "describe"):
-            kafka.allow("app", operation, "transactional_id", "app-", prefixed=True)
-            kafka.allow("app", operation, "topic", "granted")
-        kafka.allow("app", "describe", "topic", "withheld")
-        yield kafka
+    guarded_kafka.create_topic("granted", 1)
+    guarded_kafka.create_topic("withheld", 1)
+    for operation in ("write", "describe"):
+        guarded_kafka.allow("app", operation, "transactional_id", "app-", prefixed=True)
+        guarded_kafka.allow("app", operation, "topic", "granted")
+    guarded_kafka.allow("app", "describe", "topic", "withheld")
+    return guarded_kafka
 
 
 def guarded_producer(kafka, kafka_id, user="app", **settings):

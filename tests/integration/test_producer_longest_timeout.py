@@ -9,21 +9,19 @@ from harness.patience import patient
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS, NEVER_MS
+from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 
 HELD_S = 2.5  # librdkafka looks for requests that have timed out once a second
 
 
 @pytest.fixture(scope="module")
-def patient_kafka():
-    with EmbeddedKafka({"transaction.max.timeout.ms": str(NEVER_MS)}) as kafka:
-        kafka.create_topic("topic")
-        with TransactionalProducer(patient(kafka.client_config()), "warm") as producer:
-            producer.init_transactions()
-        yield kafka
+def patient_kafka(mortal_kafka):
+    mortal_kafka.create_topic("topic")
+    with TransactionalProducer(patient(mortal_kafka.client_config()), "warm") as producer:
+        producer.init_transactions()
+    return mortal_kafka
 
 
 @pytest.fixture

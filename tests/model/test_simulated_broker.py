@@ -18,8 +18,6 @@ from simulator.partition import committed_values
 from simulator.requests import ErrorCode
 from simulator.state import partition, transaction
 
-from dualwrite.testing import EmbeddedKafka
-
 pytestmark = pytest.mark.kafka
 
 OWNER = {"owner": "X"}
@@ -213,7 +211,7 @@ def test_a_difference_is_found_and_shrunk(both, monkeypatch):
     assert list(found.value.sequence) == [("init", "owner"), ("add", "owner", 1), end, end]
 
 
-def test_a_restarted_broker_has_lost_nothing():
+def test_a_restarted_broker_has_lost_nothing(mortal_kafka):
     held = (
         ("init", "c"),
         ("add", "c", 0, 1),
@@ -223,7 +221,7 @@ def test_a_restarted_broker_has_lost_nothing():
     )
     after = (("repeat", "owner"), ("produce", "owner", 0), ("produce", "owner", 1), ("end", "c", True), ("init", "c"))
     steps = (*OPEN, ("add", "owner", 1), *held, ("restart", "owner"), *after, ("end", "owner", True))
-    with EmbeddedKafka() as kafka, closing(Both(kafka, lanes=1)) as both:
+    with closing(Both(mortal_kafka, lanes=1)) as both:
         answers, broker = both.play_one({"owner": "X", "c": "Y"}, *steps)
     assert answers[steps.index(("repeat", "owner"))] == answers[2]
     assert transaction(broker, "X").state == sim.COMPLETE_COMMIT
@@ -231,16 +229,9 @@ def test_a_restarted_broker_has_lost_nothing():
 
 
 @pytest.fixture(scope="module")
-def hasty():
+def hasty(hasty_kafka):
     """A broker that times out and forgets within seconds."""
-    properties = {
-        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "50",
-        "transactional.id.expiration.ms": "4000",
-        "transaction.remove.expired.transaction.cleanup.interval.ms": "100",
-        "producer.id.expiration.ms": "4000",
-        "producer.id.expiration.check.interval.ms": "100",
-    }
-    with EmbeddedKafka(properties) as kafka, closing(Both(kafka, lanes=1)) as both:
+    with closing(Both(hasty_kafka, lanes=1)) as both:
         yield both
 
 
