@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness import class_archive
+from harness.collected import COLLECTED
 from harness.planting import plant_from_environment
 from harness.users import USERS
 
@@ -26,7 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run what `make test` leaves out for its time")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     if not config.getoption("--thorough"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
