@@ -23,7 +23,7 @@ def kafka(dualwrite_kafka):
     return patient(dualwrite_kafka.client_config())
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
+@pytest.fixture(params=["postgresql", pytest.param("sqlite", marks=pytest.mark.thorough)])
 def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
     if request.param == "postgresql":

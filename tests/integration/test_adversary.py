@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from harness.death import ended_by_hand, mortal
-from harness.orders import on_postgresql, write
+from harness.orders import on_both, on_postgresql, write
 from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
@@ -51,12 +51,14 @@ def lose_the_producer(writer, topic, orders, number):
     failpoints.arm("")
 
 
+@on_both
 def test_rows_written_directly_on_the_callers_connection_are_committed(writer, engine, orders, both):
     with engine.connect() as connection, writer.transaction(connection):
         connection.execute(insert(orders).values(id=1))
     assert both() == ([1], [])
 
 
+@on_both
 def test_a_refused_commit_leaves_nothing_that_a_later_commit_could_make_visible(
     writer, engine, dualwrite_topic, orders, both
 ):
@@ -247,6 +249,7 @@ class Interrupting:
         return self._traced
 
 
+@pytest.mark.thorough
 def test_an_interruption_at_any_line_leaves_both_sides_equal(kafka, engine, dualwrite_topic, orders):
     """Every seventh line here, each time with the writer that the last interruption has left."""
 

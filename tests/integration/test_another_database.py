@@ -1,7 +1,7 @@
 """One dual write is decided in one database: connections and sessions that lead elsewhere are refused before anything is begun."""
 
 import pytest
-from harness.orders import Order, on_postgresql
+from harness.orders import Order, on_both, on_postgresql
 from sqlalchemy import event, insert, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -30,6 +30,7 @@ def messages(kafka, topic):
     return sorted(int(message.value) for message in read_committed(kafka, topic))
 
 
+@on_both
 def test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is(
     kafka, engine, writer, copied, dualwrite_topic, orders
 ):
@@ -42,6 +43,7 @@ def test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is(
     assert (rows(copied, orders), rows(engine, orders), messages(kafka, dualwrite_topic)) == ([], [2], [2])
 
 
+@on_both
 def test_a_connection_of_another_engine_of_the_same_database_works_and_is_asked_once(
     kafka, engine, url, writer, engine_of, tmp_path, dualwrite_topic, orders
 ):
@@ -112,6 +114,7 @@ def test_another_kind_of_database_and_what_is_no_connection_are_refused(writer, 
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
+@on_both
 def test_a_session_that_binds_a_class_to_another_database_is_refused(
     kafka, engine, copied, dualwrite_topic, orders, swallowed
 ):

@@ -5,7 +5,7 @@ import secrets
 import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
-from harness.orders import write
+from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
@@ -18,6 +18,7 @@ from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane_pool import Lanes
 
 
+@on_both
 def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded(
     kafka, engine, dualwrite_topic, orders, backup
 ):
@@ -221,6 +222,7 @@ def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(k
     assert read_committed(kafka, dualwrite_topic) == []  # waits until nothing is open
 
 
+@on_both
 def test_a_lost_claim_is_shown_and_hinders_no_other_id(kafka, engine, dualwrite_topic, orders, backup, url):
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         write(writer, dualwrite_topic, orders, 1)

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from harness.orders import Order, on_postgresql
+from harness.orders import Order, on_both, on_postgresql
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -34,6 +34,7 @@ def add_by_connection(tx, orders, number, note):
 
 
 @pytest.mark.parametrize("add", [add_by_session, add_by_connection])
+@on_both
 def test_insert_or_skip(writer, dualwrite_topic, orders, both, add):
     def insert_or_skip(tx, number, note):
         savepoint = tx.session.begin_nested if add is add_by_session else tx.connection.begin_nested
@@ -53,6 +54,7 @@ def test_insert_or_skip(writer, dualwrite_topic, orders, both, add):
     assert both() == (["first", "second", "a", "c"], ["first", "second", "a", "c"])
 
 
+@on_both
 def test_messages_of_nested_savepoints_are_sent_in_their_order_and_dropped_with_the_outer_one(
     writer, dualwrite_topic, orders, both
 ):
@@ -88,6 +90,7 @@ def test_messages_of_nested_savepoints_are_sent_in_their_order_and_dropped_with_
     assert delivered == [(None, number.encode()) for number in ("1", "2", "5", "7")]
 
 
+@on_both
 def test_a_session_of_the_users_opens_its_savepoint_before_the_message_not_with_its_next_statement(
     writer, dualwrite_topic, both
 ):
@@ -132,6 +135,7 @@ def test_a_savepoint_that_the_library_cannot_see_aborts_both(writer, dualwrite_t
 
 
 @pytest.mark.parametrize("kept", [True, False])
+@on_both
 def test_what_the_producer_would_refuse_is_refused_inside_the_savepoint(writer, dualwrite_topic, orders, both, kept):
     """Nothing that is known to fail waits; and once it has failed, both sides abort whatever becomes of the savepoint."""
     with (
@@ -159,6 +163,7 @@ def test_bulk_mode_refuses_on_delivery_inside_a_savepoint_too(kafka, engine, dua
         tx.produce(dualwrite_topic, value="1", on_delivery=print)
 
 
+@on_both
 def test_a_connection_of_the_users_is_as_it_was_after_the_block(writer, engine, dualwrite_topic, orders, both):
     with engine.connect() as connection:
         for end in ("normal", "error"):

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 from harness.checker import Case
-from harness.orders import write
+from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
@@ -36,6 +36,7 @@ def age(engine, *, days=40):
         connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
 
 
+@on_both
 def test_a_writer_that_never_comes_back_is_forgotten_and_its_name_may_be_used_again(
     kafka, engine, url, orders, dualwrite_topic
 ):
