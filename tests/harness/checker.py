@@ -15,8 +15,10 @@ from sqlalchemy import create_engine, inspect, select
 from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.testing import History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
+from harness.forking import processes
 from harness.patience import PATIENCE_S
-from harness.worker import OPERATIONS
+from harness.planting import ENVIRONMENT as MISTAKE
+from harness.worker import OPERATIONS, work
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,6 +40,32 @@ class Case:
 
     def start(self, *, operations: int = 4, failpoint: str = "", **job) -> subprocess.Popen:
         """Start one worker; its standard output is a pipe."""
+        path, log = self._order(operations, job)
+        with log.open("w") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", "harness.worker", str(path)],
+                cwd=TESTS,
+                env={**os.environ, ENVIRONMENT: failpoint},
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
+
+    def run(self, *, killed: bool = False, operations: int = 4, failpoint: str = "", **job) -> None:
+        """Run one worker to its end, and hold how it ended against what was expected."""
+        path, log = self._order(operations, job)
+        worker = processes().Process(target=work, args=(path, failpoint, os.environ.get(MISTAKE), log))
+        worker.start()
+        worker.join(PATIENCE_S)
+        code = worker.exitcode
+        worker.kill()
+        worker.join()
+        worker.close()
+        expected = -signal.SIGKILL if killed else 0
+        assert code == expected, f"worker ended with {code}, not {expected}:\n{log.read_text()}"
+
+    def _order(self, operations: int, job: dict) -> tuple[Path, Path]:
+        """Where its job stands, and where it may log."""
         self.workers += 1
         name = f"w{self.workers}"
         document = {
@@ -52,23 +80,7 @@ class Case:
         }
         path = self.directory / f"{name}.json"
         path.write_text(json.dumps(document))
-        with (self.directory / f"{name}.log").open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "harness.worker", str(path)],
-                cwd=TESTS,
-                env={**os.environ, ENVIRONMENT: failpoint},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def run(self, *, killed: bool = False, timeout_s: float = PATIENCE_S, **job) -> None:
-        """Run one worker to its end, and hold how it ended against what was expected."""
-        process = self.start(**job)
-        process.communicate(timeout=timeout_s)
-        log = (self.directory / f"w{self.workers}.log").read_text()
-        expected = -signal.SIGKILL if killed else 0
-        assert process.returncode == expected, f"worker ended with {process.returncode}, not {expected}:\n{log}"
+        return path, self.directory / f"{name}.log"
 
     @property
     def history(self) -> History:

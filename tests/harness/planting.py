@@ -6,8 +6,13 @@ ENVIRONMENT = "DUALWRITE_MISTAKE"
 
 
 def plant_from_environment() -> None:
+    """Plant it, for the life of this process."""
+    plant(os.environ.get(ENVIRONMENT))
+
+
+def plant(name: str | None) -> None:
     """Plant it, for the life of this process. Does nothing where nothing is named or it is planted already."""
-    if name := os.environ.get(ENVIRONMENT):
+    if name:
         from harness.mistakes.registry import plant_for_good
 
         plant_for_good(name)

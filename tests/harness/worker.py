@@ -1,11 +1,12 @@
 """A process that dual-writes operations with unique names over all partitions, and journals the answers it got.
 
-Run as ``python -m harness.worker JOB.json``, or forked by the chaos run; killed by fail points and from outside.
+Run as ``python -m harness.worker JOB.json``, or forked; killed by fail points and from outside.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -24,9 +25,10 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    failpoints,
 )
 from dualwrite.testing import Journal
-from harness.planting import plant_from_environment
+from harness.planting import plant, plant_from_environment
 
 METADATA = MetaData()
 OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True))
@@ -117,9 +119,23 @@ class _Writing:
                 raise OnPurpose(operation)
 
 
+def work(path: Path, failpoint: str, mistake: str | None, log: Path) -> None:
+    """A forked process's: do what the file says, and end with the exit code."""
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(said, number)
+    failpoints.arm(failpoint)
+    plant(mistake)
+    sys.exit(_work(path))
+
+
 def main() -> int:
     plant_from_environment()
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    return _work(Path(sys.argv[1]))
+
+
+def _work(path: Path) -> int:
+    job = json.loads(path.read_text(encoding="utf-8"))
     engine = make_engine(job["url"])
     METADATA.create_all(engine)
     return write(job, engine, lambda line: print(line, flush=True))  # noqa: T201 - the parent waits for it

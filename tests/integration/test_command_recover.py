@@ -1,6 +1,7 @@
 """``dualwrite status``, ``recover`` and ``acknowledge``, as an operator and as a script runs them."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,15 +24,33 @@ from dualwrite.stores.state import SqlStateStore
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
 
+def arguments_of(url, kafka, command):
+    servers = ["--bootstrap-server", kafka["bootstrap.servers"]] if command[0] != "acknowledge" else []
+    return [*command, "--url", url, *servers]
+
+
 @pytest.fixture
 def dualwrite(url, kafka):
-    def run(*arguments):
-        command = [sys.executable, "-c", "from dualwrite.cli import main; main()", *arguments]
-        servers = (
-            ["--url", url, "--bootstrap-server", kafka["bootstrap.servers"]] if arguments[0] != "acknowledge" else []
-        )
+    """Runs a command, in this process."""
+
+    def run(*command):
+        return CliRunner().invoke(commands, arguments_of(url, kafka, command))
+
+    return run
+
+
+@pytest.fixture
+def script(url):
+    """Runs a command as a shell does."""
+
+    def run(kafka, *command, **environment):
         return subprocess.run(
-            [*command, *(servers or ["--url", url])], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            [sys.executable, "-c", "from dualwrite.cli import main; main()", *arguments_of(url, kafka, command)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
 
     return run
@@ -47,7 +66,7 @@ def left(tmp_path, kafka, url, dualwrite_topic):
 
 def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
     table = dualwrite("status")
-    assert table.returncode == 3, table.stderr
+    assert table.exit_code == 3, table.stderr
     assert "case" in table.stdout
     assert "commit: the database has decided" in table.stdout
     document = json.loads(dualwrite("status", "--json").stdout)
@@ -63,21 +82,21 @@ def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
 
 def test_recover_by_id_after_a_dry_run(dualwrite, left):
     dry = dualwrite("recover", "case", "--dry-run", "--json")
-    assert dry.returncode == 0, dry.stderr
+    assert dry.exit_code == 0, dry.stderr
     [item] = json.loads(dry.stdout)["planned"]
     assert item["transactional_id"] == "case"
     assert item["recovery_would"].startswith("commit: the database has decided")
-    assert dualwrite("status").returncode == 3
+    assert dualwrite("status").exit_code == 3
     done = dualwrite("recover", "case")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "1 rolled forward" in done.stdout
-    assert dualwrite("status").returncode == 0
+    assert dualwrite("status").exit_code == 0
     assert left.verify() == {"w1-0", "w1-1"}
 
 
 def test_recover_all_leaves_young_transactions_to_their_owners(dualwrite, left):
     young = dualwrite("recover", "--all")
-    assert young.returncode == 7, young.stderr
+    assert young.exit_code == 7, young.stderr
     assert "case: left alone: its owner may be at work: its transaction is young, or its lease" in young.stdout
     old = json.loads(dualwrite("recover", "--prefix", "ca", "--open-for", "0", "--json").stdout)
     assert old["settled"] == ["case"]
@@ -87,14 +106,14 @@ def test_a_loss_has_an_exit_code_until_somebody_acknowledges_it(dualwrite, left,
     (row,) = SqlStateStore(engine).read(["case"])
     Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
     found = dualwrite("recover", "case", "--json")
-    assert found.returncode == 4, found.stderr
+    assert found.exit_code == 4, found.stderr
     (loss,) = json.loads(found.stdout)["losses"]
     assert loss["outcome"] == "lost"
-    assert dualwrite("recover", "case").returncode == 0
-    assert dualwrite("status").returncode == 4
-    assert dualwrite("status", "--problems").returncode == 4
-    assert dualwrite("acknowledge", "case", "--all").returncode == 0
-    assert dualwrite("status").returncode == 0
+    assert dualwrite("recover", "case").exit_code == 0
+    assert dualwrite("status").exit_code == 4
+    assert dualwrite("status", "--problems").exit_code == 4
+    assert dualwrite("acknowledge", "case", "--all").exit_code == 0
+    assert dualwrite("status").exit_code == 0
 
 
 def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
@@ -115,14 +134,14 @@ def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
     assert [shown[name].needs_recovery for name in names] == [True, True]
     assert all("Kafka has committed a transaction" in shown[name].went_back for name in names)
     assert not any(shown[name].claim_lost for name in names)
-    assert dualwrite("status", "--problems").returncode == 8
+    assert dualwrite("status", "--problems").exit_code == 8
 
     [loss] = recover("first", kafka=kafka, engine=url).losses
     assert (loss.outcome, loss.went_back) == (Outcome.UNVERIFIABLE, True)
     found = dualwrite("recover", "second", "--json")
-    assert found.returncode == 4, found.stderr
+    assert found.exit_code == 4, found.stderr
     assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["unverifiable"]
-    assert dualwrite("status").returncode == 4
+    assert dualwrite("status").exit_code == 4
     assert not any(item.went_back for item in status(kafka=kafka, engine=url))
 
 
@@ -135,46 +154,40 @@ def test_a_lost_claim_is_shown_refused_and_has_an_exit_code(
             write(writer, dualwrite_topic, orders, number)
         restore = restore or backup()
     restore()
-    assert dualwrite("status").returncode == 8
+    assert dualwrite("status").exit_code == 8
     refused = dualwrite("recover", "case")
-    assert refused.returncode == 8, refused.stderr
+    assert refused.exit_code == 8, refused.stderr
     assert "gone back in time" in refused.stdout
     accepted = dualwrite("recover", "case", "--after-restore", "--json")
-    assert accepted.returncode == 4, "the lost decision is a loss"
+    assert accepted.exit_code == 4, "the lost decision is a loss"
     assert json.loads(accepted.stdout)["settled"] == ["case"]
-    assert dualwrite("recover", "case").returncode == 0
+    assert dualwrite("recover", "case").exit_code == 0
 
 
-def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(
-    dualwrite, left, kafka, engine, monkeypatch
-):
+def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(dualwrite, script, left, kafka, engine):
     (row,) = SqlStateStore(engine).read(["case"])
     Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
-    with monkeypatch.context() as dying:
-        dying.setenv("DUALWRITE_FAILPOINT", "settle.recorded")
-        assert dualwrite("recover", "case").returncode == -signal.SIGKILL
-    assert dualwrite("status").returncode == 4
+    died = script(kafka, "recover", "case", DUALWRITE_FAILPOINT="settle.recorded")
+    assert died.returncode == -signal.SIGKILL
+    assert dualwrite("status").exit_code == 4
     with pytest.raises(DecidedTransactionLost, match="ended before it reported the loss"):
         DualWriter("case", kafka=kafka, engine=engine).open()
     with DualWriter("case", kafka=kafka, engine=engine):  # once is enough
         pass
-    assert dualwrite("recover", "case").returncode == 0
-    assert dualwrite("status").returncode == 4
+    assert dualwrite("recover", "case").exit_code == 0
+    assert dualwrite("status").exit_code == 4
 
 
 @pytest.mark.thorough
-def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_recovery(
-    dualwrite, left, kafka, engine, monkeypatch
-):
+def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_recovery(dualwrite, script, left, kafka, engine):
     (row,) = SqlStateStore(engine).read(["case"])
     Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
-    with monkeypatch.context() as dying:
-        dying.setenv("DUALWRITE_FAILPOINT", "settle.recorded")
-        assert dualwrite("recover", "case").returncode == -signal.SIGKILL
+    died = script(kafka, "recover", "case", DUALWRITE_FAILPOINT="settle.recorded")
+    assert died.returncode == -signal.SIGKILL
     found = dualwrite("recover", "case", "--json")
-    assert found.returncode == 4, found.stderr
+    assert found.exit_code == 4, found.stderr
     assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["lost"]
-    assert dualwrite("recover", "case").returncode == 0
+    assert dualwrite("recover", "case").exit_code == 0
 
 
 def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, kafka, engine, url, dualwrite_topic):
@@ -190,7 +203,7 @@ def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, ka
             assert json.loads(dualwrite("status", "--problems", "--json").stdout)["ids"] == []
             young = recover(kafka=kafka, engine=url)  # as the command's: 60 s
             assert (young.settled, young.skipped) == ([], [item["transactional_id"]])
-            assert dualwrite("recover", "--all").returncode == 7
+            assert dualwrite("recover", "--all").exit_code == 7
             taken = recover("case", kafka=kafka, engine=url)
             assert taken.settled == [item["transactional_id"]]
         for _ in range(2):
@@ -207,7 +220,7 @@ def test_what_is_open_after_a_committed_one_is_shown_as_what_becomes_of_it(
     shown = json.loads(dualwrite("status", "--json").stdout)["ids"]
     assert [one["recovery_would"] for one in shown if one["kafka"] == "Ongoing"] == ["abort: undecided"]
     problems = dualwrite("status", "--problems", "--open-for", "0", "--json")
-    assert problems.returncode == 3
+    assert problems.exit_code == 3
     planned = dualwrite("recover", "--all", "--open-for", "0", "--dry-run", "--json")
     for found in (json.loads(problems.stdout)["ids"], json.loads(planned.stdout)["planned"]):
         assert [one["recovery_would"] for one in found] == ["abort: undecided"]
@@ -241,30 +254,17 @@ def test_every_command_runs_with_the_rights_that_its_error_names(dualwrite, left
 
 
 def test_an_id_that_does_not_exist_has_an_exit_code(dualwrite, engine):
-    assert dualwrite("recover", "nobody").returncode == 6
-    assert dualwrite("status", "nobody").returncode == 6
+    assert dualwrite("recover", "nobody").exit_code == 6
+    assert dualwrite("status", "nobody").exit_code == 6
 
 
 @pytest.mark.parametrize("arguments", [["recover"], ["recover", "a", "--all"], ["recover", "--all", "-X", "nonsense"]])
 def test_wrong_usage_has_an_exit_code_of_its_own(dualwrite, arguments):
-    assert dualwrite(*arguments).returncode == 2
+    assert dualwrite(*arguments).exit_code == 2
 
 
-def test_a_server_that_does_not_answer_has_an_exit_code(url):
-    command = [sys.executable, "-c", "from dualwrite.cli import main; main()", "status", "--timeout", "2"]
-    # An id must be there to be asked about.
-    engine_url = url
-    from sqlalchemy import create_engine
-
-    engine = create_engine(engine_url)
-    SqlStateStore(engine).claim(["orders"], owner="test", cluster_id="c")
-    engine.dispose()
-    done = subprocess.run(
-        [*command, "--url", url, "--bootstrap-server", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+def test_a_server_that_does_not_answer_has_an_exit_code(script, engine):
+    SqlStateStore(engine).claim(["orders"], owner="test", cluster_id="c")  # an id must be there to be asked about
+    done = script({"bootstrap.servers": "127.0.0.1:1"}, "status", "--timeout", "2")
     assert done.returncode == 5, done.stderr
     assert "Unavailable" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from harness.forking import processes
 from harness.patience import patient
 from harness.planting import ENVIRONMENT
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
@@ -65,13 +65,6 @@ _ACTIONS = {
     ("cuts off", True): "reset_answer",
     ("repeats", False): "duplicate",
 }
-
-
-def _processes() -> multiprocessing.context.ForkServerContext:
-    """Actors are forked from a process that has imported everything, and has no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scenarios.actor"])
-    return context
 
 
 class _Player:
@@ -214,7 +207,7 @@ class RealStage:
     def _appear(self, name: str) -> _Player:
         proxy = PostgresProxy(self._postgres)
         proxy.__enter__()
-        context = _processes()
+        context = processes()
         ours, theirs = context.Pipe()
         process = context.Process(target=act, args=(theirs, self._settings(name, proxy)), daemon=True)
         process.start()
