@@ -68,6 +68,7 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
     assert not (tmp_path / "round").exists(), "the evidence of a clean round is kept"
 
 
+@pytest.mark.thorough
 def test_both_sides_are_equal_with_sqlite(arena, tmp_path):
     episodes = {"r1-w0": [KILLED_TWICE, PAUSED_CLAIM], "r1-w1": [ANY_MOMENT, RIVALS], "r1-pool": TASKS[:3]}
     round_ = Round(1, "sqlite", 2, episodes, dict.fromkeys(episodes, 1))
@@ -78,7 +79,10 @@ def test_both_sides_are_equal_with_sqlite(arena, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "mistake", "database"),
-    [(2, "retire_before_complete", "sqlite"), (3, "state_without_first_offsets", "postgresql")],
+    [
+        pytest.param(2, "retire_before_complete", "sqlite", marks=pytest.mark.thorough),
+        (3, "state_without_first_offsets", "postgresql"),
+    ],
 )
 def test_a_mistaken_product_is_found_out(arena, tmp_path, number, mistake, database):
     """The negative control: the same harness, the same plan, one rule of the protocol broken."""

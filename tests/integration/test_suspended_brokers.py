@@ -373,6 +373,7 @@ def crowd_of(cluster, dualwrite_database, tmp_path, monkeypatch):
     engine.dispose()
 
 
+@pytest.mark.thorough
 def test_a_broker_is_suspended_at_every_point_of_a_dual_write(crowd_of):
     crowd = crowd_of(product(WRITING, ["aborts", "closes"]))
     wrong = crowd.run()

@@ -269,5 +269,5 @@ def _quiet():
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

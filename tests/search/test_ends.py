@@ -7,6 +7,7 @@ import pytest
 from search.ends import Ends
 from search.explore import explore
 from search.mistakes import MISTAKES
+from search.selection import CAUGHT, quick_first
 from search.values import Budgets
 from search.world import Bounds, World
 
@@ -121,7 +122,7 @@ def test_what_is_wrongly_taken_for_an_end_shows(monkeypatch, name, taken):
     assert uncovered(world, shortened, found)
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.caught])
+@pytest.mark.parametrize("name", quick_first(CAUGHT))
 def test_a_mistake_is_caught_by_as_many_steps_as_with_all_that_is_at_its_end(name):
     mistake = MISTAKES[name]
     entire = explore(World(mistake.bounds, mistake.rules, open_is_fine=mistake.open_is_fine, entire=True))

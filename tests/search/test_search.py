@@ -16,6 +16,7 @@ from search.levels import explore_levels
 from search.mistakes import MISTAKES, OWNER_AND_SETTLER
 from search.page import FIGURES, PAGE, render
 from search.rules import Rules
+from search.selection import CAUGHT, HARMLESS, quick_first
 from search.values import Budgets
 from search.world import World
 
@@ -50,7 +51,7 @@ def test_the_product_does_nothing_wrong_within_small_bounds(name, figures):
     ), f"the search has changed: python -m search {name}"
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.caught])
+@pytest.mark.parametrize("name", CAUGHT)
 def test_a_mistake_is_caught_by_its_shortest_way(name, figures):
     found = explore(MISTAKES[name].world())
     known = figures["mistakes"][name]
@@ -58,7 +59,7 @@ def test_a_mistake_is_caught_by_its_shortest_way(name, figures):
     assert (found.wrong, len(found.trace)) == (known["wrong"], len(known["trace"])), words(found)
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if not mistake.caught])
+@pytest.mark.parametrize("name", quick_first(HARMLESS))
 def test_a_mistake_that_does_no_harm_is_not_called_one(name):
     found = explore(MISTAKES[name].world())
     assert found.wrong is None, words(found)
@@ -85,7 +86,7 @@ def test_a_search_without_traces_sees_the_same_states():
     assert by_levels.wrong is None
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.caught])
+@pytest.mark.parametrize("name", quick_first(CAUGHT))
 def test_a_search_without_traces_catches_the_same_mistakes(name, figures):
     found = explore_levels(MISTAKES[name].world())
     assert found.wrong is not None
