@@ -13,11 +13,11 @@ from sqlalchemy import Engine, Row, create_engine, event, text
 from sqlalchemy.schema import CreateSchema, DropSchema
 
 import dualwrite.migrations
-from dualwrite.deadline import Deadline
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import Tables, declare_tables
+from harness import patience
 
 CLUSTER = "cluster-one"
 ODD_SCHEMA = 'My "own" schema'
@@ -137,10 +137,8 @@ class Thread:
 
 def wait_until(database: Database, condition: str) -> None:
     """Wait until a session of the database fits: a condition on ``pg_stat_activity``."""
-    deadline = Deadline(120)
     question = f"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND {condition}"
-    while not database.query(question)[0][0]:
-        assert not deadline.expired, f"no session came to {condition}"
+    patience.wait_until(lambda: database.query(question)[0][0], 120, f"no session came to {condition}")
 
 
 def wait_until_blocked(database: Database) -> None:

@@ -20,9 +20,14 @@ def patient(config: Mapping[str, str]) -> dict[str, str]:
     return {**PATIENCE, **config}
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Wait for a state that no event reports: of a process that is not our child, of a broker's partition."""
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = PATIENCE_S, otherwise: str = "waited in vain"
+) -> None:
+    """Wait for a state that no event reports: of a process that is not our child, of a broker's partition.
+
+    Asking without a pause would take the processor from what is waited for.
+    """
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, otherwise
         time.sleep(0.05)

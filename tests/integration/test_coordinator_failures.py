@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.patience import wait_until
 from harness.transactions import PlainProducer
 
 from dualwrite.deadline import Deadline
@@ -29,9 +30,7 @@ def status(coordinator, producer, deadline=None):
 
 
 def wait_for(coordinator, producer, wanted):
-    deadline = soon()
-    while status(coordinator, producer) is not wanted:
-        assert not deadline.expired
+    wait_until(lambda: status(coordinator, producer) is wanted)
 
 
 @pytest.fixture

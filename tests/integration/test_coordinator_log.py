@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from harness.patience import wait_until
 from harness.transactions import PlainProducer
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.protocol.consumer.fetch import FetchRequest
@@ -48,9 +49,7 @@ def soon():
 def finish(coordinator, producer, committed):
     (producer.client.commit_transaction if committed else producer.client.abort_transaction)(30)
     status = TransactionStatus.COMPLETE_COMMIT if committed else TransactionStatus.COMPLETE_ABORT
-    deadline = soon()
-    while coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].status is not status:
-        assert not deadline.expired
+    wait_until(lambda: coordinator.describe([producer.kafka_id], soon())[producer.kafka_id].status is status)
 
 
 def written(coordinator, producer, topic, committed, partitions=(0,), **how):

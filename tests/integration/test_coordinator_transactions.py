@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, TopicPartition
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, wait_until
 from harness.transactions import PlainProducer, fresh_id
 
 from dualwrite.deadline import Deadline
@@ -45,10 +45,8 @@ def view(coordinator, producer):
 
 
 def wait_for(coordinator, producer, status):
-    deadline = soon()
-    while (seen := view(coordinator, producer)).status is not status:
-        assert not deadline.expired, seen
-    return seen
+    wait_until(lambda: view(coordinator, producer).status is status)
+    return view(coordinator, producer)
 
 
 def end(coordinator, producer, state, *, committed=True):

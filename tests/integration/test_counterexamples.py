@@ -9,6 +9,7 @@ from confluent_kafka import Producer
 from harness.checker import Case
 from harness.death import mortal
 from harness.orders import write as write_order
+from harness.patience import wait_until
 from sqlalchemy import create_engine, insert, text, update
 
 from dualwrite import (
@@ -340,8 +341,7 @@ def test_coordinator_is_the_same_from_outside(kafka, engine, orders, dualwrite_t
     coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
     deadline = Deadline(30)
     assert coordinator.end({kafka_id: row.prepared}, committed=True, deadline=deadline)[kafka_id] is EndAnswer.ENDED
-    while coordinator.describe([kafka_id], deadline)[kafka_id].status is not TransactionStatus.COMPLETE_COMMIT:
-        assert not deadline.expired
+    wait_until(lambda: coordinator.describe([kafka_id], deadline)[kafka_id].status is TransactionStatus.COMPLETE_COMMIT)
     assert coordinator.end({kafka_id: row.prepared}, committed=True, deadline=deadline)[kafka_id] is EndAnswer.ENDED
     coordinator.close()
 

@@ -10,7 +10,7 @@ import pytest
 from harness.checker import Case
 from harness.death import ended_by_hand, mortal
 from harness.orders import write as write_order
-from harness.patience import PATIENCE_S, patient
+from harness.patience import PATIENCE_S, patient, wait_until
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
@@ -56,14 +56,8 @@ def leave_decided(kafka, engine, topic, orders, number, name="orders"):
 
 
 def wait_for(kafka, kafka_id, *wanted):
-    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
-    deadline = Deadline(60)
-    try:
-        while (seen := coordinator.describe([kafka_id], deadline)[kafka_id].status) not in wanted:
-            assert not deadline.expired, seen
-        return seen
-    finally:
-        coordinator.close()
+    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+        wait_until(lambda: coordinator.describe([kafka_id], Deadline(60))[kafka_id].status in wanted)
 
 
 def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hasty_kafka, engine, orders):
@@ -202,7 +196,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     mortal_kafka.kill()
     mortal_kafka.restart()
-    assert wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
+    wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
     with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
         write(writer, topic, orders, 2)
         mortal_kafka.kill()
@@ -326,10 +320,9 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
     ) as writer:
         with failpoints.watched(at):
             write(writer, dualwrite_topic, orders, 1)
-        deadline = Deadline(PATIENCE_S)
-        while (recorded := SqlStateStore(engine).read(["orders"])[0].completed) is None:
-            assert not deadline.expired
-    assert recorded is Outcome.LOST
+        store = SqlStateStore(engine)
+        wait_until(lambda: store.read(["orders"])[0].completed is not None)
+        assert store.read(["orders"])[0].completed is Outcome.LOST
     assert [type(loss) for loss in told] == [DecidedTransactionLost]
 
 

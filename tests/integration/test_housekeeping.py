@@ -5,11 +5,10 @@ import threading
 import pytest
 from harness.death import ended_by_hand
 from harness.orders import write
-from harness.patience import patient
+from harness.patience import patient, wait_until
 from sqlalchemy import create_engine
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, failpoints
-from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
@@ -42,9 +41,7 @@ def fail_at(point, writer, topic, orders, number):
 
 
 def wait_for_log(caplog, text, count=1):
-    deadline = Deadline(90)
-    while sum(text in record.getMessage() for record in caplog.records) < count:
-        assert not deadline.expired, caplog.text
+    wait_until(lambda: sum(text in record.getMessage() for record in caplog.records) >= count)
 
 
 @pytest.mark.parametrize("lost", ["drop_request", "drop_answer"])
@@ -81,9 +78,7 @@ def test_messages_that_were_not_delivered_hold_no_reader_back(through, proxy, du
 
 def test_a_decision_whose_owner_could_not_go_on_is_completed(through, dualwrite_topic, orders, both):
     fail_at("write.decided", through, dualwrite_topic, orders, 1)
-    deadline = Deadline(90)
-    while both() != ([1], [1]):
-        assert not deadline.expired, both()
+    wait_until(lambda: both() == ([1], [1]))
 
 
 def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_topic, orders, both):

@@ -15,11 +15,11 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from harness.databases import Thread
+from harness.patience import wait_until
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
 
 import dualwrite.migrations
 from dualwrite import migrations
-from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
@@ -284,10 +284,12 @@ def test_two_at_once_wait_for_each_other(dualwrite_database: str) -> None:
             waiting = text(
                 "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
             )
-            deadline = Deadline(20)
-            while not observer.execute(waiting).all():
+
+            def waits():
                 observer.rollback()
-                assert not deadline.expired
+                return observer.execute(waiting).all()
+
+            wait_until(waits)
         connection.commit()
     second.result()
     check_schema(engine, "side")

@@ -17,7 +17,7 @@ import psutil
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from harness.forking import processes
-from harness.patience import patient
+from harness.patience import patient, wait_until
 from harness.planting import ENVIRONMENT
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
@@ -87,9 +87,8 @@ class _Player:
 
     def pause(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = Deadline(PATIENCE_S)
-        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
-            assert not deadline.expired, f"{self.name} does not stop"
+        process = psutil.Process(self.pid)
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE_S, f"{self.name} does not stop")
         self.paused = True
 
     def wake(self) -> None:
@@ -290,9 +289,7 @@ class RealStage:
 
     @staticmethod
     def _until(condition: Callable[[], object], otherwise: str, timeout_s: float = PATIENCE_S) -> None:
-        deadline = Deadline(timeout_s)
-        while not condition():
-            assert not deadline.expired, otherwise
+        wait_until(condition, timeout_s, otherwise)
 
     # The network
 
