@@ -64,10 +64,15 @@ def test_a_planted_mistake_about_what_was_handed_over_is_found_soon(mistake):
         "unconditional_update",
         "failed_commit_taken_for_committed",
         "lost_commit_answer_taken_for_no",
-        "retire_before_complete",
         "never_retired",
-        "nothing_settled_at_the_start",
-        "goes_on_before_the_end_is_known",
+        *(
+            pytest.param(mistake, marks=pytest.mark.thorough)
+            for mistake in (
+                "retire_before_complete",
+                "nothing_settled_at_the_start",
+                "goes_on_before_the_end_is_known",
+            )
+        ),
     ],
 )
 def test_a_planted_mistake_is_found_soon(mistake):

@@ -189,8 +189,9 @@ def test_the_versions_of_librdkafka_are_answered_alike(as_librdkafka):
     as_librdkafka.play(clients, transition_cover(steps, clients, 3))
 
 
-def test_long_random_sequences(both):
-    both.play_and_shrink(EVERYBODY, random_sequences(48, 30, seed=1))
+@pytest.mark.parametrize("count", [16, pytest.param(48, marks=pytest.mark.thorough)])
+def test_long_random_sequences(both, count):
+    both.play_and_shrink(EVERYBODY, random_sequences(count, 30, seed=1))
 
 
 def test_a_difference_is_found_and_shrunk(both, monkeypatch):
