@@ -1,6 +1,6 @@
-"""What a run of pytest has found, before any of it is left out."""
+"""The node ids that a run of pytest finds, before it leaves any of them out."""
 
 import pytest
 
 COLLECTED = pytest.StashKey[frozenset[str]]()
-"""The node ids, in the configuration's stash."""
+"""Their key in the configuration's stash."""

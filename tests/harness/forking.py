@@ -12,7 +12,7 @@ import pytest
 
 
 def processes() -> ForkServerContext:
-    """What makes them. They have the environment of the first call."""
+    """The context that makes them. They have the environment of the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "harness.worker", "scenarios.actor"])
     with pytest.MonkeyPatch.context() as patch:
