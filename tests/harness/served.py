@@ -1,0 +1,67 @@
+"""A simulated Kafka that answers at once, for threads, and the product's writer on it: with SQLite it needs no server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import pytest
+from model.owners import TOPIC
+from simulator.database import Database
+from simulator.environment import time_out
+from simulator.handle import make_handle
+from simulator.outside import SimulatedCoordinator
+from simulator.partition import committed_values, last_stable_offset
+from simulator.requests import Request, Response
+from simulator.scheduler import Simulation
+from simulator.state import new_broker
+
+from dualwrite.deadline import Deadline
+from dualwrite.kafka.coordinator.blocking import BlockingTransaction
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.writing import writer
+
+SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
+__all__ = ["SETTINGS", "TOPIC", "ServedKafka"]
+
+
+class ServedKafka(Simulation):
+    """Serves each request in the thread that sends it."""
+
+    def __init__(self) -> None:
+        super().__init__(new_broker({TOPIC: 2}), Database())
+        self._one_at_a_time = threading.Lock()
+
+    def ask(self, request: Request) -> Response:
+        with self._one_at_a_time:
+            self.now_s = time.time()
+            return self._handle(request)
+
+    def ask_all(self, requests: list[Request]) -> list[Response]:
+        return [self.ask(request) for request in requests]
+
+    def abort_by_timeout(self, kafka_id: str) -> None:
+        """Abort what is open under this id, as the broker does after the transaction's timeout."""
+        with self._one_at_a_time:
+            self.broker = time_out(self.broker, kafka_id)
+            self.write_markers()
+
+    def visible(self, partition: int = 0) -> list[object]:
+        """The messages that a reader of committed ones sees; asserts that no open transaction holds it back."""
+        [found] = [one for one in self.broker.partitions if one.topic_partition == (TOPIC, partition)]
+        assert last_stable_offset(found) == found.log_end, "readers are held back"
+        return list(committed_values(found))
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Let every writer of this process use this Kafka."""
+        patch.setattr(writer, "KafkaCoordinator", lambda _: _Coordinator(self))
+        patch.setattr(writer, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
+
+
+class _Coordinator(SimulatedCoordinator):
+    def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
+        del deadline
+        return []
