@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
     "way",
     [
         "write_batch",
-        "staging",
-        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_partition", "prepared")),
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_partition", "staging", "prepared")),
     ],
 )
 def test_a_type_of_the_same_width_is_not_taken_for_the_planned_one(spark, numbers, tmp_path, way):

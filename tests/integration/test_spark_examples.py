@@ -24,7 +24,7 @@ started again: 40000 rows, 40000 messages, equal: True
 
 
 @pytest.mark.longest
-@pytest.mark.parametrize("example", PRINTED)
+@pytest.mark.parametrize("example", [pytest.param("spark_batch.py", marks=pytest.mark.thorough), "spark_stream.py"])
 def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgres):
     servers = {
         "DUALWRITE_TEST_KAFKA": dualwrite_kafka.bootstrap_servers,
@@ -42,6 +42,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     assert done.stdout == PRINTED[example]
 
 
+@pytest.mark.thorough
 @pytest.mark.longest
 def test_the_demonstration_ends_with_both_sides_equal():
     done = subprocess.run(

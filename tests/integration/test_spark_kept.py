@@ -74,7 +74,7 @@ def test_partition_by_partition_nothing_is_claimed_after_the_first_batch_either(
     assert_idle_slots_are_settled(numbers)
 
 
-@pytest.mark.parametrize("how", ["whole", "by partition"])
+@pytest.mark.parametrize("how", ["whole", pytest.param("by partition", marks=pytest.mark.thorough)])
 def test_micro_batches_after_the_first_one_claim_nothing(spark, numbers, write, tmp_path, how):
     source = str(tmp_path / "source")
     numbered(spark, ROWS, 1).repartitionByRange(5, "id").write.parquet(source)
@@ -104,7 +104,11 @@ def test_nothing_is_kept_where_that_was_said(spark, numbers, write):
 
 
 @pytest.mark.parametrize(
-    "point", ["batch.decided", "complete.ended", pytest.param("complete.recorded", marks=pytest.mark.thorough)]
+    "point",
+    [
+        "complete.ended",
+        *(pytest.param(point, marks=pytest.mark.thorough) for point in ("batch.decided", "complete.recorded")),
+    ],
 )
 @pytest.mark.parametrize("leg", LEGS)
 def test_workers_whose_driver_died_do_not_go_on_before_somebody_has_settled(spark, numbers, write, point, leg):

@@ -24,12 +24,12 @@ def test_an_attempt_whose_input_stands_still_is_overtaken(cluster, numbers, way)
 @pytest.mark.parametrize(
     ("way", "point"),
     [
-        ("write_batch", "spark.rows_copied"),
+        thorough("write_batch", "spark.rows_copied"),
         thorough("write_batch", "spark.task_started"),
         thorough("write_batch", "write.prepared"),
         ("staging", "batch.handed_over"),
         thorough("staging", "spark.rows_copied"),
-        ("prepared", "batch.handed_over"),
+        thorough("prepared", "batch.handed_over"),
         thorough("prepared", "spark.rows_copied"),
     ],
 )
