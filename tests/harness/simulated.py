@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Final
 
 from model.owners import TOPIC, make_producer
@@ -19,7 +18,6 @@ from simulator.store import SimulatedStore
 
 from dualwrite.deadline import Deadline
 from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.writing.block import Ending, dual_write
@@ -215,11 +213,12 @@ class Servers:
 
         self.start(work, "dead owner").to(point).kill()
 
-    def forget_all(self, name: str) -> StateRow:
-        """A row as from a backup that is older than its first claim, while Kafka knows its first incarnation."""
-        self.run(lambda here: here.write(here.ready(name), "lost"), "former owner")
+    def restored(self, name: str) -> StateRow:
+        """A row from a backup: its second claim and what was written under that are only in Kafka."""
+        self.run(lambda here: here.ready(name), "former owner")
+        row = self.row(name)
+        self.run(lambda here: here.write(here.lane(name), "lost"), "next owner")
         self.database.user_rows.remove("lost")
-        row = replace(self.row(name), incarnation=0, settled_incarnation=0, prepared=PreparedTxnState(), completed=None)
         self.database.rows[name] = row
         return row
 

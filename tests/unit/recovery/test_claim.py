@@ -52,7 +52,7 @@ def test_a_claim_waits_for_the_decision_under_way_and_returns_it(servers):
 
 
 def test_a_claim_whose_kafka_id_is_known_already_is_refused_and_rolled_back(servers):
-    before = servers.forget_all("orders")
+    before = servers.restored("orders")
     with pytest.raises(DatabaseWentBack) as raised:
         servers.run(claim("orders", "payments"))
     assert raised.value.transactional_id == "orders"
@@ -61,7 +61,7 @@ def test_a_claim_whose_kafka_id_is_known_already_is_refused_and_rolled_back(serv
 
 
 def test_after_a_restore_a_claim_goes_above_what_kafka_knows(servers):
-    servers.forget_all("orders")
+    servers.restored("orders")
     [row] = servers.run(claim("orders", raise_to={"orders": 7}))
     assert row.incarnation == servers.row().incarnation == 7
 
