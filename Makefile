@@ -20,7 +20,7 @@ help: ## print this list
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
 
-check: lint types ## lint, types and the tests that need no server (two minutes)
+check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
 	$(PY) -m pytest -q tests/unit
 
 test: lint types archive ## all checks: lint, types, tests on real servers (about half an hour on two cores; THOROUGH=1: every one of them)
