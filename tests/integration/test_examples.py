@@ -110,7 +110,7 @@ def test_first_code_that_a_reader_copies_writes_to_both_sides(
     assert messages == [b'{"id": 1, "item": "tea"}']
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path):
     """It starts servers of its own, and kills them."""
     page = (ROOT / "docs" / "prove-your-own-pipeline.md").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ from dualwrite.testing import read_committed
 from dualwrite.writing import lane_pool
 from dualwrite.writing.lane import Lane
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.longest]
 
 AWAY = 3
 LONG_S = 120
