@@ -148,13 +148,26 @@ def test_one_callers_deadline_does_not_cost_another_caller_the_answer(proxy, thr
         assert patient.result() is TransactionStatus.ONGOING
 
 
-def test_a_broker_that_is_killed_and_comes_back_is_waited_for(mortal_kafka):
+def test_a_broker_that_hangs_is_unavailable_and_found_again(mortal_kafka):
+    with coordinator_of(mortal_kafka.client_config()) as coordinator:
+        found = coordinator.cluster_id(soon())
+        mortal_kafka.suspend()
+        with pytest.raises(Unavailable):
+            coordinator.cluster_id(Deadline(0.5))
+        mortal_kafka.resume()
+        assert coordinator.cluster_id(soon()) == found
+
+
+def test_a_broker_that_is_killed_is_unavailable_and_waited_for(mortal_kafka):
     topic = mortal_kafka.create_topic("restarted", 2)
     producer = PlainProducer(mortal_kafka.client_config())
     producer.write(topic, (0, 1))
     with coordinator_of(mortal_kafka.client_config()) as coordinator:
         state = producer.state(coordinator)
         mortal_kafka.kill()
+        with pytest.raises(Unavailable) as caught:
+            coordinator.describe(["any"], Deadline(0.5))
+        assert "bootstrap.servers" in str(caught.value)
         with ThreadPoolExecutor(4) as threads:
             answers = [
                 threads.submit(status, coordinator, producer),
@@ -171,22 +184,6 @@ def test_a_broker_that_is_killed_and_comes_back_is_waited_for(mortal_kafka):
         assert coordinator.end({producer.kafka_id: state}, committed=True, deadline=soon()) == {
             producer.kafka_id: EndAnswer.ENDED
         }
-
-
-def test_a_broker_that_is_down_or_hangs_is_unavailable_and_found_again(mortal_kafka):
-    with coordinator_of(mortal_kafka.client_config()) as coordinator:
-        found = coordinator.cluster_id(soon())
-        mortal_kafka.suspend()
-        with pytest.raises(Unavailable):
-            coordinator.cluster_id(Deadline(0.5))
-        mortal_kafka.resume()
-        assert coordinator.cluster_id(soon()) == found
-        mortal_kafka.kill()
-        with pytest.raises(Unavailable) as caught:
-            coordinator.describe(["any"], Deadline(0.5))
-        assert "bootstrap.servers" in str(caught.value)
-        mortal_kafka.start()
-        assert coordinator.cluster_id(soon()) == found
 
 
 def test_an_address_where_nobody_listens_is_unavailable(caplog):
