@@ -21,14 +21,20 @@ def given(dualwrite_kafka, dualwrite_postgres):
     return Servers(dualwrite_kafka, dualwrite_postgres)
 
 
-@pytest.mark.parametrize("way", HARM)
+IN_EVERY_RUN = {"kip939", "commit-then-send", "send-then-commit"}
+"""One for each harm."""
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in IN_EVERY_RUN else pytest.mark.thorough) for way in HARM]
+)
 def test_a_way_without_a_protocol_is_found_out(way, given, tmp_path):
     death, word = HARM[way]
     counts = suffer(way, [death], given, tmp_path)
     assert counts[death.step][word] == 1
 
 
-@pytest.mark.parametrize("step", ["write.produced", "write.decided"])
+@pytest.mark.parametrize("step", [pytest.param("write.produced", marks=pytest.mark.thorough), "write.decided"])
 def test_the_library_killed_at_such_a_moment_loses_nothing(step, given, tmp_path):
     counts = suffer("dualwrite", [Death(0, step, 2)], given, tmp_path)
     assert counts[step] == {"runs": 1, "lost": 0, "twice": 0, "torn": 0}
