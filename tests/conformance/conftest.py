@@ -23,7 +23,8 @@ def postgres_url(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
 
 @pytest.fixture(
     params=[
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        # Without a schema: SQLite here, PostgreSQL in the integration tests.
+        pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.thorough]),
         pytest.param("postgresql with schema", marks=pytest.mark.postgresql),
         "sqlite",
     ]
