@@ -1,0 +1,80 @@
+"""Completing what was handed over and decided, on simulated servers: recorded only if nothing of it can still be under way."""
+
+from dataclasses import replace
+
+import pytest
+from harness.simulated import TIMEOUT_S, TOPIC
+from simulator.environment import time_out
+
+from dualwrite.deadline import Deadline
+from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.protocol.observations import Outcome
+from dualwrite.recovery.claim import claim_rows
+from dualwrite.recovery.settle import settle
+from dualwrite.writing.block import Ending
+
+
+@pytest.fixture
+def decided(servers):
+    """A row that names what its owner has handed over, prepared on both sides."""
+
+    def hands_over(here):
+        with here.block(here.ready(), Ending.PREPARE) as transaction:
+            here.connection.insert("m1")
+            transaction.produce(TOPIC, "m1", partition=0)
+        return transaction.prepared
+
+    state = servers.run(hands_over)
+    servers.database.rows["orders"] = replace(servers.row(), prepared=state)
+    return servers.row()
+
+
+def completing(here):
+    context = here.context
+    rows = context.store.read(["orders"])
+    return complete_handed_over(
+        rows, coordinator=context.coordinator, store=context.store, deadline=Deadline(TIMEOUT_S)
+    )
+
+
+def settling(here):
+    rows = claim_rows(here.context, ["orders"], Deadline(TIMEOUT_S))
+    return settle(rows, coordinator=here.context.coordinator, store=here.context.store, deadline=Deadline(TIMEOUT_S))
+
+
+def test_it_is_committed_on_both_sides_and_recorded_without_a_claim(servers, decided):
+    assert servers.run(completing, "D") == [decided]
+    assert servers.rows == servers.visible() == ["m1"]
+    assert servers.row() == replace(decided, completed=Outcome.COMMITTED)
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_without_an_answer_it_is_left_to_a_claim(servers, decided, arrived):
+    """The owner must not go on: the request may still be on its way, and would end its next transaction."""
+    decider = servers.start(completing, "D").before("EndTxn")
+    if arrived:
+        decider.lose_answer()
+    else:
+        decider.cut_off("EndTxn")
+    assert decider.result() == []
+    assert servers.row().completed is None
+    assert servers.rows == ["m1"]
+    servers.run(settling, "S")
+    assert servers.visible() == ["m1"]
+
+
+def test_what_the_broker_has_aborted_is_not_recorded_as_completed(servers, decided):
+    servers.simulation.broker = time_out(servers.simulation.broker, decided.kafka_id(1))
+    servers.simulation.write_markers()
+    assert servers.run(completing, "D") == []
+    assert servers.row().completed is None
+    [loss] = servers.run(settling, "S").losses
+    assert loss.outcome is Outcome.LOST
+
+
+@pytest.mark.parametrize("point", ["complete.before", "complete.ended"])
+def test_a_decider_that_dies_leaves_the_rest_to_a_claim(servers, decided, point):
+    servers.start(completing, "D").to(point).kill()
+    servers.run(settling, "S")
+    assert servers.rows == servers.visible() == ["m1"]
+    assert servers.row().completed is Outcome.COMMITTED
