@@ -24,7 +24,17 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
 
-SCHEMAS = [None, "side"]
+in_each = pytest.mark.parametrize(
+    ("engine", "schema"),
+    [
+        pytest.param("postgresql", None, marks=[pytest.mark.postgresql, pytest.mark.thorough]),
+        pytest.param("postgresql", "side", marks=pytest.mark.postgresql),
+        ("sqlite", None),
+        pytest.param("sqlite", "side", marks=pytest.mark.thorough),
+    ],
+    indirect=["engine"],
+)
+"""Each database, and with and without a schema: in every run crosswise."""
 AT = "2026-01-01 12:00:00+00:00"
 
 
@@ -79,7 +89,7 @@ def reflected(connection: Connection, schema: str | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
+@in_each
 class TestEverySchema:
     def test_alembic_sees_no_difference_from_what_is_declared(self, connection: Connection, schema: str | None) -> None:
         migrations.upgrade(connection, schema=schema)
@@ -204,7 +214,7 @@ def test_the_newest_migration_is_what_the_library_asks_for() -> None:
     assert ScriptDirectory(directory).get_current_head() == SCHEMA_REVISION
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
+@in_each
 class TestCheckSchema:
     def test_missing_tables(self, engine: Engine, schema: str | None) -> None:
         with pytest.raises(ConfigurationError, match="are not in") as caught:
