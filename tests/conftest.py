@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from harness import class_archive
 from harness.collected import COLLECTED
+from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.users import USERS
+from sqlalchemy import create_engine
 
+from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka
 
-MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql}
+MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql, "spark": pytest.mark.spark}
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka"]
 """Fixtures of servers that the tests of several modules share."""
 
@@ -34,14 +38,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    # The longest first, so that no worker begins one when all others are done. Then those that share a server, side by
-    # side, so that few workers start it.
-    items.sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
     # A test that uses a server says so by its fixture, and needs no second mark.
     for item in items:
         for fixture, mark in MARKS.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
+    items[:] = _shared_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
+
+    One worker begins with Spark's tests, another with the longest ones and those that share a server: so few workers start
+    these servers, and none begins a long test when all others are done.
+    """
+    firsts: list[list[pytest.Item]] = [[], []]
+    rest = []
+    for item in items:
+        if item.get_closest_marker("spark") is not None:
+            firsts[0].append(item)
+        elif item.get_closest_marker("longest") is not None or not all(_shared_servers(item)):
+            firsts[1].append(item)
+        else:
+            rest.append(item)
+    firsts[0].sort(key=lambda item: item.get_closest_marker("longest") is None)
+    firsts[1].sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
+    found = []
+    for first in firsts:
+        taken = max(0, len(items) // workers - len(first))
+        found += first + rest[:taken]
+        del rest[:taken]
+    return found + rest
 
 
 def _shared_servers(item: pytest.Item) -> list[bool]:
@@ -76,3 +103,34 @@ def hasty_kafka() -> Iterator[EmbeddedKafka]:
     }
     with EmbeddedKafka(properties) as kafka:
         yield kafka
+
+
+@pytest.fixture(scope="session")
+def spark():
+    """One Spark session for all tests; a task may fail twice in it."""
+    from harness.spark import session
+
+    found = session()
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """One driver on a cluster of two executors, a process of its own, for all tests."""
+    from harness.spark_cluster import Cluster
+
+    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture
+def numbers(dualwrite_kafka, dualwrite_database, dualwrite_topic):
+    """A sink for numbered rows, in a migrated database."""
+    from harness.spark import SparkCase
+
+    migrated = create_engine(dualwrite_database)
+    with migrated.connect() as connection:
+        upgrade(connection)
+    migrated.dispose()
+    return SparkCase(patient(dualwrite_kafka.client_config()), dualwrite_database, dualwrite_topic)

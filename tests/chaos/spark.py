@@ -63,7 +63,7 @@ class SparkPart:
 
     def run(self, tasks: int, drivers: int) -> None:
         """So many times through the points of a task, and of a driver."""
-        spark = session(spark__python__daemon__module="chaos.spark_daemon")
+        spark = session()
         try:
             for _ in range(tasks):
                 for point in TASK:

@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from dualwrite.sinks.spark.per_partition.task import PartitionTask
 from dualwrite.stores.jobs.batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers.jars import fetched_jars
+from harness import spark_archive
 from harness.planting import plant_from_environment
 
 TESTS = Path(__file__).parents[1]
@@ -31,8 +33,25 @@ SPARKS_ERRORS = (PySparkException, Py4JJavaError)
 """The errors of a failed job: which one depends on the version and on the call."""
 
 
+DAEMON = ("spark.python.daemon.module", "harness.spark_daemon")
+"""The setting that lets Spark fork its Python workers from a process that has imported what they need."""
+_SHORT_LIFE = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xshare:auto"
+"""A JVM of a test lives for a minute or two: most of its processor time would go into compiling and collecting in parallel."""
+
+
+def environment_of_java() -> dict[str, str]:
+    """The environment in which Spark starts JVMs that suit a test."""
+    java = " ".join([_SHORT_LIFE, *spark_archive.options()])
+    return {
+        "SPARK_LAUNCHER_OPTS": _SHORT_LIFE,
+        "PYSPARK_SUBMIT_ARGS": f"--driver-java-options '{java}' --conf 'spark.executor.extraJavaOptions={java}' "
+        "--conf spark.ui.enabled=false --driver-memory 1g pyspark-shell",
+    }
+
+
 def set_environment() -> None:
     """Set the environment that Spark's JVM and its processes must find at their start."""
+    os.environ |= environment_of_java()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
     os.environ["TZ"] = "America/New_York"
@@ -44,11 +63,10 @@ def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
     set_environment()
     builder = (
         SparkSession.builder.master(master)
-        .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.memory", "1g")
+        .config(*DAEMON)
         .config("spark.sql.shuffle.partitions", "2")
     )
     for key, value in settings.items():
@@ -132,6 +150,14 @@ class SparkCase:
             assert not missing, f"{side}: {sum(missing.values())} missing, such as {list(missing)[:3]}"
 
 
+def newest_job(spark: SparkSession) -> dict:
+    """Spark's own counts."""
+    store = spark.sparkContext._jsc.sc().statusStore()
+    jobs = store.jobsList(None)
+    newest = max((jobs.apply(number) for number in range(jobs.size())), key=lambda found: found.jobId())
+    return {"failed_tasks": newest.numFailedTasks(), "failed_stages": newest.numFailedStages()}
+
+
 def attempt_number(context: TaskContext, counter: str) -> int:
     """The number of this attempt, from 0: by a file that all attempts know, or else as Spark counts."""
     if not counter:
@@ -163,6 +189,7 @@ class ArmedTask(PartitionTask):
         pid_file: Where the worker's process id is written to, before.
         attempts: How many attempts.
         counter: A file that counts the attempts; without it they are counted as Spark does, from 0 in each run of a stage.
+        points: What to arm for each partition, instead of one.
     """
 
     point: str = ""
@@ -170,6 +197,7 @@ class ArmedTask(PartitionTask):
     pid_file: str = ""
     attempts: int = 1
     counter: str = ""
+    points: Mapping[int, str] = field(default_factory=dict)
 
     def run_arrow(self, batches):
         self._arm()
@@ -181,10 +209,11 @@ class ArmedTask(PartitionTask):
 
     def _arm(self):
         context = TaskContext.get()
-        if context.partitionId() == self.partition and attempt_number(context, self.counter) < self.attempts:
+        point = (self.points or {self.partition: self.point}).get(context.partitionId())
+        if point is not None and attempt_number(context, self.counter) < self.attempts:
             if self.pid_file:
                 leave_group(self.pid_file)
-            failpoints.arm(self.point)
+            failpoints.arm(point)
 
 
 @dataclass(frozen=True)

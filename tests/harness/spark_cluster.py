@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from pyspark import SparkConf, SparkContext, TaskContext
+from pyspark import SparkContext, TaskContext
 from pyspark.sql import SparkSession, functions
 
 from dualwrite.sinks.spark import register, write_batch
 from dualwrite.sinks.spark.per_partition import job
 from harness.driver_process import DriverProcess
 from harness.drivers import paused_below
-from harness.spark import ArmedTask, SparkCase, numbers, session, set_environment
+from harness.spark import ArmedTask, SparkCase, newest_job, numbers, session, set_environment
 from harness.spark_source import PARTITION, ArmedSource, write_with
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -57,7 +57,7 @@ def _start(directory: str) -> None:
     """In the driver process: start master and workers, and a session on them."""
     set_environment()
     os.environ["SPARK_LOCAL_IP"] = HOSTS[0]
-    SparkContext._ensure_initialized(conf=SparkConf().set("spark.driver.memory", "1g"))
+    SparkContext._ensure_initialized()
     jvm, gateway = SparkContext._jvm, SparkContext._gateway
     conf = jvm.org.apache.spark.SparkConf()
     master = jvm.org.apache.spark.deploy.master.Master.startRpcEnvAndEndpoint(HOSTS[0], 0, 0, conf)
@@ -77,7 +77,6 @@ def _start(directory: str) -> None:
         # Half a partition shall be on its way when its input stands still.
         spark__buffer__size="256",
         spark__sql__execution__arrow__maxRecordsPerBatch="50",
-        spark__python__daemon__module="chaos.spark_daemon",
         spark__speculation="true",
         spark__speculation__multiplier="1.1",
         spark__speculation__quantile=_NEVER,
@@ -110,18 +109,10 @@ def write(way: str, case: SparkCase, frame: str = "numbers", *, speculation: boo
     else:
         more = {_OPTIONS[name]: str(value) for name, value in armed.items()}
         write_with(case, df, source="armed" if armed else "dualwrite", batchId="1", databaseLeg=way, **more)
-    return _newest_job(spark)
+    return newest_job(spark)
 
 
 _OPTIONS = {"point": "inTask", "attempts": "attempts", "counter": "counter", "pid_file": "pidFile"}
-
-
-def _newest_job(spark: SparkSession) -> dict:
-    """Spark's own counts."""
-    store = spark.sparkContext._jsc.sc().statusStore()
-    jobs = store.jobsList(None)
-    newest = max((jobs.apply(number) for number in range(jobs.size())), key=lambda found: found.jobId())
-    return {"failed_tasks": newest.numFailedTasks(), "failed_stages": newest.numFailedStages()}
 
 
 def _gated(spark: SparkSession):

@@ -9,7 +9,7 @@ from tenacity import retry, retry_if_exception_message, stop_after_attempt
 
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
 from harness.driver_process import DriverProcess
-from harness.spark import SparkCase, numbers, set_environment
+from harness.spark import DAEMON, SparkCase, numbers, set_environment
 from harness.spark_source import options, write_with
 
 
@@ -24,8 +24,7 @@ def _start() -> None:
     set_environment()
     # A port that is free, as Spark has it in tests of its own.
     os.environ |= {"SPARK_TESTING": "1", "SPARK_LOCAL_IP": "127.0.0.1"}
-    os.environ["PYSPARK_SUBMIT_ARGS"] = "--conf spark.ui.enabled=false --driver-memory 1g pyspark-shell"
-    register(SparkSession.builder.remote("local[2]").getOrCreate())
+    register(SparkSession.builder.remote("local[2]").config(*DAEMON).getOrCreate())
 
 
 def write(case: SparkCase, source: str = "dualwrite", **more) -> None:

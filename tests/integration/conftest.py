@@ -177,34 +177,3 @@ def ready(make_producer):
         return producer
 
     return make
-
-
-@pytest.fixture(scope="session")
-def spark():
-    """One Spark session for all tests; a task may fail twice in it."""
-    from harness.spark import session
-
-    found = session()
-    yield found
-    found.stop()
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    """One driver on a cluster of two executors, a process of its own, for all tests."""
-    from harness.spark_cluster import Cluster
-
-    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
-        yield found
-
-
-@pytest.fixture
-def numbers(kafka, dualwrite_database, dualwrite_topic):
-    """A sink for numbered rows, in a migrated database."""
-    from harness.spark import SparkCase
-
-    migrated = create_engine(dualwrite_database)
-    with migrated.connect() as connection:
-        upgrade(connection)
-    migrated.dispose()
-    return SparkCase(kafka, dualwrite_database, dualwrite_topic)
