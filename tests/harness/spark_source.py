@@ -88,11 +88,12 @@ class Armed:
 
 
 class ArmedSource(DualWriteDataSource):
-    """``format("armed")``: the option ``inTask`` arms a point in the first attempts at one partition, ``inCommit`` where it is
-    decided, ``inAbort`` where it is given up. ``attempts``, ``counter`` and ``pidFile`` are those of :class:`Armed`."""
+    """``format("armed")``: the option ``inTask`` arms a point in the first attempts at one partition, ``inTasks`` one for each
+    partition (as JSON), ``inCommit`` where it is decided, ``inAbort`` where it is given up. ``attempts``, ``counter`` and
+    ``pidFile`` are those of :class:`Armed`."""
 
     def __init__(self, options):
-        self.points = {where: options.pop(where, "") for where in ("inTask", "inCommit", "inAbort")}
+        self.points = {where: options.pop(where, "") for where in ("inTask", "inTasks", "inCommit", "inAbort")}
         self.armed = Armed(int(options.pop("attempts", "1")), options.pop("counter", ""), options.pop("pidFile", ""))
         super().__init__(options)
 
@@ -116,10 +117,12 @@ class _Armed:
     def write(self, iterator):
         task = TaskContext.get()
         failpoints.arm("")  # a worker is used again
-        if task.partitionId() == PARTITION and attempt_number(task, self.armed.counter) < self.armed.attempts:
+        points = json.loads(self.points["inTasks"] or "{}") or {str(PARTITION): self.points["inTask"]}
+        point = points.get(str(task.partitionId()))
+        if point is not None and attempt_number(task, self.armed.counter) < self.armed.attempts:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)
-            failpoints.arm(self.points["inTask"])
+            failpoints.arm(point)
         return self.inner.write(iterator)
 
     def commit(self, *arguments):

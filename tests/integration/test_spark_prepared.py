@@ -33,14 +33,6 @@ def write(spark, numbers):
     return partial(write_with, numbers, databaseLeg="prepared")
 
 
-def test_a_batch_is_on_both_sides_and_nothing_stays_prepared(spark, numbers, write):
-    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
-    for _ in range(2):
-        write(numbered(spark), batchId="1")
-        numbers.verify()
-        nothing_is_left(numbers)
-
-
 @pytest.mark.parametrize("point", [pytest.param("write.prepared", marks=pytest.mark.thorough), "batch.handed_over"])
 def test_a_killed_task_is_run_again_also_where_its_former_self_holds_the_keys(spark, numbers, write, point):
     numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
@@ -70,7 +62,11 @@ def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spa
 
 
 @pytest.mark.parametrize(
-    "point", ["participant.found", "participant.ended", pytest.param("batch.decided", marks=pytest.mark.thorough)]
+    "point",
+    [
+        "participant.found",
+        *(pytest.param(point, marks=pytest.mark.thorough) for point in ("participant.ended", "batch.decided")),
+    ],
 )
 def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, write, point):
     with pytest.raises(SPARKS_ERRORS):
@@ -134,8 +130,7 @@ def test_a_stream_writes_each_micro_batch_once(spark, numbers, tmp_path):
     ("mode", "more", "says"),
     [
         ("overwrite", {}, "need staging tables"),
-        ("append", {"upsertKeys": "id"}, "need staging tables"),
-        ("append", {"databaseLeg": "other"}, "cannot be 'other'"),
+        pytest.param("append", {"upsertKeys": "id"}, "need staging tables", marks=pytest.mark.thorough),
     ],
 )
 def test_what_cannot_be_prepared_is_refused(spark, numbers, write, mode, more, says):

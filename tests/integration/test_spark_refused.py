@@ -9,7 +9,7 @@ from pyspark import TaskContext
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import JobFailed, foreach_batch, foreach_partition, write_batch
+from dualwrite.sinks.spark import JobFailed, foreach_partition, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -39,28 +39,11 @@ def test_rows_that_a_trigger_leaves_out_are_not_told_as_written(spark, numbers, 
     nothing_is_left(numbers)
 
 
-def test_two_tables_under_one_sink_name_are_refused_and_work_with_a_name_for_each(spark, numbers):
-    """As one foreachBatch does it: the second call would find its batch written, and write nothing."""
-    numbers.execute("CREATE TABLE others (LIKE numbers)")
-    df = numbered(spark, 10, 2)
-    first = foreach_batch(**numbers.settings)
-    first(df, 0)
-    with pytest.raises(ConfigurationError, match="numbers.*is now for.*others.*its own sink name"):
-        foreach_batch(**{**numbers.settings, "table": "others"})(df, 0)
-    assert numbers.execute("SELECT * FROM others") == []
-    assert len(numbers.messages()) == 10
-    second = foreach_batch(**{**numbers.settings, "sink": f"{numbers.sink}-others", "table": "others"})
-    for write in (first, second):
-        write(df, 0)
-    assert sorted(numbers.execute("SELECT * FROM others")) == numbers.rows()
-    assert len(numbers.messages()) == 20
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("write_batch", "staging"),
-        ("staging", "write_batch"),
+        pytest.param("staging", "write_batch", marks=pytest.mark.thorough),
         pytest.param("prepared", "foreach_partition", marks=pytest.mark.thorough),
     ],
 )

@@ -1,0 +1,60 @@
+"""Every way into both sides keeps one promise, whatever engine runs it: a batch is there once, and whole where it says so.
+
+A new engine adds its ways to ``SINKS``; the interface is :class:`harness.sinks.Sink`.
+"""
+
+import pytest
+from harness.spark_sinks import SINKS
+from harness.spark_source import nothing_is_left
+
+from dualwrite import recover
+
+ROWS = 20
+REFUSED = r"table 'numbers' does not take the (?=.*few).*\(row \d+ of partition \d, key '1[5-9]'\)"
+
+
+@pytest.fixture(params=SINKS)
+def sink(request):
+    return request.param(request)
+
+
+def test_rows_equal_messages_and_a_second_run_changes_nothing(sink, numbers):
+    for _ in range(2):
+        sink.write(numbers, ROWS)
+        numbers.verify(ROWS)
+    nothing_is_left(numbers)
+
+
+def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_completes_the_batch(sink, numbers):
+    """Of the whole batch, where that is decided as one. What has failed is settled by a recovery, too."""
+    numbers.execute("ALTER TABLE numbers ADD CONSTRAINT few CHECK (id < 15)")
+    with pytest.raises(sink.errors, match=REFUSED):
+        sink.write(numbers, ROWS)
+    written = numbers.rows()
+    assert written == numbers.messages()
+    assert written in ([], [] if sink.decided_as_one else [(number, f"row {number}") for number in range(10)])
+    recover(open_for_s=0, kafka=numbers.kafka, engine=numbers.url)
+    assert numbers.rows() == numbers.messages() == written
+    numbers.execute("ALTER TABLE numbers DROP CONSTRAINT few")
+    sink.write(numbers, ROWS)
+    numbers.verify(ROWS)
+    nothing_is_left(numbers)
+
+
+def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them(sink, numbers):
+    """Another process writes them. The transactions of the dead one end at the latest when the batch runs again."""
+    sink.write(numbers, ROWS, killed_at="write.prepared")
+    assert len(numbers.rows()) == ROWS
+    sink.write(numbers, ROWS)
+    numbers.verify(ROWS)
+    nothing_is_left(numbers)
+
+
+def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(sink, numbers):
+    """It would find its batch written, write nothing, and report that as success."""
+    numbers.execute("CREATE TABLE others (LIKE numbers)")
+    sink.write(numbers, ROWS)
+    with pytest.raises(sink.errors, match=r"(?s)numbers.*is now for.*others.*its own sink name"):
+        sink.write(numbers, ROWS, table="others")
+    assert numbers.execute("SELECT * FROM others") == []
+    numbers.verify(ROWS)
