@@ -23,7 +23,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
 	$(PY) -m pytest -q tests/unit
 
-test: lint types archive ## all checks: lint, types, tests on real servers (about half an hour on two cores; THOROUGH=1: every one of them)
+test: lint types archive ## all checks: lint, types, tests on real servers (about twenty minutes on two cores; THOROUGH=1: every one of them)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
 	@$(MAKE) --no-print-directory sqlalchemy-oldest
 
