@@ -213,7 +213,7 @@ def partly_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log, "combined", combined)
 
 
-@mistake(performed("slow_settler_and_a_new_owner", "told DecidedTransactionLost"))
+@mistake(performed("slow_settler_and_a_new_owner", "told (DecidedTransactionLost|DatabaseWentBack)"))
 def conditional_init_taken_for_a_compare_and_set(patch: pytest.MonkeyPatch) -> None:
     """All owners share a Kafka id, and a settler that retires it names the producer id and epoch that it has seen, to be safe."""
     MISTAKES["one_kafka_id_for_all_incarnations"].plant(patch)
