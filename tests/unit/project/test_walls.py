@@ -20,6 +20,11 @@ PLANTED = {
     "writing: the writer over lanes over one dual write": ("writing/turns", "dualwrite.writing.writer"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
+    "records: batches over their bytes": (
+        "kafka/producer/native/records/compression",
+        "dualwrite.kafka.producer.native.records.builder",
+    ),
+    "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
     "the Spark sinks: two ways over what both share": (
