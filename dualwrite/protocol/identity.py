@@ -1,6 +1,7 @@
 """Which transaction it is: comparing what the servers show with what a prepared state names.
 
-librdkafka's transactions share producer id and epoch, so the partitions' first offsets tell them apart.
+librdkafka's transactions share producer id and epoch, so the partitions' first offsets tell them apart. A native transaction
+has an epoch of its own, which names it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ def belongs(state: PreparedTxnState, incarnation: int) -> bool:
 def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
     """Whether the coordinator's view may show the state's own transaction.
 
-    Compares producer id and epoch and, where both are known, start and partitions. The view may show more partitions: see
-    :func:`others_than`.
+    Compares producer id and epoch, which are enough for a native state, and, where both are known, start and partitions. The
+    view may show more partitions: see :func:`others_than`.
     """
     if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
         return False
+    if state.is_native:
+        return True
     if view.partitions and not own_partitions(state) <= set(view.partitions):
         return False
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
@@ -46,13 +49,13 @@ def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Par
 
 def own_partitions(state: PreparedTxnState) -> frozenset[Partition]:
     """The partitions that the state names."""
-    return frozenset((first.topic, first.partition) for first in state.first_offsets)
+    return state.partitions
 
 
 def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
     """Whether the state was certainly decided before ``than``, of the same transactional id; False if that is unknown.
 
-    Offsets in one partition of one topic only rise.
+    Epochs of native transactions rise, and so do offsets in one partition of one topic.
     """
     if not than.has_transaction:
         return False
@@ -60,6 +63,8 @@ def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
         return True
     if state.incarnation is not None and than.incarnation is not None and state.incarnation != than.incarnation:
         return state.incarnation < than.incarnation
+    if state.is_native and than.is_native and state.producer_id == than.producer_id:
+        return state.epoch < than.epoch
     firsts = {(first.topic_id, first.partition): first.offset for first in state.first_offsets}
     return any(
         first.topic_id is not None and firsts.get((first.topic_id, first.partition), first.offset) < first.offset

@@ -65,7 +65,7 @@ class Ended:
     @property
     def partitions(self) -> frozenset[Partition]:
         """The partitions that it is known to have been sent to."""
-        return frozenset((first.topic, first.partition) for first in self.state.first_offsets)
+        return self.state.partitions
 
 
 def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | None, *, early: bool) -> EndStep:

@@ -68,17 +68,20 @@ def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
     own = [state for state in states if state.has_transaction and state.incarnation == incarnation]
     if not own:
         return Known(None, None)
+    # Epochs only rise, and all states of one incarnation have the same producer id.
+    last = max(own, key=lambda state: (state.producer_id, state.epoch))
+    started = [state.started_ms for state in own if state.started_ms is not None]
+    newest_started_ms = max(started) if len(started) == len(own) else None
+    if last.is_native:
+        return Known(last, newest_started_ms)
     firsts: dict[tuple[str, int, str | None], FirstOffset] = {}
     for state in own:
         for first in state.first_offsets:
             key = (first.topic, first.partition, first.topic_id)
             firsts[key] = max(first, firsts.get(key, first), key=lambda one: one.offset)
     by_place: dict[tuple[str, int], FirstOffset] = {(one.topic, one.partition): one for one in firsts.values()}
-    # Epochs only rise, and all states of one incarnation have the same producer id.
-    last = max(own, key=lambda state: (state.producer_id, state.epoch))
-    started = [state.started_ms for state in own if state.started_ms is not None]
     newest = PreparedTxnState(last.producer_id, last.epoch, incarnation, tuple(by_place.values()))
-    return Known(newest, max(started) if len(started) == len(own) else None)
+    return Known(newest, newest_started_ms)
 
 
 def look_up(known: Known, view: TransactionView) -> Lookup:

@@ -13,20 +13,35 @@ Text form, parsed strictly::
 that is ``producer_id:epoch``, then the incarnation, the coordinator's start time of the transaction in ms, and for
 each topic (with its topic id, where known) the first offset by partition. The empty text is the empty state: no
 transaction.
+
+The native engine's transactions do have an epoch each, so ``producer_id:epoch`` is their identity. Their text says so
+(``n``), and names every partition with its topic's id, but at most eight of them with an offset: these are evidence for
+the log's proof. The others follow as ranges or as a bitmap (:mod:`dualwrite.protocol.partition_numbers`)::
+
+    42:7;n;i=3;orders@c2FtcGxl:0=17,1=33,2-9999;payments@eFdRbTY3:~VVVVVVVVVVVVVVVV
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import zip_longest
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol import partition_numbers
 
 MAX_TEXT_LENGTH = 1_000_000
+MAX_NATIVE_OFFSETS = 8
+"""The largest number of partitions that a native state names with an offset."""
+MAX_NATIVE_PARTITIONS = 100_000
+"""The largest number of partitions that a native state names."""
 _MAX_INT16, _MAX_INT32, _MAX_INT64 = 2**15 - 1, 2**31 - 1, 2**63 - 1
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _TOPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,22}")
+_NATIVE = "n"
 
 
 @dataclass(frozen=True, order=True)
@@ -46,9 +61,42 @@ class FirstOffset:
     topic_id: str | None = None
 
 
-@dataclass(frozen=True)
+class Engine(Enum):
+    """The producer engine that made a transaction, and so what identifies it.
+
+    ``LIBRDKAFKA``: all transactions of one producer instance share producer id and epoch, and their first offsets tell them
+    apart. ``NATIVE``: every transaction has an epoch of its own (transaction version 2, KIP-890).
+    """
+
+    LIBRDKAFKA = "librdkafka"
+    NATIVE = "native"
+
+
+@dataclass(frozen=True, order=True)
+class FurtherPartitions:
+    """Partitions of one topic that a native transaction wrote to, named without an offset.
+
+    Attributes:
+        topic: Topic name.
+        topic_id: The topic's id as Kafka prints it (URL-safe base64).
+        numbers: The partitions' numbers, at least one; sorted.
+    """
+
+    topic: str
+    topic_id: str
+    numbers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", tuple(sorted(self.numbers)))
+
+
+@dataclass(frozen=True, eq=False)
 class PreparedTxnState:
     """The identity of one prepared transaction: equal states name the same transaction.
+
+    A native transaction is identified by producer id and epoch alone, and two native states with the same ones are equal,
+    whatever else they name. States of librdkafka's engine are equal if they also have the same incarnation and the same first
+    offsets. States of different engines are never equal.
 
     Serialise with ``str(state)``, read back with :meth:`from_string`; pickles too. Source: KIP-939,
     ``KafkaProducer.PreparedTxnState``, whose two-number form is read and, for a state without evidence, written.
@@ -57,27 +105,131 @@ class PreparedTxnState:
         producer_id: The broker's producer id; -1 in the empty state.
         epoch: The producer epoch; -1 in the empty state.
         incarnation: The incarnation of the transactional id that prepared it; None outside a ``DualWriter``.
-        first_offsets: The evidence: the first offset in every partition written, sorted.
+        first_offsets: The evidence: the first offset in every partition written, sorted. In a native state, in at most eight
+            of them.
         started_ms: When the transaction began, according to the coordinator (ms since 1970); None if it was not asked.
             Not part of the identity.
+        engine: The engine that made the transaction.
+        further: In a native state, all other partitions written, sorted by topic. Empty otherwise.
     """
 
     producer_id: int = -1
     epoch: int = -1
     incarnation: int | None = None
     first_offsets: tuple[FirstOffset, ...] = ()
-    started_ms: int | None = field(default=None, compare=False)
+    started_ms: int | None = None
+    engine: Engine = Engine.LIBRDKAFKA
+    further: tuple[FurtherPartitions, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first_offsets", tuple(sorted(self.first_offsets)))
+        object.__setattr__(self, "further", tuple(sorted(self.further)))
         empty = self.producer_id == -1 and self.epoch == -1
         if not empty and not (0 <= self.producer_id <= _MAX_INT64 and 0 <= self.epoch <= _MAX_INT16):
             raise ConfigurationError(f"producer id {self.producer_id} with epoch {self.epoch} is out of range")
-        if empty and (self.incarnation is not None or self.first_offsets or self.started_ms is not None):
-            raise ConfigurationError("the empty state has no incarnation, start time or offsets")
-        keys = [(first.topic, first.partition) for first in self.first_offsets]
-        if len(set(keys)) != len(keys):
+        if empty and (self.incarnation is not None or self.partitions or self.started_ms is not None or self.is_native):
+            raise ConfigurationError("the empty state has no incarnation, start time, engine or partitions")
+        if not self.is_native and self.further:
+            raise ConfigurationError("only a native state may name a partition without an offset")
+        if self.is_native:
+            self._check_native()
+        if len(self.partitions) != len(self.first_offsets) + sum(len(more.numbers) for more in self.further):
             raise ConfigurationError("a partition appears twice in the state")
+
+    def _check_native(self) -> None:
+        if len(self.first_offsets) > MAX_NATIVE_OFFSETS:
+            raise ConfigurationError(f"a native state names more than {MAX_NATIVE_OFFSETS} offsets")
+        if len(self.partitions) > MAX_NATIVE_PARTITIONS:
+            raise ConfigurationError(
+                f"the transaction wrote to more than {MAX_NATIVE_PARTITIONS} partitions",
+                next_step="divide it into several transactions",
+            )
+        ids = {(first.topic, first.topic_id) for first in self.first_offsets}
+        ids |= {(more.topic, more.topic_id) for more in self.further}
+        if len(ids) != len({topic for topic, _ in ids}) or any(topic_id is None for _, topic_id in ids):
+            raise ConfigurationError("a native state names each topic once, with its id")
+        for more in self.further:
+            if not more.numbers or more.numbers[0] < 0 or more.numbers[-1] > _MAX_INT32:
+                raise ConfigurationError(f"a native state names no partition of {more.topic!r}, or one out of range")
+
+    @classmethod
+    def native(
+        cls,
+        producer_id: int,
+        epoch: int,
+        incarnation: int | None,
+        offsets: Mapping[tuple[str, int], int | None],
+        topic_ids: Mapping[str, str],
+    ) -> PreparedTxnState:
+        """The state of a native transaction.
+
+        Args:
+            producer_id: Its producer id.
+            epoch: Its epoch.
+            incarnation: The incarnation of the transactional id that prepares it.
+            offsets: Every (topic, partition) that the transaction was sent to, with the offset of its first record there, or
+                None where that is unknown. The state keeps at most eight offsets, of as many topics as possible.
+            topic_ids: The id of each topic, as Kafka prints it.
+
+        Raises:
+            ConfigurationError: A topic's id is missing, a number is out of range, or there are too many partitions.
+        """
+        by_topic: dict[str, list[int]] = {}
+        for topic, partition in sorted(offsets):
+            by_topic.setdefault(topic, []).append(partition)
+        if missing := by_topic.keys() - topic_ids.keys():
+            raise ConfigurationError(f"the id of topic {min(missing)!r} is not known")
+        known = [
+            [(topic, number) for number in numbers if offsets[topic, number] is not None]
+            for topic, numbers in by_topic.items()
+        ]
+        # One of each topic first: retention and compaction work by topic, and so does a deletion.
+        in_turn = [key for keys in zip_longest(*known) for key in keys if key is not None]
+        witnesses = {key: offset for key in in_turn[:MAX_NATIVE_OFFSETS] if (offset := offsets[key]) is not None}
+        rest = {
+            topic: tuple(number for number in numbers if (topic, number) not in witnesses)
+            for topic, numbers in by_topic.items()
+        }
+        return cls(
+            producer_id,
+            epoch,
+            incarnation,
+            tuple(
+                FirstOffset(topic, number, offset, topic_ids[topic]) for (topic, number), offset in witnesses.items()
+            ),
+            engine=Engine.NATIVE,
+            further=tuple(
+                FurtherPartitions(topic, topic_ids[topic], numbers) for topic, numbers in rest.items() if numbers
+            ),
+        )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native engine made it, so that producer id and epoch name it exactly."""
+        return self.engine is Engine.NATIVE
+
+    @property
+    def partitions(self) -> frozenset[tuple[str, int]]:
+        """Every (topic, partition) that the state names, with an offset or without."""
+        named = {(first.topic, first.partition) for first in self.first_offsets}
+        return frozenset(named.union((more.topic, number) for more in self.further for number in more.numbers))
+
+    @property
+    def topic_ids(self) -> Mapping[str, str | None]:
+        """The id of each topic that the state names; None where it is not known."""
+        named = {first.topic: first.topic_id for first in self.first_offsets}
+        return {**named, **{more.topic: more.topic_id for more in self.further}}
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity == other._identity if isinstance(other, PreparedTxnState) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        exact = (self.engine, self.producer_id, self.epoch)
+        return exact if self.is_native else (*exact, self.incarnation, self.first_offsets)
 
     @property
     def has_transaction(self) -> bool:
@@ -88,16 +240,20 @@ class PreparedTxnState:
         if not self.has_transaction:
             return ""
         parts = [f"{self.producer_id}:{self.epoch}"]
+        if self.is_native:
+            parts.append(_NATIVE)
         if self.incarnation is not None:
             parts.append(f"i={self.incarnation}")
         if self.started_ms is not None:
             parts.append(f"t={self.started_ms}")
-        by_topic: dict[str, list[FirstOffset]] = {}
+        by_topic: dict[tuple[str, str | None], list[str]] = {}
         for first in self.first_offsets:
-            topic = first.topic if first.topic_id is None else f"{first.topic}@{first.topic_id}"
-            by_topic.setdefault(topic, []).append(first)
-        for topic, firsts in by_topic.items():
-            parts.append(f"{topic}:" + ",".join(f"{first.partition}={first.offset}" for first in firsts))
+            by_topic.setdefault((first.topic, first.topic_id), []).append(f"{first.partition}={first.offset}")
+        for more in self.further:
+            by_topic.setdefault((more.topic, more.topic_id), []).append(partition_numbers.written(more.numbers))
+        named = sorted(by_topic.items(), key=lambda item: item[0][0]) if self.further else by_topic.items()
+        for (topic, topic_id), items in named:
+            parts.append(f"{topic if topic_id is None else f'{topic}@{topic_id}'}:" + ",".join(items))
         return ";".join(parts)
 
     @classmethod
@@ -119,29 +275,50 @@ class PreparedTxnState:
         producer_id = _number(text, ids[0], "producer id", _MAX_INT64)
         epoch = _number(text, ids[1], "epoch", _MAX_INT16)
         incarnation = started_ms = None
+        engine = Engine.NATIVE if parts and parts[0] == _NATIVE else Engine.LIBRDKAFKA
+        if engine is Engine.NATIVE:
+            parts.pop(0)
         if parts and parts[0].startswith("i="):
             incarnation = _number(text, parts.pop(0)[2:], "incarnation", _MAX_INT64)
         if parts and parts[0].startswith("t="):
             started_ms = _number(text, parts.pop(0)[2:], "start time", _MAX_INT64)
-        firsts = [first for part in parts for first in _parse_topic(text, part)]
-        if len({(first.topic, first.partition) for first in firsts}) != len(firsts):
-            raise _malformed(text, "a partition appears twice")
-        state = cls(producer_id, epoch, incarnation, tuple(firsts), started_ms)
+        firsts, further = _parse_topics(text, parts, MAX_NATIVE_PARTITIONS if engine is Engine.NATIVE else 0)
+        try:
+            state = cls(producer_id, epoch, incarnation, firsts, started_ms, engine, further)
+        except ConfigurationError as error:
+            raise _malformed(text, error.what) from error
         if str(state) != text:
             raise _malformed(text, "it is not in the canonical order")
         return state
 
 
-def _parse_topic(text: str, part: str) -> list[FirstOffset]:
-    name, separator, offsets = part.partition(":")
+def _parse_topics(
+    text: str, parts: list[str], at_most: int
+) -> tuple[tuple[FirstOffset, ...], tuple[FurtherPartitions, ...]]:
+    firsts: list[FirstOffset] = []
+    further: list[FurtherPartitions] = []
+    for part in parts:
+        of_topic, more = _parse_topic(text, part, at_most)
+        firsts += of_topic
+        if more is not None:
+            further.append(more)
+            at_most -= len(more.numbers)
+    return tuple(firsts), tuple(further)
+
+
+def _parse_topic(text: str, part: str, at_most: int) -> tuple[list[FirstOffset], FurtherPartitions | None]:
+    """Parse one topic with its partitions, of which up to ``at_most`` may have no offset."""
+    name, separator, items = part.partition(":")
     topic, at, topic_id = name.partition("@")
     if not separator or not _TOPIC.fullmatch(topic) or (at and not _TOPIC_ID.fullmatch(topic_id)):
         raise _malformed(text, "a part is not topic:partition=offset")
+    pairs = items.split(",")
+    count = next((index for index, pair in enumerate(pairs) if "=" not in pair), len(pairs))
+    if count < len(pairs) and not at_most:
+        raise _malformed(text, "a part is not topic:partition=offset")
     firsts = []
-    for pair in offsets.split(","):
-        partition, equals, offset = pair.partition("=")
-        if not equals:
-            raise _malformed(text, "a part is not topic:partition=offset")
+    for pair in pairs[:count]:
+        partition, _, offset = pair.partition("=")
         firsts.append(
             FirstOffset(
                 topic,
@@ -150,7 +327,13 @@ def _parse_topic(text: str, part: str) -> list[FirstOffset]:
                 topic_id or None,
             )
         )
-    return firsts
+    if count == len(pairs):
+        return firsts, None
+    try:
+        numbers = partition_numbers.parsed(",".join(pairs[count:]), at_most)
+    except ValueError as error:
+        raise _malformed(text, str(error)) from error
+    return firsts, FurtherPartitions(topic, topic_id, tuple(numbers))
 
 
 def _number(text: str, digits: str, what: str, maximum: int) -> int:

@@ -96,8 +96,8 @@ def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
         return None
     if state.incarnation is None:
         return "the state names no incarnation"
-    if not state.first_offsets:
-        return "the state holds no first offsets"
+    if not state.partitions:
+        return "the state holds no partitions" if state.is_native else "the state holds no first offsets"
     if state.incarnation > incarnation:
         return f"the state names incarnation {state.incarnation}, the row is only at {incarnation}"
     return None
@@ -143,8 +143,9 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
 
 
 def digest(state: PreparedTxnState) -> str:
-    """The transaction's key: equal for equal states. The start time is not part of a state's identity."""
-    return hashlib.sha256(str(replace(state, started_ms=None)).encode()).hexdigest()
+    """The transaction's key: equal for equal states. It leaves out what is not part of a state's identity."""
+    exact = replace(state, incarnation=None, first_offsets=(), further=()) if state.is_native else state
+    return hashlib.sha256(str(replace(exact, started_ms=None)).encode()).hexdigest()
 
 
 def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
