@@ -24,6 +24,7 @@ PLANTED = {
         "kafka/producer/native/records/compression",
         "dualwrite.kafka.producer.native.records.builder",
     ),
+    "records need no Arrow": ("kafka/producer/native/records/varints", "numpy"),
     "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),

@@ -1,0 +1,181 @@
+"""Records joined from the parts of their rows: keys, values and headers as columns, and the varints between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualwrite.kafka.producer.native.records import column_varints
+from dualwrite.kafka.producer.native.records.column_varints import Bytes, Numbers
+
+Column: TypeAlias = pa.Array | pa.ChunkedArray
+
+_BINARY: Final = pa.large_binary()  # 64-bit offsets: a column may be larger than 2 GiB, though no batch is
+_HEADERS: Final = pa.large_list(pa.struct([("key", _BINARY), ("value", _BINARY)]))
+_NULL: Final = -1
+_FIXED: Final = b"\0\0"  # a record's attributes, and its distance from the batch's timestamp
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of every row: the bytes, none of them null, and their lengths, -1 for a null."""
+
+    content: pa.Array
+    lengths: Numbers
+
+    @classmethod
+    def of(cls, column: Column | None, name: str) -> _Part | None:
+        content = None if column is None else contiguous(column, name)
+        if content is None or content.null_count == len(content):
+            return None
+        # A null's place may hold bytes, which are no part of the record.
+        return cls(content.fill_null(b"") if content.null_count else content, byte_lengths(content))
+
+    @property
+    def sizes(self) -> Numbers:
+        """The bytes of each row, its length before them."""
+        return np.maximum(self.lengths, 0) + column_varints.sizes(self.lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows as columns ready for joining.
+
+    Attributes:
+        count: The number of rows.
+        keys, values: None where all are null.
+        headers: The headers of each row, already encoded behind their number; None where no row has any.
+        lengths: The bytes of each record, without its own length and its offset in the batch.
+    """
+
+    count: int
+    keys: _Part | None
+    values: _Part | None
+    headers: _Part | None
+    lengths: Numbers
+
+    @classmethod
+    def of(cls, values: Column, keys: Column | None, headers: Column | None) -> Rows:
+        """Look at every part of every row once.
+
+        Raises:
+            TypeError: A column is of another type.
+            ValueError: The columns differ in length, or a header has no name.
+        """
+        count = len(values)
+        for column in (keys, headers):
+            if column is not None and len(column) != count:
+                raise ValueError(f"{count} values, but {len(column)} keys or headers")
+        parts = _Part.of(keys, "keys"), _Part.of(values, "values")
+        encoded = _headers(headers)
+        lengths = np.full(count, len(_FIXED), np.int64)
+        for part in parts:
+            lengths += 1 if part is None else part.sizes
+        lengths += 1 if encoded is None else encoded.lengths
+        return cls(count, *parts, encoded, lengths)
+
+    def encoded(self, start: int, count: int) -> pa.Buffer:
+        """The records of some rows, as the rows of one batch."""
+        here = slice(start, start + count)
+        offsets = np.arange(count)
+        lengths = self.lengths[here] + column_varints.sizes(offsets)
+        fields: list[Numbers | bytes] = [lengths, _FIXED, offsets]
+        columns = []
+        for part in (self.keys, self.values):
+            if part is None:
+                fields.append(b"\x01")  # the length of a null
+            else:
+                fields.append(part.lengths[here])
+                columns += [_array(*column_varints.rows(fields, count)), part.content.slice(start, count)]
+                fields = []
+        if self.headers is None:
+            fields.append(b"\0")  # their number
+        if fields:
+            columns.append(_array(*column_varints.rows(fields, count)))
+        if self.headers is not None:
+            columns.append(self.headers.content.slice(start, count))
+        return _joined(columns).buffers()[2]
+
+
+def contiguous(column: Column, name: str) -> pa.Array:
+    """A column of binary or text as one array of large binary.
+
+    Raises:
+        TypeError: It is of another type.
+    """
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not _holds_bytes(kind):
+        raise TypeError(f"{name} are binary or text, not {column.type}")
+    cast = column.cast(_BINARY)
+    return cast.combine_chunks() if isinstance(cast, pa.ChunkedArray) else cast
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_null(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+    )
+
+
+def _headers(column: Column | None) -> _Part | None:
+    """The headers of each row, encoded behind their number."""
+    if column is None:
+        return None
+    lists = _lists(column)
+    if lists.null_count == len(lists):
+        return None
+    names, values = lists.flatten().flatten()
+    if names.null_count:
+        raise ValueError("a header has no name")
+    entries = _joined([_numbers(byte_lengths(names)), names, _numbers(byte_lengths(values)), values.fill_null(b"")])
+    counts = np.asarray(pc.fill_null(pc.list_value_length(lists), 0), np.int64)
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    # The entries lie row by row: a row's are those between two of their ends.
+    _, entry_offsets, content = entries.buffers()
+    of_rows = _array(content, np.frombuffer(entry_offsets, np.int64)[ends])
+    return _Part.of(_joined([_numbers(counts), of_rows]), "headers")
+
+
+def _lists(column: Column) -> pa.Array:
+    kind = column.type
+    types = pa.types
+    if types.is_map(kind):
+        fits = _holds_bytes(kind.key_type) and _holds_bytes(kind.item_type)
+    else:
+        fits = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
+        fields = kind.value_type.fields if fits else []
+        fits = [one.name for one in fields] == ["key", "value"] and all(_holds_bytes(one.type) for one in fields)
+    if not fits:
+        raise TypeError(f"headers are lists of structs of key and value, or maps, not {kind}")
+    cast = column.cast(_HEADERS)
+    return cast.combine_chunks() if isinstance(cast, pa.ChunkedArray) else cast
+
+
+def byte_lengths(column: pa.Array) -> Numbers:
+    """The bytes of every row, -1 for a null."""
+    return np.asarray(pc.fill_null(pc.binary_length(column), _NULL), np.int64)
+
+
+def _numbers(numbers: Numbers) -> pa.Array:
+    return _array(*column_varints.rows([numbers], len(numbers)))
+
+
+def _array(content: Bytes | pa.Buffer, offsets: Numbers) -> pa.Array:
+    return pa.Array.from_buffers(_BINARY, len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+
+
+def _joined(columns: list[pa.Array]) -> pa.Array:
+    """Each row of the columns behind each other."""
+    return pc.binary_join_element_wise(*columns, pa.scalar(b"", _BINARY))

@@ -1,0 +1,138 @@
+"""Batches from Arrow's columns: no Python object is made for a record.
+
+A record is a few varints between its key, its value and its headers. numpy makes the varints of all rows, Arrow joins them
+with the columns. Import this module where columns are sent: pyarrow and numpy come with the extra ``spark``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dualwrite.kafka.producer.native.records import column_varints
+from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, RecordsBody
+from dualwrite.kafka.producer.native.records.column_hashes import hashes
+from dualwrite.kafka.producer.native.records.column_rows import Column, Rows, byte_lengths, contiguous
+from dualwrite.kafka.producer.native.records.column_varints import Numbers
+from dualwrite.kafka.producer.native.records.compression import Codec
+from dualwrite.kafka.producer.native.records.partitioners import Partitioner
+
+Partitions: TypeAlias = npt.NDArray[np.int32]
+
+ANYWHERE: Final = -1
+"""The partition of a row that may go anywhere."""
+
+
+def bodies(
+    values: Column,
+    keys: Column | None = None,
+    headers: Column | None = None,
+    *,
+    timestamp_ms: int,
+    codec: Codec,
+    limit_bytes: int,
+) -> Iterator[RecordsBody]:
+    """The rows of some columns as batches: the batches that ``RecordsBuilder`` makes of the same rows.
+
+    Args:
+        values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
+        keys: As many keys, likewise; None if no row has one.
+        headers: As many lists of headers, each a struct of ``key`` (text) and ``value`` (binary), or maps from key to
+            value; None if no row has one. A null list is an empty one; the value of a header may be null.
+        timestamp_ms: When all messages were created (ms since 1970), not negative.
+        codec: How each batch is compressed.
+        limit_bytes: The greatest size of a sealed batch, counted before compression. A single row may be larger, and is
+            then alone in its batch.
+
+    Yields:
+        The bodies, in the order of the rows. A body is made when it is asked for.
+
+    Raises:
+        TypeError: A column is of another type.
+        ValueError: The columns differ in length, a header has no name, or the timestamp does not exist.
+    """
+    if not 0 <= timestamp_ms < 2**63:
+        raise ValueError(f"a timestamp is from 0 to {2**63 - 1} ms: {timestamp_ms}")
+    rows = Rows.of(values, keys, headers)
+    return _bodies(rows, timestamp_ms, codec, limit_bytes - HEADER_SIZE)
+
+
+def _bodies(rows: Rows, timestamp_ms: int, codec: Codec, limit: int) -> Iterator[RecordsBody]:
+    # The records of so many rows are at least as large as this, whatever their places in a batch are.
+    least = np.zeros(rows.count + 1, np.int64)
+    np.cumsum(rows.lengths + 2, out=least[1:])
+    start = 0
+    while start < rows.count:
+        most = max(start + 1, int(np.searchsorted(least, least[start] + limit, side="right")) - 1)
+        count, size = _fitting(rows.lengths[start:most], limit)
+        records = memoryview(rows.encoded(start, count))
+        assert len(records) == size
+        number, compressed = codec.compress(records)
+        yield RecordsBody(count, number, timestamp_ms, timestamp_ms, compressed, size)
+        start += count
+
+
+def _fitting(lengths: Numbers, limit: int) -> tuple[int, int]:
+    """How many of the next records fit into a batch, at least one, and their bytes."""
+    lengths = lengths + column_varints.sizes(np.arange(len(lengths)))
+    ends = np.cumsum(lengths + column_varints.sizes(lengths))
+    count = max(1, int(np.searchsorted(ends, limit, side="right")))
+    return count, int(ends[count - 1])
+
+
+def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner) -> Partitions:
+    """The partition of every row. Equal keys are hashed once.
+
+    Args:
+        keys: The keys: binary or text of any Arrow type, in one array or in chunks.
+        partition_count: The topic's partitions, at least 1.
+        partitioner: Which partition a key has.
+
+    Returns:
+        A partition for each row; :data:`ANYWHERE` where the partitioner leaves it to the sender.
+
+    Raises:
+        TypeError: The keys are of another type.
+    """
+    encoded = contiguous(keys, "keys").dictionary_encode()
+    distinct = encoded.dictionary
+    if partitioner.hash is None:
+        return np.full(len(keys), ANYWHERE, np.int32)
+    found = np.empty(len(distinct) + 1, np.int32)
+    found[:-1] = hashes(distinct, partitioner.hash) % partition_count
+    for row, key in ((np.flatnonzero(byte_lengths(distinct) == 0), b""), (-1, None)):
+        partition = partitioner.partition(key, partition_count)
+        found[row] = ANYWHERE if partition is None else partition
+    # A null has no place in the dictionary: it takes the last one.
+    rows: Partitions = found[np.asarray(encoded.indices.fill_null(-1))]
+    return rows
+
+
+def split(
+    columns: Sequence[Column | None], partitions: Partitions
+) -> Iterator[tuple[int, tuple[pa.Array | None, ...]]]:
+    """The rows of each partition, in their order.
+
+    Args:
+        columns: Columns of the same rows; None stands for a column that is not there.
+        partitions: The partition of each row.
+
+    Yields:
+        Each partition that has rows, and its rows of every column; ascending, :data:`ANYWHERE` first.
+    """
+    if not len(partitions):
+        return
+    # numpy sorts numbers of 16 bits by their digits, in a fraction of the time.
+    small = partitions.astype(np.int16) if partitions.max() <= np.iinfo(np.int16).max else partitions
+    order = np.argsort(small, kind="stable")
+    in_order = partitions[order]
+    firsts = [0, *(np.flatnonzero(np.diff(in_order)) + 1).tolist()]
+    if len(firsts) > 1:
+        columns = [None if column is None else column.take(order) for column in columns]
+    for first, end in zip(firsts, [*firsts[1:], len(order)], strict=True):
+        rows = tuple(None if column is None else column.slice(first, end - first) for column in columns)
+        yield int(in_order[first]), rows
