@@ -90,7 +90,7 @@ def _count(deaths: list[Death], found: list[tuple[Kind, str]], messages: list[Pl
 def main() -> int:
     """Kill each way, keep the counts, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=50, help="for each step of each way (50)")
+    parser.add_argument("--runs", type=int, default=25, help="for each step of each way (25)")
     parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
     parser.add_argument("--way", choices=WAYS, action="append", help="only these")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to keep the counts")

@@ -46,7 +46,8 @@ def render(known: Mapping[str, Any]) -> str:
         lines.append(f"| {WAYS[way].title} | {sum(step['runs'] for step in steps)} | {counts} |")
     seeds = sorted({known[way]["seed"] for way in ordered})
     runs = sorted({known[way]["runs"] for way in ordered})
-    lines += ["", f"Measured by `make reason` ({_list(runs)} runs for each step, seed {_list(seeds)}).", "", TAIL]
+    command = f"make reason RUNS={_list(runs)} SEED={_list(seeds)}"
+    lines += ["", f"Measured by `{command}`: that many runs for each step.", "", TAIL]
     lines += ["| way | killed after | runs | lost | twice | torn |", "|---|---|---|---|---|---|"]
     for way in ordered:
         for step in WAYS[way].steps:
