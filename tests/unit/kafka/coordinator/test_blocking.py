@@ -8,7 +8,6 @@ from dualwrite.kafka.coordinator import blocking
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
-from dualwrite.recovery.blocking import offsets_partition
 
 T0, T1 = Place("t", 0), Place("t", 1)
 OURS, THEIRS = "orders#1.0123456789ab.3", "unknown"
@@ -98,11 +97,3 @@ def test_a_partition_that_is_not_held_back_any_more_is_not_due(clock, stable):
     seen.note(T0, stable, upto=5)
     clock[0] += HELD_BACK_S
     assert seen.due() == {}
-
-
-@pytest.mark.parametrize(
-    ("group", "hashed"),
-    [("", 0), ("a", 97), ("group", 98629247), ("polygenelubricants", 0), ("\N{GRINNING FACE}", 1772899)],
-)
-def test_offsets_lie_where_java_hashes_the_group_to(group, hashed):
-    assert offsets_partition(group, 2**31) == hashed
