@@ -1,8 +1,10 @@
 """Which transaction the servers show, by what a prepared state names."""
 
+from itertools import permutations, product
+
 import pytest
 
-from dualwrite.protocol.identity import belongs, is_older, is_open, others_than, shows_same_transaction
+from dualwrite.protocol.identity import belongs, is_older, is_open, others_than, own_among, shows_same_transaction
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
@@ -19,6 +21,16 @@ def test_state_belongs_only_to_the_incarnation_that_prepared_it():
     assert belongs(S, 7)
     assert not belongs(S, 8)
     assert not belongs(PreparedTxnState(), 0)
+    assert not belongs(PreparedTxnState(42, 3), 0), "KIP-939's own form names no incarnation"
+
+
+@pytest.mark.parametrize(("producer_id", "epoch"), [(43, 3), (42, 4), (-1, -1)])
+def test_another_producer_shows_another_transaction_whatever_else_is_the_same(producer_id, epoch):
+    assert not shows_same_transaction(TransactionView(ONGOING, producer_id, epoch, 1000, partitions=(P0, P1)), S)
+
+
+def test_a_start_that_the_state_does_not_know_tells_nothing_apart():
+    assert shows_same_transaction(TransactionView(ONGOING, 42, 3, 1001), PreparedTxnState(42, 3, 7))
 
 
 def test_start_time_tells_two_transactions_of_one_epoch_apart():
@@ -72,6 +84,19 @@ def test_a_state_without_evidence_is_never_open():
     assert not is_open(PreparedTxnState(42, 3, 7), {})
 
 
+@pytest.mark.parametrize(
+    ("still_open", "own"),
+    [
+        ((), set()),
+        (((P0, 17), (P1, 33)), {P0, P1}),
+        (((P0, 5), (P1, 34)), {P0}),
+        (((P0, 18), (ELSEWHERE, 1)), set()),
+    ],
+)
+def test_what_begins_at_or_before_the_first_record_includes_it(still_open, own):
+    assert own_among(S, still_open) == own
+
+
 def state(incarnation=1, *offsets, topic_id="A" * 22):
     firsts = tuple(FirstOffset("t", partition, offset, topic_id) for partition, offset in enumerate(offsets))
     return PreparedTxnState(7, 0, incarnation, firsts)
@@ -103,3 +128,14 @@ def test_a_state_that_was_decided_before_another_one_is_older(older, newer):
 def test_states_that_cannot_be_ordered_are_not_older(one, other):
     assert not is_older(one, than=other)
     assert not is_older(other, than=one)
+
+
+def test_older_is_an_order():
+    """No two states are each older than the other, and one older than an older one is older."""
+    of_incarnation = [state(one, *offsets) for one, offsets in product((1, 2), [(5,), (9,), (5, 8), (9, 9)])]
+    states = [PreparedTxnState(), *of_incarnation]
+    for one, other in product(states, states):
+        assert not (is_older(one, than=other) and is_older(other, than=one))
+    for first, second, third in permutations(states, 3):
+        if is_older(first, than=second) and is_older(second, than=third):
+            assert is_older(first, than=third)
