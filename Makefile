@@ -97,7 +97,7 @@ scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minu
 controls: archive ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m controls
 
-reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (half an hour)
+reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (twenty minutes)
 	cd tests && $(CURDIR)/$(PY) -m controls.reason --runs $(or $(RUNS),25) --seed $(SEED)
 
 docs: venv ## the documentation, into docs/_build/html

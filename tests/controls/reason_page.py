@@ -24,7 +24,6 @@ whose row is not there. Counted are runs, of three operations each, in which aft
 
 TAIL = """\
 Where it happens, by the step after which the process was killed:
-
 """
 
 NOTES = """\
