@@ -38,9 +38,9 @@ def test_a_kafka_id_is_read_back_whatever_the_name_contains(name, namespace, inc
 
 @pytest.mark.parametrize(
     "name",
-    ["", "orders", "orders.n", "orders.n.", "orders.n.x", "orders.n.-1", "orders.n.01", "orders.n.1 ", "orders.n.1\n"]
-    + [".n.1", "orders..1", "orders.n.٣"],
-)
+    ["", "orders", "orders.n", "orders.n.", "orders.n.x", "orders.n.-1", "orders.n.01", "orders.n.1 ", "orders.n.1\n",
+     ".n.1", "orders..1", "orders.n.٣"],
+)  # fmt: skip
 def test_other_programs_ids_are_not_read(name):
     assert parsed(name) is None
 

@@ -20,7 +20,6 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.writing.block import Ending
 
 
@@ -68,19 +67,6 @@ def test_readers_see_nothing_before_the_database_has_decided(servers):
     owner.result()
     assert both_have(servers, "m1")
     assert servers.row().prepared.has_transaction
-
-
-def test_an_exception_of_the_block_aborts_both_and_is_passed_on(servers):
-    def work(here):
-        lane = here.ready()
-        with pytest.raises(Refused), here.block(lane) as transaction:
-            here.connection.insert("m1")
-            transaction.produce(TOPIC, "m1", partition=0)
-            raise Refused
-        return transaction.state
-
-    assert servers.run(work) is WriteState.ABORTED
-    assert both_have(servers)
 
 
 def test_a_statement_that_failed_unseen_aborts_both(servers):
@@ -237,40 +223,6 @@ def test_a_permit_that_is_refused_aborts_both(servers):
             servers.run(lambda here, ending=ending: here.write(here.lane(), "m1", permit=refuse, ending=ending))
         assert both_have(servers)
         assert servers.database.prepared == {}
-
-
-@pytest.mark.parametrize("ending", [Ending.HAND_OVER, Ending.PREPARE])
-def test_what_is_handed_over_is_named_nowhere_and_open_in_kafka(servers, ending):
-    def work(here):
-        lane = here.ready()
-        with here.block(lane, ending) as transaction:
-            here.connection.insert("m1")
-            transaction.produce(TOPIC, "m1", partition=0)
-        return transaction.prepared, transaction.state
-
-    prepared, state = servers.run(work)
-    assert state is WriteState.HANDED_OVER
-    assert prepared.has_transaction
-    assert not servers.row().prepared.has_transaction
-    assert servers.rows == (["m1"] if ending is Ending.HAND_OVER else [])
-    assert bool(servers.database.prepared) is (ending is Ending.PREPARE)
-    with pytest.raises(AssertionError, match="held back"):
-        servers.visible()
-
-
-@pytest.mark.parametrize("verb", ["commit", "abort", "hand_over", "begin", "release"])
-def test_a_verb_called_inside_the_block_is_refused_and_the_block_aborts_both(servers, verb):
-    def work(here):
-        lane = here.ready()
-        with here.block(lane) as transaction:
-            here.connection.insert("m1")
-            transaction.produce(TOPIC, "m1", partition=0)
-            with pytest.raises(IllegalStateError, match="inside its block"):
-                getattr(transaction._dual_write, verb)()
-
-    with pytest.raises(TransactionAborted):
-        servers.run(work)
-    assert both_have(servers)
 
 
 def test_a_database_that_has_lost_the_newest_decision_begins_nothing_and_records_it(servers):
