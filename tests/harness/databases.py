@@ -94,6 +94,20 @@ def prepare(kind: str, url: str, schema: str | None = None) -> Database:
     return database
 
 
+def age(engine: Engine, *, days: float = 40) -> None:
+    """Let the rows of the library be that old, as time does."""
+    when = "now() - make_interval(secs => 86400 * :days)"
+    if engine.dialect.name == "sqlite":
+        when = "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || :days || ' days')"
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE kafka_transaction_state SET updated_at = {when}"), {"days": days})
+        connection.execute(
+            text(f"UPDATE dualwrite_incident SET acknowledged_at = {when} WHERE acknowledged_at IS NOT NULL"),
+            {"days": days},
+        )
+        connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
+
+
 def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path / 'test.db'}"
 

@@ -22,6 +22,7 @@ from simulator.state import new_broker
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.recovery import recover
 from dualwrite.writing import writer
 
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
@@ -56,8 +57,9 @@ class ServedKafka(Simulation):
         return list(committed_values(found))
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        """Let every writer of this process use this Kafka."""
+        """Let every writer and every recovery of this process use this Kafka."""
         patch.setattr(writer, "KafkaCoordinator", lambda _: _Coordinator(self))
+        patch.setattr(recover, "KafkaCoordinator", lambda _: _Coordinator(self))
         patch.setattr(writer, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
 
 

@@ -5,10 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 from harness.checker import Case
+from harness.databases import age
 from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, forget, recover
+from dualwrite import ConfigurationError, DualWriter, forget, recover
 from dualwrite.cli.group import commands
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
@@ -20,20 +21,6 @@ MONTH_S = 30 * 86400.0
 
 def names(engine):
     return [row.transactional_id for row in SqlStateStore(engine).find("")]
-
-
-def age(engine, *, days=40):
-    """Make everything older, as time does."""
-    when = "now() - make_interval(days => :days)"
-    if engine.dialect.name == "sqlite":
-        when = "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || :days || ' days')"
-    with engine.begin() as connection:
-        connection.execute(text(f"UPDATE kafka_transaction_state SET updated_at = {when}"), {"days": days})
-        connection.execute(
-            text(f"UPDATE dualwrite_incident SET acknowledged_at = {when} WHERE acknowledged_at IS NOT NULL"),
-            {"days": days},
-        )
-        connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
 
 
 @on_both
@@ -67,36 +54,6 @@ def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, 
     age(engine)
     assert forget(kafka=kafka, engine=engine).kept == {}
     assert {record.value for record in read_committed(kafka, dualwrite_topic)}
-
-
-@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-def test_an_open_writer_that_was_idle_for_so_long_is_fenced_and_tears_nothing(kafka, engine, orders, dualwrite_topic):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-        write(writer, dualwrite_topic, orders, 1)
-        age(engine)
-        assert forget("orders", kafka=kafka, engine=engine).forgotten == ["orders"]
-        with pytest.raises(Fenced):
-            write(writer, dualwrite_topic, orders, 2)
-    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"1"]
-
-
-@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-def test_a_writer_that_writes_meanwhile_stays(kafka, engine, orders, dualwrite_topic, monkeypatch):
-    from dualwrite.recovery import recover as recovery
-
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
-        write(writer, dualwrite_topic, orders, 1)
-        age(engine)
-        real = recovery.status
-
-        def status(*args, **kwargs):
-            found = real(*args, **kwargs)
-            write(writer, dualwrite_topic, orders, 2)
-            return found
-
-        monkeypatch.setattr(recovery, "status", status)
-        assert forget("orders", kafka=kafka, engine=engine).kept == {"orders": "used just now"}
-        write(writer, dualwrite_topic, orders, 3)
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

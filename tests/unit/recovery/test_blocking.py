@@ -16,6 +16,11 @@ def test_offsets_lie_where_java_hashes_the_group_to(group, hashed):
     assert offsets_partition(group, 2**31) == hashed
 
 
+@pytest.mark.parametrize(("group", "partition"), [("polygenelubricants", 0), ("polygenelubricantt", (2**31 - 1) % 50)])
+def test_a_negative_hash_counts_by_its_absolute_value_and_the_least_one_as_zero(group, partition):
+    assert offsets_partition(group, 50) == partition
+
+
 class Kafka:
     """A cluster with these topics; keeps the question and answers with it."""
 

@@ -134,7 +134,7 @@ def test_what_may_be_about_to_abort_is_looked_at_until_the_log_shows_it(clock, s
 def test_at_the_deadline_the_outcome_is_unknown_and_not_called_decided(clock, store):
     with pytest.raises(CompletionPending, match="what Kafka did is not known: .*another owner") as caught:
         prove(clock, store, [LogProof.OPEN], [view(TransactionStatus.ONGOING, epoch=1)])
-    assert caught.value.outcome == "unknown"
+    assert (caught.value.outcome, caught.value.__cause__) == ("unknown", None)
     assert "do not run the work again" in caught.value.next_step
     assert 60 <= clock.now <= 63
     assert store.outcomes == []

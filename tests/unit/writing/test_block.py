@@ -135,7 +135,7 @@ def noting(patch, method):
 
 
 def test_after_an_end_in_doubt_neither_the_connection_nor_the_producer_is_used_again(servers, monkeypatch):
-    """What was open on either may still end in another way: a claim waits for the old backend, and settles."""
+    """An end that is not known may come late: a claim waits for the old backend, and settles."""
 
     def away(*_):
         raise Unavailable("away")
