@@ -1,6 +1,6 @@
 """Sets of partition numbers as short text: ranges, or a bitmap where that is shorter.
 
-``2-9999`` and ``0,4-6`` are ranges; ``~VVU`` is a bitmap in URL-safe base64 without padding, in which bit ``n % 8`` of byte
+``2-9999`` and ``0,40-46`` are ranges; ``~VVU`` is a bitmap in URL-safe base64 without padding, in which bit ``n % 8`` of byte
 ``n // 8`` stands for partition ``n``. Each set has one text: the shorter form, and ranges if both are equally long.
 """
 

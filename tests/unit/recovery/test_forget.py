@@ -2,13 +2,14 @@
 
 import pytest
 from harness.databases import age, prepared
-from harness.served import SETTINGS, TOPIC
+from harness.served import SETTINGS, TOPIC, ServedKafka
 
 from dualwrite import ConfigurationError, Fenced, Unavailable, failpoints
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.forget import forget
 from dualwrite.stores.jobs.runs import Runs
+from dualwrite.stores.jobs.slots import SlotPool
 
 DAY_S = 86400.0
 
@@ -134,6 +135,17 @@ def test_a_loss_that_nobody_has_acknowledged_keeps_its_id_and_goes_long_after_it
     age(shop.engine)
     assert call(dry_run=True).incidents == call().incidents == 1
     assert store.incidents(acknowledged=True) == []
+
+
+def test_a_slot_that_a_worker_holds_stays(shop, names, call):
+    pool, store = SlotPool(shop.engine, "pool"), shop.database.store(shop.engine)
+    held = pool.lease("worker 1", 600)
+    store.claim([held.transactional_id], owner="worker 1", cluster_id=ServedKafka().broker.cluster_id)
+    age(shop.engine)
+    assert call().kept == {held.transactional_id: "a worker holds it"}
+    pool.release({held.transactional_id: held.owner})
+    assert call().forgotten == [held.transactional_id]
+    assert names() == []
 
 
 def test_runs_of_the_last_day_stay_whatever_was_asked_for(shop, call):
