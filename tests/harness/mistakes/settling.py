@@ -36,10 +36,13 @@ def _retire_at_once(patch: pytest.MonkeyPatch, instead_of: SettleStep) -> None:
 
 @mistake(performed("half_of_the_next", "shows \\['m1', 'm2'\\]"))
 def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
-    """A settler commits what is ongoing under the id and epoch of the row, though it began at other offsets."""
+    """A settler commits what is ongoing under the id and epoch of the row, though it began later and at other offsets."""
 
     def choose(known, step):
-        return SettleStep.COMMIT if known.evidence is False and step is SettleStep.PROVE else step
+        if step is not SettleStep.PROVE or known.view.status is not TransactionStatus.ONGOING:
+            return step
+        shown = (known.view.producer_id, known.view.epoch)
+        return SettleStep.COMMIT if shown == (known.prepared.producer_id, known.prepared.epoch) else step
 
     _instead(patch, choose)
 
@@ -53,9 +56,14 @@ def commits_what_does_not_match(patch: pytest.MonkeyPatch) -> None:
 )
 def added_partitions_taken_for_another_transaction(patch: pytest.MonkeyPatch) -> None:
     """A settler takes a transaction for another one that the coordinator shows in more partitions than the row."""
-    real = rules.shows_same_transaction
+    same, own_again = rules.shows_same_transaction, rules._is_own_again
     patch.setattr(
-        rules, "shows_same_transaction", lambda view, state: real(view, state) and not others_than(state, view)
+        rules, "shows_same_transaction", lambda view, state: same(view, state) and not others_than(state, view)
+    )
+    patch.setattr(
+        rules,
+        "_is_own_again",
+        lambda known, view, state: own_again(known, view, state) and not others_than(state, view),
     )
 
 
@@ -122,7 +130,12 @@ def never_retired(patch: pytest.MonkeyPatch) -> None:
     _instead(patch, lambda _, step: SettleStep.FINISH if step is SettleStep.RETIRE else step)
 
 
-@mistake(performed("next_transaction_meets_late_markers", "shows \\['m1', 'm2'\\]"))
+@mistake(
+    Check(
+        "unit/recovery/test_settle.py::test_a_next_transaction_that_begins_between_two_questions_is_not_committed",
+        r"\['m1', 'm2'\] == \['m1'\]",
+    )
+)
 def partition_asked_before_the_coordinator(patch: pytest.MonkeyPatch) -> None:
     """A settler asks the partitions what is open before it asks the coordinator."""
     real = settling._Settling._look

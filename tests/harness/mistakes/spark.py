@@ -84,7 +84,7 @@ def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prepared_partition, "dual_write", partial(_without, "permit", prepared_partition.dual_write))
 
 
-@mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "DID NOT RAISE"))
+@mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "left: leases"))
 def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     """A task leases a slot without a look whether its run was given up before."""
     from dualwrite.sinks.spark.worker import attempt

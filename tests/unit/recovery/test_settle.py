@@ -227,6 +227,35 @@ def test_settling_waits_for_markers_until_the_deadline_and_not_longer(servers):
     assert servers.visible() == ["m1"]
 
 
+def test_a_next_transaction_that_begins_between_two_questions_is_not_committed(servers):
+    """The partitions are asked last, so that what they show is never older than what the coordinator has shown.
+
+    No writer begins one unchecked; here its producer does, past the row.
+    """
+
+    def owner(here):
+        lane = here.ready()
+        here.write(lane, "m1")
+        lane.producer.begin_transaction()
+        lane.producer.produce(TOPIC, "m2", partition=0)
+        lane.producer.prepare_transaction()
+
+    running = servers.start(owner, "A").to("write.decided")
+    settler = servers.start(settling(), "R").to("settle.looked")
+    running.result()
+    settler.result()
+    assert servers.visible() == servers.rows == ["m1"]
+
+
+def test_a_partition_that_a_late_request_adds_does_not_hide_a_decided_transaction(servers):
+    servers.left_by("write.decided", "m1")
+    kafka_id, state = servers.row().kafka_id(1), servers.row().prepared
+    late = {kafka_id: (state.producer_id, state.epoch, {(TOPIC, 1)})}
+    assert servers.run(lambda here: here.context.coordinator.add_partitions(late, Deadline(TIMEOUT_S)))[kafka_id]
+    assert servers.run(settling(), "R").rolled_forward == ["orders"]
+    assert servers.visible() == servers.rows == ["m1"]
+
+
 def test_only_the_settler_that_commits_it_reports_that_it_was_rolled_forward(servers):
     servers.left_by("write.decided", "m1")
     slow = servers.start(settling()).to("settle.before_commit")
