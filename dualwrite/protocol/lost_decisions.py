@@ -106,6 +106,9 @@ def lost_decision(
     A commit that the coordinator shows may have been written to partitions other than those whose logs were read. If it began
     long after the producer's last write to these, it is not a known one.
 
+    A commit that has records in none of them, but began before the producer's last marker there, wrote nothing: a late copy of
+    the known transaction's AddPartitionsToTxn began it, and a second EndTxn committed it.
+
     Args:
         known: The transactions of the incarnation that the database names.
         view: The coordinator's view of the incarnation's Kafka id.
@@ -118,6 +121,8 @@ def lost_decision(
     shows_commit = newest is not None and _shows_commit_of(view, newest)
     started_ms = view.newest_started_ms if shows_commit or answer is Lookup.LOST else None
     began_later = started_ms is not None and idle_since_ms is not None and started_ms > idle_since_ms + CLOCKS_DIFFER_MS
+    if commit is None and started_ms is not None and idle_since_ms is not None and started_ms <= idle_since_ms:
+        return None
     if answer is Lookup.LOST or (answer is Lookup.READ and (commit is not None or began_later)):
         firsts = commit.first_offsets if commit is not None else ()
         producer = newest if newest is not None and answer is Lookup.READ else view

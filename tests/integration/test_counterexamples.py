@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,7 +27,8 @@ from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import EndAnswer, TransactionStatus
+from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
+from dualwrite.recovery.look_back import lost_decisions
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
@@ -131,6 +133,43 @@ def test_partitions_that_a_late_request_adds_do_not_hide_a_decided_transaction(
         late = {kafka_id: (state.producer_id, state.epoch, {(elsewhere, 0)})}
         assert coordinator.add_partitions(late, Deadline(30)) == {kafka_id: True}
     assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
+    assert both() == ([1], [1, 1])
+
+
+def test_a_commit_of_what_a_late_request_alone_has_begun_is_no_lost_decision(
+    kafka, engine, orders, dualwrite_topic, both
+):
+    """After a commit, a late AddPartitionsToTxn begins a transaction without records, and a second EndTxn commits it."""
+    crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
+    (row,) = SqlStateStore(engine).read(["orders"])
+    kafka_id, state = row.kafka_id(row.incarnation), row.prepared
+    with KafkaCoordinator(KafkaConfig.parse(kafka)) as coordinator:
+
+        def newest_started_ms():
+            return coordinator.describe([kafka_id], Deadline(30))[kafka_id].newest_started_ms
+
+        def end():
+            assert coordinator.end({kafka_id: state}, committed=True, deadline=Deadline(30)) == {
+                kafka_id: EndAnswer.ENDED
+            }
+            wait_until(lambda: coordinator.prove([state], Deadline(30))[0] is LogProof.COMMITTED, timeout_s=30)
+
+        started_ms = newest_started_ms()
+        end()
+        written = {(first.topic, first.partition) for first in state.first_offsets}
+        late = {kafka_id: (state.producer_id, state.epoch, written)}
+        assert coordinator.add_partitions(late, Deadline(30)) == {kafka_id: True}
+        end()
+        assert newest_started_ms() > started_ms
+        # As an owner records it whose transaction was open for over a second.
+        rows = [replace(row, incarnation=row.incarnation + 1, prepared=replace(state, started_ms=started_ms))]
+        wait_until(
+            lambda: (
+                lost_decisions(rows, coordinator=coordinator, store=SqlStateStore(engine), deadline=Deadline(30)) == []
+            ),
+            timeout_s=30,
+        )
+    assert recover(open_for_s=0, kafka=kafka, engine=engine).losses == []
     assert both() == ([1], [1, 1])
 
 

@@ -243,7 +243,13 @@ class SimulatedCoordinator:
         for scan in [scan for of_state in scans for scan in of_state if self._is_same_topic(scan.first)]:
             place = (scan.first.topic, scan.first.partition)
             [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
-            scan.read([SeenBatch(batch) for batch in cast("FetchResponse", answer).batches])
+            batches = cast("FetchResponse", answer).batches
+            scan.read([SeenBatch(batch) for batch in batches])
+            # Simulated logs hold no times. A marker without records was written for the newest transaction.
+            if all(
+                batch.control for batch in [batch for batch in batches if batch.producer_id == scan.producer_id][-2:]
+            ):
+                scan.idle_since_ms = self._simulation.broker.clock_ms
         return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
 
     def close(self) -> None:

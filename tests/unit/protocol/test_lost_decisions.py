@@ -75,6 +75,11 @@ LONG_AGO, JUST_NOW = 100 - CLOCKS_DIFFER_MS - 1, 100 - CLOCKS_DIFFER_MS
         (known_of([state()], 1), Lookup.READ, Later(None, LONG_AGO), view(TransactionStatus.ONGOING), None),
         (known_of([state()], 1), Lookup.READ, Later(None, LONG_AGO), view(epoch=1), None),
         (known_of([state(started_ms=9)], 1), Lookup.LOST, LATER, view(), state(50, started_ms=100)),
+        (known_of([state(started_ms=9)], 1), Lookup.LOST, Later(state(50), 100), view(), state(50, started_ms=100)),
+        (known_of([state(started_ms=9)], 1), Lookup.LOST, None, view(), PreparedTxnState(7, 0, 1, (), 100)),
+        (known_of([state(started_ms=9)], 1), Lookup.LOST, Later(None, 99), view(), PreparedTxnState(7, 0, 1, (), 100)),
+        # It wrote a marker where the known one had records, and no record.
+        (known_of([state(started_ms=9)], 1), Lookup.LOST, Later(None, 100), view(), None),
     ],
 )
 def test_the_newest_lost_decision(known, answer, later, shown, lost):
