@@ -30,6 +30,16 @@ twice. Nothing else happens by itself. Events of the environment are functions f
 `truncate`                         an unclean leader election: the end of the log is lost (never in a healthy cluster)
 =================================  ====================================================================================
 
+A broker answers clients of both versions of transactions, by what each request says. ::
+
+    broker = new_broker({"orders": 2}, transaction_version=2)
+    broker, producer = handle(broker, InitProducerId("orders.x.1"))
+    identity = (producer.producer_id, producer.producer_epoch)
+    broker, _ = handle(broker, Produce("orders.x.1", *identity, ("orders", 0), 0, ("a",), transaction_version=2))
+    broker, following = handle(broker, EndTxn("orders.x.1", *identity, committed=True, transaction_version=2))
+
+``following`` has the identity of the next transaction.
+
 Force-terminating a transaction (``kafka-transactions.sh --force-terminate``, ``fenceProducers``) is `InitProducerId` with
 another timeout; aborting one past its coordinator is `WriteTxnMarkers`.
 
@@ -57,6 +67,7 @@ from simulator.requests import (
     DescribeTransactions,
     DescribeTransactionsResponse,
     EndTxn,
+    EndTxnResponse,
     ErrorCode,
     ErrorResponse,
     Fetch,
@@ -121,7 +132,12 @@ def handle(broker: Broker, request: Request) -> tuple[Broker, Response]:
 
 
 def _init_producer_id(broker: Broker, request: InitProducerId) -> tuple[Broker, InitProducerIdResponse]:
-    if not 0 < request.transaction_timeout_ms <= broker.max_timeout_ms:
+    if request.enable_2pc:
+        if broker.two_phase_commit is None:
+            raise ValueError("this broker does not offer version 6 of InitProducerId")
+        if not broker.two_phase_commit:
+            return broker, InitProducerIdResponse(ErrorCode.TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
+    elif not 0 < request.transaction_timeout_ms <= broker.max_timeout_ms:
         return broker, InitProducerIdResponse(ErrorCode.INVALID_TRANSACTION_TIMEOUT)
     known = transaction(broker, request.transactional_id)
     fresh = broker.next_producer_id
@@ -130,7 +146,7 @@ def _init_producer_id(broker: Broker, request: InitProducerId) -> tuple[Broker, 
         known = TransactionMetadata(
             request.transactional_id, fresh, timeout_ms=request.transaction_timeout_ms
         )  # fmt: skip
-    renewed, answer = rules.init_producer_id(known, request, fresh)
+    renewed, answer = rules.init_producer_id(known, request, fresh, broker.transaction_version)
     if renewed.producer_id == fresh:
         broker = broker._replace(next_producer_id=fresh + 1)
     return with_transaction(broker, renewed), answer
@@ -168,13 +184,27 @@ def _add_offsets(broker: Broker, request: AddOffsetsToTxn) -> tuple[Broker, Erro
 def _verified(
     broker: Broker, found: Partition, request: Produce | TxnOffsetCommit, base_sequence: int
 ) -> tuple[Broker, Partition, ErrorCode]:
-    """Ask the coordinator, unless the partition knows already, whether the transaction includes the partition."""
+    """Ask the coordinator, unless the partition knows already, whether the transaction includes the partition.
+
+    A version 2 transaction includes it from then on.
+    """
     entry = log.producer(found, request.producer_id)
     if entry is not None and request.producer_epoch < entry.producer_epoch:
         return broker, found, ErrorCode.INVALID_PRODUCER_EPOCH
     if entry is not None and entry.txn_start >= 0 and entry.producer_epoch == request.producer_epoch:
         return broker, found, ErrorCode.NONE
-    found = log.begin_verification(found, request.producer_id, request.producer_epoch, base_sequence)
+    found = log.begin_verification(
+        found, request.producer_id, request.producer_epoch, base_sequence, request.transaction_version
+    )
+    if request.transaction_version > 1:
+        broker, error = _add(
+            with_partition(broker, found),
+            request.transactional_id or "",
+            request.producer_id,
+            request.producer_epoch,
+            (found.topic_partition,),
+        )
+        return broker, found, ErrorCode.INVALID_PRODUCER_EPOCH if error is ErrorCode.PRODUCER_FENCED else error
     known = transaction(broker, request.transactional_id) if request.transactional_id else None
     error = rules.verify_partition(known, request.producer_id, request.producer_epoch, found.topic_partition)
     return with_partition(broker, found), found, error
@@ -188,7 +218,7 @@ def _produce(broker: Broker, request: Produce) -> tuple[Broker, ProduceResponse]
         written, answer = log.append_plain(found, request.values)
         return with_partition(broker, written), answer
     broker, found, error = _verified(broker, found, request, request.base_sequence)
-    if error is ErrorCode.CONCURRENT_TRANSACTIONS:
+    if error is ErrorCode.CONCURRENT_TRANSACTIONS and request.transaction_version < 2:
         error = ErrorCode.NOT_ENOUGH_REPLICAS  # an error that old clients retry
     if error is not ErrorCode.NONE:
         return broker, ProduceResponse(error)
@@ -209,8 +239,17 @@ def _txn_offset_commit(broker: Broker, request: TxnOffsetCommit) -> tuple[Broker
     return with_partition(broker, written), ErrorResponse(answer.error_code)
 
 
-def _end_txn(broker: Broker, request: EndTxn) -> tuple[Broker, ErrorResponse]:
-    renewed, error = rules.end_txn(transaction(broker, request.transactional_id), request)
+def _end_txn(broker: Broker, request: EndTxn) -> tuple[Broker, ErrorResponse | EndTxnResponse]:
+    known = transaction(broker, request.transactional_id)
+    if request.transaction_version > 1:
+        fresh = broker.next_producer_id
+        renewed, answer = rules.end_txn_v2(known, request, fresh, broker.clock_ms)
+        if renewed is None or renewed is known:
+            return broker, answer
+        if renewed.next_producer_id == fresh:
+            broker = broker._replace(next_producer_id=fresh + 1)
+        return with_transaction(broker, renewed), answer
+    renewed, error = rules.end_txn(known, request)
     return (broker if renewed is None else with_transaction(broker, renewed)), ErrorResponse(error)
 
 
@@ -278,6 +317,7 @@ def _write_txn_markers(broker: Broker, request: WriteTxnMarkers) -> tuple[Broker
             request.producer_epoch,
             committed=request.committed,
             coordinator_epoch=request.coordinator_epoch,
+            transaction_version=request.transaction_version,
         )
         broker = with_partition(broker, written)
         errors.append(error)

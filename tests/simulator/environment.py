@@ -10,6 +10,7 @@ from simulator.requests import (
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
     EMPTY,
+    NEVER_MS,
     ONGOING,
     PREPARE_ABORT,
     PREPARE_COMMIT,
@@ -25,6 +26,8 @@ _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPartition | None = None) -> Broker:
     """Write the marker of a prepared transaction to one of its partitions; the last one completes the transaction.
 
+    One without partitions, an abort of nothing, is completed without a marker.
+
     Does nothing if no transaction is prepared, if the partition's leader is suspended, or if the partition refuses the
     marker: the coordinator then gives up until it restarts. A partition that no longer exists needs no marker, and one
     without a leader gets none (KAFKA-20734).
@@ -37,6 +40,8 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
     known = transaction(broker, transactional_id)
     if known is None or known.state not in _PREPARED:
         return broker
+    if not known.partitions:
+        return with_transaction(broker, rules.completed(known))
     wanted = known.unmarked[0] if topic_partition is None else topic_partition
     if wanted not in known.unmarked:
         return broker
@@ -50,6 +55,7 @@ def write_marker(broker: Broker, transactional_id: str, topic_partition: TopicPa
             known.producer_epoch,
             committed=known.state == PREPARE_COMMIT,
             coordinator_epoch=broker.coordinator_epoch,
+            transaction_version=known.transaction_version,
         )
         if error is not ErrorCode.NONE:
             return broker
@@ -89,7 +95,7 @@ def write_markers(broker: Broker, transactional_id: str | None = None) -> Broker
     """Write all pending markers of one id, or of all."""
     for known in broker.transactions:
         if transactional_id in {None, known.transactional_id} and known.state in _PREPARED:
-            for wanted in known.unmarked:
+            for wanted in known.unmarked or (None,):
                 broker = write_marker(broker, known.transactional_id, wanted)
     return broker
 
@@ -114,16 +120,18 @@ def overdue(broker: Broker) -> tuple[str, ...]:
     return tuple(
         known.transactional_id
         for known in broker.transactions
-        if known.state == ONGOING and known.start_ms + known.timeout_ms < broker.clock_ms
+        if known.state == ONGOING
+        and known.timeout_ms != NEVER_MS
+        and known.start_ms + known.timeout_ms < broker.clock_ms
     )
 
 
 def time_out(broker: Broker, transactional_id: str) -> Broker:
-    """Abort the open transaction of an id under a raised epoch, as the broker does after its timeout."""
+    """Abort the open transaction of an id under a raised epoch, as the broker does after its timeout, if it has one."""
     known = transaction(broker, transactional_id)
-    if known is None or known.state != ONGOING:
+    if known is None or known.state != ONGOING or known.timeout_ms == NEVER_MS:
         return broker
-    return with_transaction(broker, rules.fence(known))
+    return with_transaction(broker, rules.fence(known, broker.transaction_version))
 
 
 def expire_transactional_id(broker: Broker, transactional_id: str) -> Broker:

@@ -52,11 +52,15 @@ class ProducerEntry(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """A first write that the coordinator was asked about; until it is written, it blocks higher sequence numbers."""
+    """A first write that the coordinator was asked about; until it is written, it blocks higher sequence numbers.
+
+    ``transaction_version`` is that of the first request.
+    """
 
     producer_id: int
     producer_epoch: int
     lowest_sequence: int
+    transaction_version: int = 1
 
 
 class AbortedEntry(NamedTuple):
@@ -88,9 +92,11 @@ def producer(partition: Partition, producer_id: int) -> ProducerEntry | None:
     return None
 
 
-def begin_verification(partition: Partition, producer_id: int, producer_epoch: int, sequence: int) -> Partition:
+def begin_verification(
+    partition: Partition, producer_id: int, producer_epoch: int, sequence: int, transaction_version: int = 1
+) -> Partition:
     """Record that the partition asks the coordinator."""
-    begun = Verification(producer_id, producer_epoch, sequence)
+    begun = Verification(producer_id, producer_epoch, sequence, transaction_version)
     others = []
     for other in partition.verifications:
         if other.producer_id != producer_id:
@@ -99,6 +105,8 @@ def begin_verification(partition: Partition, producer_id: int, producer_epoch: i
             other.producer_epoch == producer_epoch and other.lowest_sequence <= sequence
         ):
             begun = other
+        else:
+            begun = begun._replace(transaction_version=other.transaction_version)
     return partition._replace(verifications=tuple(sorted([*others, begun])))
 
 
@@ -146,8 +154,11 @@ def append_plain(partition: Partition, values: tuple[Hashable, ...]) -> tuple[Pa
 
 def _in_sequence(partition: Partition, entry: ProducerEntry, producer_epoch: int, base_sequence: int) -> bool:
     for verification in partition.verifications:
-        if verification.producer_id == entry.producer_id and base_sequence > verification.lowest_sequence:
-            return False
+        if verification.producer_id == entry.producer_id:
+            if base_sequence > verification.lowest_sequence:
+                return False
+            if base_sequence and verification.transaction_version > 1 and not entry.kept:
+                return False
     if entry.producer_epoch < 0:
         return True
     if entry.producer_epoch != producer_epoch:
@@ -156,11 +167,22 @@ def _in_sequence(partition: Partition, entry: ProducerEntry, producer_epoch: int
 
 
 def append_marker(
-    partition: Partition, producer_id: int, producer_epoch: int, *, committed: bool, coordinator_epoch: int
+    partition: Partition,
+    producer_id: int,
+    producer_epoch: int,
+    *,
+    committed: bool,
+    coordinator_epoch: int,
+    transaction_version: int = 1,
 ) -> tuple[Partition, ErrorCode]:
-    """Write a control record, which ends the producer's open transaction here."""
+    """Write a control record, which ends the producer's open transaction here.
+
+    The marker of a version 2 transaction has a later epoch than its messages: so a late one does not end the next.
+    """
     entry = producer(partition, producer_id) or ProducerEntry(producer_id)
     if producer_epoch < entry.producer_epoch:
+        return partition, ErrorCode.INVALID_PRODUCER_EPOCH
+    if transaction_version > 1 and producer_epoch == entry.producer_epoch and entry.txn_start >= 0:
         return partition, ErrorCode.INVALID_PRODUCER_EPOCH
     if coordinator_epoch < entry.coordinator_epoch:
         return partition, ErrorCode.TRANSACTION_COORDINATOR_FENCED

@@ -8,6 +8,11 @@ client ids). A request concerns one transactional id or one partition where Kafk
 ``EndTxn`` below 2, and of ``InitProducerId`` below 4, answer ``INVALID_PRODUCER_EPOCH`` where newer ones, and the
 simulator, answer ``PRODUCER_FENCED``. Nothing else depends on the version, up to the last one without version 2
 transactions (``EndTxn`` 4, ``Produce`` 10, ``InitProducerId`` 5).
+
+Where ``transaction_version`` is 2, the request is one of transactions of version 2 (KIP-890): ``Produce`` 12,
+``TxnOffsetCommit`` 5, which add their partition to the transaction, and ``EndTxn`` 5, which names one transaction by its
+epoch, and returns the epoch of the next. A client sends these where the cluster has finalized version 2; one broker
+answers clients of both versions.
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ READ_COMMITTED: Final = 1
 LATEST: Final = -1
 EARLIEST: Final = -2
 
+NEVER_MS: Final = 2**31 - 1
+"""The timeout of a transaction that the broker never times out."""
+
 
 class ErrorCode(IntEnum):
     """The error codes of Kafka's protocol that the simulator uses."""
@@ -51,18 +59,24 @@ class ErrorCode(IntEnum):
     INVALID_TRANSACTION_TIMEOUT = 50
     CONCURRENT_TRANSACTIONS = 51
     TRANSACTION_COORDINATOR_FENCED = 52
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
     OPERATION_NOT_ATTEMPTED = 55
     PRODUCER_FENCED = 90
     TRANSACTIONAL_ID_NOT_FOUND = 105
+    TRANSACTION_ABORTABLE = 120
 
 
 class InitProducerId(NamedTuple):
-    """Up to version 5: -1, -1 for a new producer, else the expected id and epoch."""
+    """Up to version 6: -1, -1 for a new producer, else the expected id and epoch.
+
+    ``enable_2pc`` is version 6's: the transactions never time out, whatever the timeout.
+    """
 
     transactional_id: str
     transaction_timeout_ms: int = 60_000
     producer_id: int = -1
     producer_epoch: int = -1
+    enable_2pc: bool = False
 
 
 class InitProducerIdResponse(NamedTuple):
@@ -105,6 +119,7 @@ class TxnOffsetCommit(NamedTuple):
     producer_id: int
     producer_epoch: int
     offsets: tuple[tuple[TopicPartition, int], ...]
+    transaction_version: int = 1
 
 
 class Produce(NamedTuple):
@@ -116,6 +131,7 @@ class Produce(NamedTuple):
     partition: TopicPartition
     base_sequence: int
     values: tuple[Hashable, ...]
+    transaction_version: int = 1
 
 
 class ProduceResponse(NamedTuple):
@@ -126,12 +142,21 @@ class ProduceResponse(NamedTuple):
 
 
 class EndTxn(NamedTuple):
-    """Up to version 4: the epoch stays the same."""
+    """Up to version 4 the epoch stays the same; with version 2 transactions each has one of its own."""
 
     transactional_id: str
     producer_id: int
     producer_epoch: int
     committed: bool
+    transaction_version: int = 1
+
+
+class EndTxnResponse(NamedTuple):
+    """The answer of version 5: id and epoch of the next transaction; -1 after an error."""
+
+    error_code: ErrorCode
+    producer_id: int = -1
+    producer_epoch: int = -1
 
 
 class ErrorResponse(NamedTuple):
@@ -256,13 +281,17 @@ class FetchResponse(NamedTuple):
 
 
 class WriteTxnMarkers(NamedTuple):
-    """A marker written past the coordinator, as Kafka's ``kafka-transactions.sh abort`` does."""
+    """A marker written past the coordinator, as Kafka's ``kafka-transactions.sh abort`` does.
+
+    ``transaction_version`` 2 is that of request version 2: the marker's epoch must be one that the partition has not seen.
+    """
 
     producer_id: int
     producer_epoch: int
     committed: bool
     partitions: tuple[TopicPartition, ...]
     coordinator_epoch: int = 0
+    transaction_version: int = 1
 
 
 class WriteTxnMarkersResponse(NamedTuple):
@@ -304,6 +333,7 @@ Response = (
     InitProducerIdResponse
     | AddPartitionsToTxnResponse
     | ProduceResponse
+    | EndTxnResponse
     | ErrorResponse
     | DescribeTransactionsResponse
     | ListTransactionsResponse

@@ -27,6 +27,9 @@ class Broker(NamedTuple):
         suspended: The partitions whose leader is suspended: connections stay, and requests get no answer.
         leaderless: Those of them whose leader's session has ended, so that they have no leader. Their markers are
             skipped.
+        transaction_version: The version of transactions that the cluster has finalized, which its clients look up. The
+            broker answers requests of both versions.
+        two_phase_commit: ``transaction.two.phase.commit.enable``; None where ``InitProducerId`` 6 is not offered.
     """
 
     transactions: tuple[TransactionMetadata, ...] = ()
@@ -39,6 +42,8 @@ class Broker(NamedTuple):
     cluster_id: str = "simulated"
     suspended: tuple[TopicPartition, ...] = ()
     leaderless: tuple[TopicPartition, ...] = ()
+    transaction_version: int = 1
+    two_phase_commit: bool | None = None
 
 
 def new_broker(
@@ -47,6 +52,8 @@ def new_broker(
     offsets_partitions: int = 2,
     max_timeout_ms: int = 900_000,
     cluster_id: str = "simulated",
+    transaction_version: int = 1,
+    two_phase_commit: bool | None = None,
 ) -> Broker:
     """A broker with these topics, all empty.
 
@@ -55,8 +62,15 @@ def new_broker(
         offsets_partitions: Number of partitions of ``__consumer_offsets``.
         max_timeout_ms: ``transaction.max.timeout.ms``.
         cluster_id: The cluster's id.
+        transaction_version: The version of transactions that is finalized, 1 or 2.
+        two_phase_commit: ``transaction.two.phase.commit.enable``; None where ``InitProducerId`` 6 is not offered.
     """
-    broker = Broker(max_timeout_ms=max_timeout_ms, cluster_id=cluster_id)
+    broker = Broker(
+        max_timeout_ms=max_timeout_ms,
+        cluster_id=cluster_id,
+        transaction_version=transaction_version,
+        two_phase_commit=two_phase_commit,
+    )
     for name, count in {OFFSETS_TOPIC: offsets_partitions, **topics}.items():
         broker = create_topic(broker, name, count)
     return broker
