@@ -11,13 +11,15 @@ import pyarrow.compute as pc
 
 from dualwrite.kafka.producer.native.records import column_varints
 from dualwrite.kafka.producer.native.records.column_varints import Bytes, Numbers
+from dualwrite.kafka.producer.native.records.varints import MINUS_ONE
 
 Column: TypeAlias = pa.Array | pa.ChunkedArray
 
 _BINARY: Final = pa.large_binary()  # 64-bit offsets: a column may be larger than 2 GiB, though no batch is
 _HEADERS: Final = pa.large_list(pa.struct([("key", _BINARY), ("value", _BINARY)]))
 _NULL: Final = -1
-_FIXED: Final = b"\0\0"  # a record's attributes, and its distance from the batch's timestamp
+LEAST_MORE: Final = 3
+"""The fewest bytes that a batch adds to a record: its length, its time and its offset."""
 
 
 @dataclass(frozen=True)
@@ -49,45 +51,73 @@ class Rows:
         count: The number of rows.
         keys, values: None where all are null.
         headers: The headers of each row, already encoded behind their number; None where no row has any.
-        lengths: The bytes of each record, without its own length and its offset in the batch.
+        timestamp_ms: The timestamp of every row (ms since 1970), if they have no timestamps of their own.
+        timestamps: The timestamp of each row (ms since 1970).
+        lengths: The bytes of each record, without what depends on its batch: its own length, its time and its offset.
     """
 
     count: int
     keys: _Part | None
     values: _Part | None
     headers: _Part | None
+    timestamp_ms: int
+    timestamps: Numbers | None
     lengths: Numbers
 
     @classmethod
-    def of(cls, values: Column, keys: Column | None, headers: Column | None) -> Rows:
+    def of(
+        cls,
+        values: Column,
+        keys: Column | None,
+        headers: Column | None,
+        timestamps: Column | None,
+        timestamp_ms: int,
+    ) -> Rows:
         """Look at every part of every row once.
 
         Raises:
             TypeError: A column is of another type.
-            ValueError: The columns differ in length, or a header has no name.
+            ValueError: The columns differ in length, a header has no name, or a timestamp does not exist.
         """
         count = len(values)
-        for column in (keys, headers):
+        for column in (keys, headers, timestamps):
             if column is not None and len(column) != count:
-                raise ValueError(f"{count} values, but {len(column)} keys or headers")
+                raise ValueError(f"{count} values, but {len(column)} keys, headers or timestamps")
+        if not 0 <= timestamp_ms < 2**63:
+            raise _impossible(timestamp_ms)
         parts = _Part.of(keys, "keys"), _Part.of(values, "values")
         encoded = _headers(headers)
-        lengths = np.full(count, len(_FIXED), np.int64)
+        lengths = np.ones(count, np.int64)  # the attributes
         for part in parts:
             lengths += 1 if part is None else part.sizes
         lengths += 1 if encoded is None else encoded.lengths
-        return cls(count, *parts, encoded, lengths)
+        return cls(count, *parts, encoded, timestamp_ms, _times(timestamps, timestamp_ms), lengths)
 
-    def encoded(self, start: int, count: int) -> pa.Buffer:
-        """The records of some rows, as the rows of one batch."""
+    def times(self, start: int, count: int) -> tuple[int, int]:
+        """The first and the highest timestamp (ms since 1970) of a batch of these rows."""
+        if self.timestamps is None:
+            return self.timestamp_ms, self.timestamp_ms
+        return int(self.timestamps[start]), int(self.timestamps[start : start + count].max())
+
+    def lengths_in_batch(self, start: int, end: int) -> Numbers:
+        """The length of each record, as the rows of one batch."""
+        offsets = np.arange(end - start)
+        delays = self._delays(start, end)
+        return (
+            self.lengths[start:end]
+            + column_varints.sizes(offsets)
+            + (len(delays) if isinstance(delays, bytes) else column_varints.sizes(delays))
+        )
+
+    def records(self, start: int, lengths: Numbers) -> pa.Buffer:
+        """The records of some rows, which have these lengths in their batch."""
+        count = len(lengths)
         here = slice(start, start + count)
-        offsets = np.arange(count)
-        lengths = self.lengths[here] + column_varints.sizes(offsets)
-        fields: list[Numbers | bytes] = [lengths, _FIXED, offsets]
+        fields: list[Numbers | bytes] = [lengths, b"\0", self._delays(start, start + count), np.arange(count)]
         columns = []
         for part in (self.keys, self.values):
             if part is None:
-                fields.append(b"\x01")  # the length of a null
+                fields.append(MINUS_ONE)
             else:
                 fields.append(part.lengths[here])
                 columns += [_array(*column_varints.rows(fields, count)), part.content.slice(start, count)]
@@ -99,6 +129,10 @@ class Rows:
         if self.headers is not None:
             columns.append(self.headers.content.slice(start, count))
         return _joined(columns).buffers()[2]
+
+    def _delays(self, start: int, end: int) -> Numbers | bytes:
+        """How long after the batch's first record each was created, in ms; as bytes if all are the same."""
+        return b"\0" if self.timestamps is None else self.timestamps[start:end] - self.timestamps[start]
 
 
 def contiguous(column: Column, name: str) -> pa.Array:
@@ -161,6 +195,21 @@ def _lists(column: Column) -> pa.Array:
         raise TypeError(f"headers are lists of structs of key and value, or maps, not {kind}")
     cast = column.cast(_HEADERS)
     return cast.combine_chunks() if isinstance(cast, pa.ChunkedArray) else cast
+
+
+def _times(column: Column | None, timestamp_ms: int) -> Numbers | None:
+    if column is None or column.null_count == len(column):
+        return None
+    if not pa.types.is_integer(column.type):
+        raise TypeError(f"timestamps are integers, ms since 1970, not {column.type}")
+    found = np.asarray(pc.fill_null(column.cast(pa.int64()), timestamp_ms), np.int64)
+    if (least := int(found.min())) < 0:
+        raise _impossible(least)
+    return found
+
+
+def _impossible(timestamp_ms: int) -> ValueError:
+    return ValueError(f"a timestamp is from 0 to {2**63 - 1} ms: {timestamp_ms}")
 
 
 def byte_lengths(column: pa.Array) -> Numbers:

@@ -13,12 +13,12 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def sizes(numbers: Numbers) -> Numbers:
-    """How many bytes the varint of each number has: lengths, counts and offsets, from -1 to 2**31 - 1."""
-    zigzag = (numbers << 1) ^ (numbers >> 63)
+    """How many bytes the varint of each number has."""
+    zigzag = _zigzag(numbers)
     found = np.ones(len(numbers), np.int64)
     highest = int(zigzag.max(initial=0))
     for bits in range(7, highest.bit_length(), 7):
-        found += zigzag >> bits != 0
+        found += zigzag >> np.uint64(bits) != 0
     return found
 
 
@@ -53,12 +53,17 @@ def rows(fields: Sequence[Numbers | bytes], count: int) -> tuple[Bytes, Numbers]
 
 
 def _write(made: Bytes, at: Numbers, numbers: Numbers, widths: Numbers) -> None:
-    zigzag = (numbers << 1) ^ (numbers >> 63)
+    zigzag = _zigzag(numbers)
     for place in range(int(np.max(widths, initial=0))):
         reaching = widths > place
         more = (widths > place + 1).astype(np.uint8) << 7
-        content = (zigzag >> 7 * place & 0x7F).astype(np.uint8) | more
+        content = (zigzag >> np.uint64(7 * place) & np.uint64(0x7F)).astype(np.uint8) | more
         if place == 0:
             made[at] = content
         else:
             made[at[reaching] + place] = content[reaching]
+
+
+def _zigzag(numbers: Numbers) -> npt.NDArray[np.uint64]:
+    # The shift to the left may lose the sign, which the other one brings back.
+    return ((numbers << 1) ^ (numbers >> 63)).view(np.uint64)

@@ -16,8 +16,7 @@ import pyarrow as pa
 from dualwrite.kafka.producer.native.records import column_varints
 from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, RecordsBody
 from dualwrite.kafka.producer.native.records.column_hashes import hashes
-from dualwrite.kafka.producer.native.records.column_rows import Column, Rows, byte_lengths, contiguous
-from dualwrite.kafka.producer.native.records.column_varints import Numbers
+from dualwrite.kafka.producer.native.records.column_rows import LEAST_MORE, Column, Rows, byte_lengths, contiguous
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
 
@@ -31,6 +30,7 @@ def bodies(
     values: Column,
     keys: Column | None = None,
     headers: Column | None = None,
+    timestamps: Column | None = None,
     *,
     timestamp_ms: int,
     codec: Codec,
@@ -43,7 +43,8 @@ def bodies(
         keys: As many keys, likewise; None if no row has one.
         headers: As many lists of headers, each a struct of ``key`` (text) and ``value`` (binary), or maps from key to
             value; None if no row has one. A null list is an empty one; the value of a header may be null.
-        timestamp_ms: When all messages were created (ms since 1970), not negative.
+        timestamps: When each message was created: integers, ms since 1970, none of them negative; None if none is known.
+        timestamp_ms: When those messages were created whose own timestamp is null or not given.
         codec: How each batch is compressed.
         limit_bytes: The greatest size of a sealed batch, counted before compression. A single row may be larger, and is
             then alone in its batch.
@@ -53,35 +54,27 @@ def bodies(
 
     Raises:
         TypeError: A column is of another type.
-        ValueError: The columns differ in length, a header has no name, or the timestamp does not exist.
+        ValueError: The columns differ in length, a header has no name, or a timestamp does not exist.
     """
-    if not 0 <= timestamp_ms < 2**63:
-        raise ValueError(f"a timestamp is from 0 to {2**63 - 1} ms: {timestamp_ms}")
-    rows = Rows.of(values, keys, headers)
-    return _bodies(rows, timestamp_ms, codec, limit_bytes - HEADER_SIZE)
+    rows = Rows.of(values, keys, headers, timestamps, timestamp_ms)
+    return _bodies(rows, codec, limit_bytes - HEADER_SIZE)
 
 
-def _bodies(rows: Rows, timestamp_ms: int, codec: Codec, limit: int) -> Iterator[RecordsBody]:
-    # The records of so many rows are at least as large as this, whatever their places in a batch are.
+def _bodies(rows: Rows, codec: Codec, limit: int) -> Iterator[RecordsBody]:
+    # The records of so many rows are at least as large as this, wherever they stand in a batch.
     least = np.zeros(rows.count + 1, np.int64)
-    np.cumsum(rows.lengths + 2, out=least[1:])
+    np.cumsum(rows.lengths + LEAST_MORE, out=least[1:])
     start = 0
     while start < rows.count:
         most = max(start + 1, int(np.searchsorted(least, least[start] + limit, side="right")) - 1)
-        count, size = _fitting(rows.lengths[start:most], limit)
-        records = memoryview(rows.encoded(start, count))
-        assert len(records) == size
+        lengths = rows.lengths_in_batch(start, most)
+        ends = np.cumsum(lengths + column_varints.sizes(lengths))
+        count = max(1, int(np.searchsorted(ends, limit, side="right")))
+        records = memoryview(rows.records(start, lengths[:count]))
+        base_ms, max_ms = rows.times(start, count)
         number, compressed = codec.compress(records)
-        yield RecordsBody(count, number, timestamp_ms, timestamp_ms, compressed, size)
+        yield RecordsBody(count, number, base_ms, max_ms, compressed, len(records))
         start += count
-
-
-def _fitting(lengths: Numbers, limit: int) -> tuple[int, int]:
-    """How many of the next records fit into a batch, at least one, and their bytes."""
-    lengths = lengths + column_varints.sizes(np.arange(len(lengths)))
-    ends = np.cumsum(lengths + column_varints.sizes(lengths))
-    count = max(1, int(np.searchsorted(ends, limit, side="right")))
-    return count, int(ends[count - 1])
 
 
 def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner) -> Partitions:

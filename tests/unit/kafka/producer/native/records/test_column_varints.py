@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dualwrite.kafka.producer.native.records.column_varints import rows, sizes
 from dualwrite.kafka.producer.native.records.varints import varint
 
-LENGTHS = st.integers(-1, 300) | st.integers(-1, 2**31 - 1)
+LENGTHS = st.integers(-1, 300) | st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.lists(st.tuples(LENGTHS, LENGTHS)))

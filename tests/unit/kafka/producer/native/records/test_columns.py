@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
-from harness.records import NOW_MS, PRODUCER, contents, headers, read
+from harness.records import NOW_MS, PRODUCER, contents, headers, read, timestamps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,17 +20,18 @@ ENTRY = pa.struct([("key", pa.string()), ("value", pa.binary())])
 HEADER_TYPES = [pa.list_(ENTRY), pa.large_list(ENTRY), pa.map_(pa.string(), pa.binary())]
 BINARY_TYPES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binary())]
 TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
-FEW_ROWS = st.lists(st.tuples(contents, contents, headers), max_size=70)
+FEW_ROWS = st.lists(st.tuples(contents, contents, headers, st.just(NOW_MS) | timestamps), max_size=70)
 
 
 def by_builder(rows, codec=NONE, limit_bytes=NO_LIMIT):
-    """The batches of (value, key, headers), sealed."""
+    """The batches of value, key, headers and perhaps a timestamp, sealed."""
     batches, builder = [], RecordsBuilder(codec, limit_bytes=limit_bytes)
     for row in rows:
-        if not builder.append(*row, NOW_MS):
+        *record, timestamp_ms = (*row, NOW_MS)[:4]
+        if not builder.append(*record, timestamp_ms):
             batches.append(builder.build())
             builder = RecordsBuilder(codec, limit_bytes=limit_bytes)
-            assert builder.append(*row, NOW_MS)
+            assert builder.append(*record, timestamp_ms)
     return [body.sealed(*PRODUCER) for body in [*batches, *([builder.build()] if builder.count else [])]]
 
 
@@ -54,9 +55,10 @@ def column(draw, items, kind):
 def test_the_batches_are_those_of_the_builder(data, rows, limit_bytes, codec):
     kinds = st.sampled_from(BINARY_TYPES)
     columns = [
-        column(data.draw, [value for value, _, _ in rows], data.draw(kinds)),
-        column(data.draw, [key for _, key, _ in rows], data.draw(kinds)),
-        column(data.draw, [found for _, _, found in rows], data.draw(st.sampled_from(HEADER_TYPES[2:]))),
+        column(data.draw, [value for value, _, _, _ in rows], data.draw(kinds)),
+        column(data.draw, [key for _, key, _, _ in rows], data.draw(kinds)),
+        column(data.draw, [found for _, _, found, _ in rows], HEADER_TYPES[2]),
+        column(data.draw, [None if time == NOW_MS else time for _, _, _, time in rows], pa.int64()),
     ]
     assert by_columns(*columns, codec=Codec(codec), limit_bytes=limit_bytes) == by_builder(
         rows, Codec(codec), limit_bytes
@@ -138,6 +140,9 @@ def test_many_rows_are_read_back_from_every_codec(name):
         ((pa.array([b"v"]), pa.array([b"k", b"k"])), ValueError),
         ((pa.array([b"v"]), None, pa.array([[{"key": None, "value": b""}]], HEADER_TYPES[0])), ValueError),
         ((pa.array([b"v"]), None, pa.array([[None]], HEADER_TYPES[0])), ValueError),
+        ((pa.array([b"v"]), None, None, pa.array([1.5])), TypeError),
+        ((pa.array([b"v"]), None, None, pa.array([-1])), ValueError),
+        ((pa.array([b"v"]), None, None, pa.array([1, 2])), ValueError),
     ],
 )
 def test_columns_that_are_no_messages_are_refused(columns, error):
