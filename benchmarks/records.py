@@ -1,0 +1,151 @@
+"""Processor time for a million records of about 100 bytes, from Arrow's columns to a committed transaction, lz4.
+
+One way hands each record to librdkafka (`produce_many`, as Spark's tasks do), the others build record batches themselves: from
+columns, or record by record. The broker is another process, whose time does not count. The ways take turns; medians.
+
+``PYTHONPATH=tests python -m benchmarks.records``
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pyarrow as pa
+from harness.native_producer import NativeProducer
+
+from benchmarks.servers import machine
+from dualwrite.kafka.producer.native.records.body import RecordsBody
+from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
+from dualwrite.kafka.producer.native.records.columns import bodies, partition_rows, split
+from dualwrite.kafka.producer.native.records.compression import Codec
+from dualwrite.kafka.producer.native.records.partitioners import partitioner
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.testing import EmbeddedKafka, read_committed
+
+PARTITIONS = 4
+ROWS_AT_ONCE = 10_000  # what a task of Spark sends at a time
+LIMIT = 1_000_000
+LZ4 = Codec("lz4")
+MURMUR2 = partitioner("murmur2_random")
+Piece = tuple[pa.Array, pa.Array]
+"""Values and keys."""
+Way = Callable[[EmbeddedKafka, str, list[Piece]], float]
+"""Writes the rows to a topic in one transaction; seconds of processor time."""
+
+
+def by_librdkafka(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+    config = {**kafka.client_config(), "partitioner": MURMUR2.name}
+    with closing(TransactionalProducer(config, f"bench-{secrets.token_hex(4)}", bulk=True)) as producer:
+        producer.init_transactions()
+        started = time.process_time()
+        producer.begin_transaction()
+        for values, keys in rows:
+            producer.produce_many(topic, _listed(values), _listed(keys))
+        producer.commit_transaction()
+        return time.process_time() - started
+
+
+def by_columns(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+    return _sent(kafka, topic, _from_columns(rows))
+
+
+def record_by_record(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+    return _sent(kafka, topic, _from_records(rows))
+
+
+def sealed_only(_: EmbeddedKafka, __: str, rows: list[Piece]) -> float:
+    started = time.process_time()
+    for partition, body in _from_columns(rows):
+        body.sealed(1, 1, partition)
+    return time.process_time() - started
+
+
+WAYS: dict[str, Way] = {
+    "librdkafka, produce_many": by_librdkafka,
+    "from columns": by_columns,
+    "from columns, sealed but not sent": sealed_only,
+    "record by record": record_by_record,
+}
+NOT_SENT = {"from columns, sealed but not sent"}
+
+
+def _sent(kafka: EmbeddedKafka, topic: str, found: Iterator[tuple[int, RecordsBody]]) -> float:
+    with closing(NativeProducer(kafka.client_config())) as producer:
+        started = time.process_time()
+        for partition, body in found:
+            producer.send(topic, partition, body)
+        producer.end(commit=True)
+        return time.process_time() - started
+
+
+def _from_columns(rows: list[Piece]) -> Iterator[tuple[int, RecordsBody]]:
+    for values, keys in rows:
+        partitions = partition_rows(keys, PARTITIONS, MURMUR2)
+        for partition, part in split((values, keys), partitions):
+            for body in bodies(*part, timestamp_ms=_now_ms(), codec=LZ4, limit_bytes=LIMIT):
+                yield partition, body
+
+
+def _from_records(rows: list[Piece]) -> Iterator[tuple[int, RecordsBody]]:
+    builders = [RecordsBuilder(LZ4, limit_bytes=LIMIT) for _ in range(PARTITIONS)]
+    for values, keys in rows:
+        now_ms = _now_ms()
+        for value, key in zip(_listed(values), _listed(keys), strict=True):
+            partition = MURMUR2.partition(key, PARTITIONS) or 0
+            if not builders[partition].append(value, key, (), now_ms):
+                yield partition, builders[partition].build()
+                builders[partition] = RecordsBuilder(LZ4, limit_bytes=LIMIT)
+                builders[partition].append(value, key, (), now_ms)
+    yield from ((partition, builder.build()) for partition, builder in enumerate(builders) if builder.count)
+
+
+def _listed(column: pa.Array) -> list[Any]:
+    return column.to_numpy(zero_copy_only=False).tolist()
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _rows(count: int) -> list[Piece]:
+    """Values of 85 to 95 bytes, and 5,000 keys."""
+    found = []
+    for first in range(0, count, ROWS_AT_ONCE):
+        part = range(first, min(count, first + ROWS_AT_ONCE))
+        payloads = (secrets.token_hex(30).encode() for _ in part)
+        values = [b'{"id":%d,"payload":"%s"}' % (row, payload) for row, payload in zip(part, payloads, strict=False)]
+        found.append((pa.array(values, pa.binary()), pa.array([b"key-%d" % (row % 5000) for row in part], pa.binary())))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    rows = _rows(arguments.rows)
+    samples: dict[str, list[float]] = {name: [] for name in WAYS}
+    with EmbeddedKafka() as kafka:
+        for number in range(arguments.rounds):
+            for name, way in WAYS.items():
+                topic = kafka.create_topic(f"bench-{secrets.token_hex(4)}", PARTITIONS)
+                samples[name].append(way(kafka, topic, rows))
+                if number == 0 and name not in NOT_SENT:  # once: it takes longer than writing
+                    assert len(read_committed(kafka.client_config(), topic)) == arguments.rows
+                kafka.delete_topic(topic)
+    print(f"{machine()}; {arguments.rows:,} records, medians of {arguments.rounds}")
+    first = statistics.median(next(iter(samples.values())))
+    for name, found in samples.items():
+        median = statistics.median(found)
+        spread = f"{min(found):.2f} to {max(found):.2f}"
+        print(f"{name:35} {median:5.2f} s of processor time ({spread}), {median / first:.2f} of librdkafka's")
+
+
+if __name__ == "__main__":
+    main()
