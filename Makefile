@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCE := .cache/source
 
+# Every process that a test starts would compile the library, and every worker the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
