@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 from harness import class_archive
@@ -17,7 +20,10 @@ from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka
 
 MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql, "spark": pytest.mark.spark}
-SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka"]
+TESTS = Path(__file__).parent
+COMPUTING = {"model", "search", "unit"}
+"""Folders of tests that need no server, or little of it."""
+SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "cluster"]
 """Fixtures of servers that the tests of several modules share."""
 
 
@@ -46,29 +52,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = _shared_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays: no collection of garbage need look through it.
+    gc.collect()
+    gc.freeze()
+
+
 def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
 
-    One worker begins with Spark's tests, another with the longest ones and those that share a server: so few workers start
-    these servers, and none begins a long test when all others are done.
+    One worker begins with the tests that share Spark's session, another with the longest ones and those that share a server:
+    so few workers start these servers, and none begins a long test when all others are done. All others begin with tests that
+    wait for servers. What only computes comes last, and is what they steal: it fills the pauses.
     """
-    firsts: list[list[pytest.Item]] = [[], []]
-    rest = []
+    begins: list[list[pytest.Item]] = [[] for _ in range(max(3, workers))]
+    waiting, computing = [], []
     for item in items:
-        if item.get_closest_marker("spark") is not None:
-            firsts[0].append(item)
+        if "spark" in getattr(item, "fixturenames", ()):
+            begins[0].append(item)
         elif item.get_closest_marker("longest") is not None or not all(_shared_servers(item)):
-            firsts[1].append(item)
+            begins[1].append(item)
+        elif item.get_closest_marker("spark") is not None:
+            begins[0].append(item)
+        elif item.path.relative_to(TESTS).parts[0] in COMPUTING:
+            computing.append(item)
         else:
-            rest.append(item)
-    firsts[0].sort(key=lambda item: item.get_closest_marker("longest") is None)
-    firsts[1].sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
-    found = []
-    for first in firsts:
-        taken = max(0, len(items) // workers - len(first))
-        found += first + rest[:taken]
-        del rest[:taken]
-    return found + rest
+            waiting.append(item)
+    begins[0].sort(key=lambda item: item.get_closest_marker("longest") is None)
+    begins[1].sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
+    modules = [list(tests) for _, tests in groupby(waiting, key=lambda item: item.path)]
+    for number, module in enumerate(modules):
+        begins[2 + number % (len(begins) - 2)] += module
+    found: list[pytest.Item] = []
+    for begin in begins:
+        taken = max(0, len(items) // workers - len(begin))
+        found += begin + computing[:taken]
+        del computing[:taken]
+    return found + computing
 
 
 def _shared_servers(item: pytest.Item) -> list[bool]:

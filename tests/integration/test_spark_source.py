@@ -274,6 +274,7 @@ def test_status_shows_what_a_dead_driver_has_left(spark, numbers, write, kafka, 
     assert len(shown) == PARTITIONS
 
 
+@pytest.mark.longest
 def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers, tmp_path):
     """Spark looks into every package on the path whose name begins with ``pyspark_``; an editable install has none there."""
     (tmp_path / "pyspark_dualwrite").symlink_to(Path(pyspark_dualwrite.__file__).parent)

@@ -201,6 +201,7 @@ def test_a_query_one_of_whose_processes_dies_goes_on_from_its_checkpoint(numbers
     nothing_is_left(numbers)
 
 
+@pytest.mark.longest
 @pytest.mark.skipif(not pyspark.__version__.startswith("4.2."), reason="the connector is that of Spark 4.2")
 def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its_driver(
     numbers, kafka, dualwrite_kafka, die, tmp_path
