@@ -2,11 +2,17 @@
 
 PYTHON ?= python3
 # Tests at a time: each worker has servers of its own, and mostly waits for them.
-WORKERS ?= 3
+WORKERS ?= 4
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCE := .cache/source
+SQLALCHEMY_OLDEST := 2.0.40
+OLDEST := .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)
+# In front of the one that is installed: no second environment is needed.
+WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q \
+	$(if $(THOROUGH),--thorough tests/conformance,tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
+	tests/migrations tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,9 +32,12 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
 	$(PY) -m pytest -q tests/unit
 
-test: lint types archive ## all checks: lint, types, tests on real servers (about twenty minutes on two cores; THOROUGH=1: every one of them)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough)
-	@$(MAKE) --no-print-directory sqlalchemy-oldest
+test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (about twenty minutes on two cores; THOROUGH=1: every one of them)
+	@$(MAKE) --no-print-directory archive & archive=$$!; $(MAKE) --no-print-directory lint types && wait $$archive
+	@echo "beside the tests: those with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
+	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$oldest' INT TERM; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; exit $$((all + oldest))
 
 lint: venv source ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -39,15 +48,12 @@ types: venv source ## mypy, strict
 	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite -p simulator
 
-# In front of the one that is installed: no second environment is needed.
-SQLALCHEMY_OLDEST := 2.0.40
-sqlalchemy-oldest: venv archive ## the store, migrations, savepoints and dual writes with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store)
-	@[ -d .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)/sqlalchemy ] || $(PY) -m pip install --quiet --no-deps \
-		--disable-pip-version-check --target .cache/sqlalchemy-$(SQLALCHEMY_OLDEST) SQLAlchemy==$(SQLALCHEMY_OLDEST)
-	PYTHONPATH=$(CURDIR)/.cache/sqlalchemy-$(SQLALCHEMY_OLDEST) $(PY) -m pytest -q -n 2 --dist worksteal \
-		$(if $(THOROUGH),--thorough tests/conformance,tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
-		tests/migrations \
-		tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
+sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations, savepoints and dual writes with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store)
+	$(WITH_OLDEST)
+
+$(OLDEST): $(READY)
+	@rm -rf $(OLDEST) && $(PY) -m pip install --quiet --no-deps --disable-pip-version-check --target $(OLDEST) \
+		SQLAlchemy==$(SQLALCHEMY_OLDEST) && touch $(OLDEST)
 
 simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
 	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)
@@ -134,9 +140,9 @@ source:
 	@ln -s $(CURDIR)/sinks/spark_discovery $(SOURCE)/pyspark_dualwrite
 	@ln -s $(CURDIR)/tests/simulator $(SOURCE)/simulator
 
-# Brokers start with half the work from then on.
+# Brokers and Spark start with half the work from then on.
 archive: jars
-	@cd tests && $(CURDIR)/$(PY) -m harness.class_archive
+	@cd tests && $(CURDIR)/$(PY) -m harness.class_archive && $(CURDIR)/$(PY) -m harness.spark_archive
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

@@ -1,6 +1,6 @@
 """The classes that the broker's JVM loads, in a file: a broker that reads it starts with half the work.
 
-``make jars`` makes it, by ``python -m harness.class_archive``. Where there is none, or one of other jars, brokers start without.
+``make archive`` makes it, by ``python -m harness.class_archive``. Where there is none, or one of other jars, brokers start without.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The classes that Spark's JVM loads, in a file: a JVM that reads it starts with half the work.
 
-``python -m harness.spark_archive`` makes it. Where there is none, or one of other jars, Spark starts without.
+``make archive`` makes it, by ``python -m harness.spark_archive``. Where there is none, or one of other jars, Spark starts without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pyspark
 
 ARCHIVE = Path(__file__).parents[2] / ".cache" / f"spark-{pyspark.__version__}.jsa"
+_JARS = Path(pyspark.__file__).parent / "jars"
 _QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
 _MAKES = "DUALWRITE_SPARK_ARCHIVE"
 
@@ -24,8 +25,8 @@ def options() -> tuple[str, ...]:
 
 
 def make() -> None:
-    """Learn the classes from a session that does a little."""
-    if ARCHIVE.exists():
+    """Learn the classes from a session that does a little, if none has done so with these jars."""
+    if ARCHIVE.exists() and ARCHIVE.stat().st_mtime > _JARS.stat().st_mtime:
         return
     ARCHIVE.parent.mkdir(exist_ok=True)
     unfinished = ARCHIVE.with_suffix(".new")
