@@ -1,6 +1,7 @@
 """The report: ``python -m model.page RESULTS...`` takes the results of runs, adds them up, and writes the page.
 
-Without results it writes the page again from the figures that the repository keeps. Give it runs whose seeds do not overlap.
+Without results it writes the page again from the figures that the repository keeps. Give it runs whose seeds do not overlap,
+except for a seed that has run again once its finding was mended.
 """
 
 from __future__ import annotations
@@ -110,15 +111,25 @@ _TOLD = {
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of the page, of several runs together."""
     about = ("began", "command", "first_seed", "last_seed", "machine", "schedules", "schedules_per_second", "seconds")
+    found = [finding for run in runs for finding in run["findings"]]
     total: dict[str, Any] = {
         "runs": [{name: run[name] for name in (*about, "stopped")} for run in runs],
         "schedules": sum(run["schedules"] for run in runs),
-        "findings": [finding for run in runs for finding in run["findings"]],
+        "findings": [finding for finding in found if not _ran_well_since(finding["seed"], runs)],
+        "mended": sorted({finding["seed"] for finding in found if _ran_well_since(finding["seed"], runs)}),
     }
     for name in ("happened", "passed", "told"):
         total[name] = sum((Counter(run[name]) for run in runs), Counter())
     total["places"] = {kind: sum((Counter(run["places"].get(kind, {})) for run in runs), Counter()) for kind in _PLACES}
     return total
+
+
+def _ran_well_since(seed: int, runs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the newest run of a seed has found nothing with it."""
+    newest = max(
+        (run for run in runs if run["first_seed"] <= seed <= run["last_seed"]), key=lambda run: str(run["began"])
+    )
+    return all(finding["seed"] != seed for finding in newest["findings"])
 
 
 def render(figures: Mapping[str, Any]) -> str:
@@ -130,6 +141,7 @@ def render(figures: Mapping[str, Any]) -> str:
             f"**{figures['schedules']:,} schedules**, {happened['calls served']:,} requests and statements, "
             f"{happened['kills']:,} killed processes, {happened['late requests']:,} requests that came late: "
             f"**{len(figures['findings'])}** findings.",
+            *_mended(figures.get("mended", ())),
             "",
             "| run | date (UTC) | seeds | schedules | a second | minutes | machine |",
             "|---|---|---|--:|--:|--:|---|",
@@ -155,6 +167,13 @@ def render(figures: Mapping[str, Any]) -> str:
             FOOT,
         ]
     )
+
+
+def _mended(seeds: Sequence[int]) -> list[str]:
+    if not seeds:
+        return []
+    named = ", ".join(f"{seed:,}" for seed in seeds)
+    return [f"On the way, a finding ended the run (seed {named}). It is mended, and the seed has run again without it."]
 
 
 def _run(run: Mapping[str, Any]) -> str:

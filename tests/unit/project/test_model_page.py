@@ -17,3 +17,18 @@ def test_runs_are_added_up():
     assert both["schedules"] == 2 * one["schedules"]
     assert both["happened"]["kills"] == 2 * one["happened"]["kills"]
     assert both["places"]["kills"]["COMMIT"] == 2 * one["places"]["kills"]["COMMIT"]
+
+
+def test_a_finding_counts_until_its_seed_has_run_again_without_it():
+    figures = json.loads(page.FIGURES.read_text(encoding="utf-8"))
+    run = {
+        **figures["runs"][0],
+        **{name: figures[name] for name in ("findings", "happened", "passed", "places", "told")},
+    }
+    found = {**run, "first_seed": 0, "last_seed": 7, "began": "2026-01-01 01:00", "findings": [{"seed": 7, "what": ""}]}
+    again = {**run, "first_seed": 7, "last_seed": 9, "began": "2026-01-01 02:00", "findings": []}
+    assert len(page.summary([found])["findings"]) == 1
+    assert "**1** findings." in page.render(page.summary([found]))
+    assert page.summary([found, again])["findings"] == []
+    assert "(seed 7)" in page.render(page.summary([found, again]))
+    assert len(page.summary([found, {**again, "findings": found["findings"]}])["findings"]) == 2
