@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
