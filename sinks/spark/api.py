@@ -20,7 +20,7 @@ from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.driver.task_errors import without_cause
 from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
 from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
-from dualwrite.sinks.spark.per_partition.task import PartitionReport
+from dualwrite.sinks.spark.per_partition.task import REPORT_SCHEMA, PartitionReport
 from dualwrite.sinks.spark.writing.progress import described
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SCHEMA: Final = "partition int, rows bigint, bytes bigint, written boolean, empty boolean"
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
@@ -80,7 +79,7 @@ def _write(
         if not options.allow_nondeterministic:
             require_deterministic(df)
             rows = with_digest(rows, df.schema, task.layout)
-        reports = rows.mapInArrow(task.run_arrow, _REPORT_SCHEMA).rdd
+        reports = rows.mapInArrow(task.run_arrow, REPORT_SCHEMA).rdd
         # Through the RDD: adaptive execution may choose another number of partitions for every query. Here the shuffles run
         # now, and the same plan then runs to its end.
         partition_count = reports.getNumPartitions()

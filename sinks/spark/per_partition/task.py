@@ -65,15 +65,8 @@ class PartitionReport:
     empty: bool = False
 
 
-REPORT_SCHEMA: Final = pa.schema(
-    [
-        ("partition", pa.int32()),
-        ("rows", pa.int64()),
-        ("bytes", pa.int64()),
-        ("written", pa.bool_()),
-        ("empty", pa.bool_()),
-    ]
-)
+REPORT_SCHEMA: Final = "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean"
+"""The columns of a :class:`PartitionReport`: its fields, in the types that Arrow gives to Python's."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ class PartitionTask:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
         taken = Fingerprinted(whole_input(batches), len(self.schema.fields))
         report = self._run(projected_batches(taken, self.schema, self.layout), taken)
-        yield pa.RecordBatch.from_pylist([asdict(report)], schema=REPORT_SCHEMA)
+        yield pa.RecordBatch.from_pylist([asdict(report)])
 
     def run_rows(self, rows: Iterator[Row]) -> None:
         """For ``foreachPartition``, on the DataFrame's own rows."""
