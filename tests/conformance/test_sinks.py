@@ -3,11 +3,15 @@
 A new engine adds its ways to ``SINKS``; the interface is :class:`harness.sinks.Sink`.
 """
 
+from dataclasses import replace
+
 import pytest
+from harness.spark import numbers as made
 from harness.spark_sinks import SINKS
 from harness.spark_source import nothing_is_left
 
 from dualwrite import recover
+from dualwrite.sinks.spark import foreach_batch
 
 ROWS = 20
 REFUSED = r"table 'numbers' does not take the (?=.*few).*\(row \d+ of partition \d, key '1[5-9]'\)"
@@ -58,3 +62,24 @@ def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(si
         sink.write(numbers, ROWS, table="others")
     assert numbers.execute("SELECT * FROM others") == []
     numbers.verify(ROWS)
+
+
+@pytest.mark.spark
+def test_one_function_of_a_stream_writes_two_tables_by_a_sink_name_for_each(spark, numbers, dualwrite_kafka, tmp_path):
+    """Both sinks get the same batch id: only their names tell their batches apart."""
+    others = replace(
+        numbers, sink=f"{numbers.sink}-others", table="others", topic=dualwrite_kafka.create_topic("others", 2)
+    )
+    to_both = [foreach_batch(**case.settings) for case in (numbers, others)]
+
+    def write(batch, number):
+        for to_one in to_both:
+            to_one(batch, number)
+
+    made(spark, ROWS, 2).write.parquet(str(tmp_path / "source"))
+    files = spark.readStream.schema("id bigint, name string").parquet(str(tmp_path / "source"))
+    stream = files.writeStream.foreachBatch(write).option("checkpointLocation", str(tmp_path / "checkpoint"))
+    stream.trigger(availableNow=True).start().awaitTermination()
+    for case in (numbers, others):
+        case.verify(ROWS)
+    assert [len(case.batches()) for case in (numbers, others)] == [1, 1]
