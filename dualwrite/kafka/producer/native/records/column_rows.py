@@ -148,6 +148,17 @@ def contiguous(column: Column, name: str) -> pa.Array:
     return cast.combine_chunks() if isinstance(cast, pa.ChunkedArray) else cast
 
 
+def widened(column: Column, name: str) -> Column:
+    """A column of bytes or headers with 64-bit offsets: Arrow cannot take rows from more than 2 GiB of chunks with others.
+
+    Raises:
+        TypeError: It is none of a message's columns.
+    """
+    if pa.types.is_nested(column.type):
+        return _lists(column)
+    return column if pa.types.is_integer(column.type) else contiguous(column, name)
+
+
 def _holds_bytes(kind: pa.DataType) -> bool:
     types = pa.types
     return bool(

@@ -16,7 +16,14 @@ import pyarrow as pa
 from dualwrite.kafka.producer.native.records import column_varints
 from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, RecordsBody
 from dualwrite.kafka.producer.native.records.column_hashes import hashes
-from dualwrite.kafka.producer.native.records.column_rows import LEAST_MORE, Column, Rows, byte_lengths, contiguous
+from dualwrite.kafka.producer.native.records.column_rows import (
+    LEAST_MORE,
+    Column,
+    Rows,
+    byte_lengths,
+    contiguous,
+    widened,
+)
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
 
@@ -111,11 +118,14 @@ def split(
     """The rows of each partition, in their order.
 
     Args:
-        columns: Columns of the same rows; None stands for a column that is not there.
+        columns: Columns of the same rows, as `bodies` takes them; None stands for a column that is not there.
         partitions: The partition of each row.
 
     Yields:
-        Each partition that has rows, and its rows of every column; ascending, :data:`ANYWHERE` first.
+        Each partition that has rows, and its rows of every column, for `bodies`; ascending, :data:`ANYWHERE` first.
+
+    Raises:
+        TypeError: A column is of a type that `bodies` does not take.
     """
     if not len(partitions):
         return
@@ -125,7 +135,7 @@ def split(
     in_order = partitions[order]
     firsts = [0, *(np.flatnonzero(np.diff(in_order)) + 1).tolist()]
     if len(firsts) > 1:
-        columns = [None if column is None else column.take(order) for column in columns]
+        columns = [None if column is None else widened(column, "columns").take(order) for column in columns]
     for first, end in zip(firsts, [*firsts[1:], len(order)], strict=True):
         rows = tuple(None if column is None else column.slice(first, end - first) for column in columns)
         yield int(in_order[first]), rows

@@ -136,7 +136,7 @@ def test_many_rows_are_read_back_from_every_codec(name):
         ((pa.array([b"v"]), pa.array([1.5])), TypeError),
         ((pa.array([b"v"]), None, pa.array(["text"])), TypeError),
         ((pa.array([b"v"]), None, pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))), TypeError),
-        ((pa.array([b"v"]), None, pa.array([[{"value": b"", "key": "swapped"}]])), TypeError),
+        ((pa.array([b"v"]), None, pa.array([[None]], pa.list_(pa.struct(list(ENTRY)[::-1])))), TypeError),
         ((pa.array([b"v"]), pa.array([b"k", b"k"])), ValueError),
         ((pa.array([b"v"]), None, pa.array([[{"key": None, "value": b""}]], HEADER_TYPES[0])), ValueError),
         ((pa.array([b"v"]), None, pa.array([[None]], HEADER_TYPES[0])), ValueError),
@@ -189,4 +189,16 @@ def test_rows_are_split_by_partition_in_their_order(data, rows):
         expected = [value for other, value in rows if other == partition]
         assert its_values.to_pylist() == expected
         assert keys is None
-        assert its_headers.to_pylist() == [[("k", value)] for value in expected]
+        assert by_columns(its_values, None, its_headers) == by_builder(
+            [(value, None, [("k", value)]) for value in expected]
+        )
+
+
+def test_columns_of_every_type_are_split():
+    values = pa.chunked_array([pa.array(["a", "b"]).dictionary_encode(), pa.array(["c"]).dictionary_encode()])
+    columns = (values, pa.array(["k", None, ""]), None, pa.array([3, None, 1]))
+    (_, first), (_, second) = split(columns, np.array([5, 0, 5], np.int32))
+    assert by_columns(*first) == by_builder([(b"b", None, [], NOW_MS)])
+    assert by_columns(*second) == by_builder([(b"a", b"k", [], 3), (b"c", b"", [], 1)])
+    with pytest.raises(TypeError):
+        next(split((pa.array([1.5, 2.5]),), np.array([0, 1], np.int32)))
