@@ -90,7 +90,7 @@ def test_the_page_tells_what_nothing_has_caught():
     searched = {"never_retired": {"states": 1021, "wrong": "open"}, "loss_not_recorded": {"states": 7, "wrong": None}}
     modelled = {"never_retired": {"schedules": 3, "what": None}, "loss_not_recorded": {"schedules": 5, "what": "lost"}}
     page = render(seen, searched, modelled)
-    assert f"1 of {len(MISTAKES)} mistakes are caught on real servers" in page
+    assert f"1 of {len(MISTAKES)} mistakes are caught, 1 of them on real servers" in page
     assert "Of the 2 that can be planted into the search, it catches 1. Random schedules catch 1." in page
     assert "| `a_b.txt` | 1,021 | nothing | open \\| &lt;shut> |" in page
     assert "| **nothing** | nothing | 5 |  |" in page
