@@ -55,8 +55,9 @@ $(OLDEST): $(READY)
 	@rm -rf $(OLDEST) && $(PY) -m pip install --quiet --no-deps --disable-pip-version-check --target $(OLDEST) \
 		SQLAlchemy==$(SQLALCHEMY_OLDEST) && touch $(OLDEST)
 
-simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1)
-	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1)
+simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1; VERSION=2: only transactions of version 2)
+	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1) \
+		$(if $(VERSION),--version $(VERSION))
 
 # The newest of each minor version that is supported. (Older ones leave sockets to the garbage collector, which is no failure.)
 SPARK_VERSIONS ?= 4.0.5 4.1.4 4.2.1 4.3.0

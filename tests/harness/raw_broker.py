@@ -1,4 +1,4 @@
-"""The simulator's requests, sent to a real broker: Kafka's own messages, at the versions of a client without transactions v2.
+"""The simulator's requests, sent to a real broker: Kafka's own messages, at the versions that a client sends.
 
 Producer ids are the broker's affair: a `Names` translates those of the simulator into the real ones and back, as they are
 given out. So the answers of both can be compared for equality.
@@ -38,6 +38,7 @@ NOT_YET = {6, 14, 15, 16}  # the leader or coordinator is elsewhere, loading, or
 UNKNOWN_IDS = 1_000_000_000  # real producer ids are far below
 NEWEST = {"init": 5, "add": 3, "offsets": 3, "end": 4, "produce": 10}
 LIBRDKAFKA = {"init": 4, "add": 0, "offsets": 0, "end": 1, "produce": 10}
+V2 = {"init": 6, "produce": 12, "end": 5, "commit offsets": 5, "markers": 2}  # of transactions of version 2
 
 
 class Names:
@@ -55,7 +56,7 @@ class Names:
         return name and f"{self.prefix}.{name}"
 
     def learned(self, simulated, real):
-        """The real answer to ``InitProducerId``, with a new producer id named as the simulator names its own."""
+        """The real answer with a producer id, with a new one named as the simulator names its own."""
         if real.producer_id != UNKNOWN_IDS or simulated.producer_id in self.real_ids:
             return real
         self.real_ids[simulated.producer_id] = self.unnamed
@@ -168,13 +169,18 @@ def _by_topic(places):
     return grouped.items()
 
 
+def _version(request, key, otherwise):
+    return {"version": V2[key]} if request.transaction_version > 1 else {"max_version": otherwise}
+
+
 def _init(names, request, versions):
+    two_phase = {"enable2_pc": True, "keep_prepared_txn": False, "version": V2["init"]} if request.enable_2pc else {}
     return InitProducerIdRequest(
+        **(two_phase or {"max_version": versions["init"]}),
         transactional_id=names.kafka_id(request.transactional_id),
         transaction_timeout_ms=request.transaction_timeout_ms,
         producer_id=names.producer_id(request.producer_id),
         producer_epoch=request.producer_epoch,
-        max_version=versions["init"],
     )
 
 
@@ -219,7 +225,7 @@ def _offset_commit(names, request, _):
         member_id="",
         group_instance_id=None,
         topics=[topic(name=name, partitions=partitions) for name, partitions in topics.items()],
-        max_version=3,
+        **_version(request, "commit offsets", 3),
     )
 
 
@@ -240,7 +246,7 @@ def _produce(names, request, versions):
                 ],
             )
         ],
-        max_version=versions["produce"],
+        **_version(request, "produce", versions["produce"]),
     )
 
 
@@ -250,7 +256,7 @@ def _end(names, request, versions):
         producer_id=names.producer_id(request.producer_id),
         producer_epoch=request.producer_epoch,
         committed=request.committed,
-        max_version=versions["end"],
+        **_version(request, "end", versions["end"]),
     )
 
 
@@ -314,9 +320,10 @@ def _write_markers(names, request, _):
                     for name, numbers in _by_topic(map(names.place, request.partitions))
                 ],
                 coordinator_epoch=request.coordinator_epoch,
+                transaction_version=request.transaction_version,
             )
         ],
-        max_version=1,
+        **_version(request, "markers", 1),
     )
 
 
@@ -392,6 +399,16 @@ def _read_error(key):
         return None if error is None else sim.ErrorResponse(error)
 
     return read
+
+
+def _read_end(names, request, response, versions):
+    if request.transaction_version < 2:
+        return _read_error("end")(names, request, response, versions)
+    error = _error(response.error_code, versions, "")
+    if error is None:
+        return None
+    names.unnamed = response.producer_id
+    return sim.EndTxnResponse(error, names.simulated_id(response.producer_id), response.producer_epoch)
 
 
 def _read_offset_commit(names, request, response, versions):
@@ -520,7 +537,7 @@ _READ = {
     sim.AddOffsetsToTxn: _read_error("offsets"),
     sim.TxnOffsetCommit: _read_offset_commit,
     sim.Produce: _read_produce,
-    sim.EndTxn: _read_error("end"),
+    sim.EndTxn: _read_end,
     sim.DescribeTransactions: _read_describe,
     sim.ListTransactions: _read_list,
     sim.DescribeProducers: _read_describe_producers,

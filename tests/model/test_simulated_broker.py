@@ -6,15 +6,14 @@ steps reach, and long random sequences.
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
-from harness.both_brokers import Both, Difference
+from harness.both_brokers import Both, Difference, codes, committed, in_time
 from harness.broker_steps import ALPHABETS, EVERYBODY, random_sequences, transition_cover
 from harness.raw_broker import LIBRDKAFKA
 from simulator import requests as sim
 from simulator.broker import handle
-from simulator.partition import committed_values
 from simulator.requests import ErrorCode
 from simulator.state import partition, transaction
 
@@ -27,23 +26,9 @@ OK = ErrorCode.NONE
 
 
 @pytest.fixture(scope="module")
-def both(dualwrite_kafka):
-    with closing(Both(dualwrite_kafka)) as both:
-        yield both
-
-
-@pytest.fixture(scope="module")
 def as_librdkafka(dualwrite_kafka):
     with closing(Both(dualwrite_kafka, versions=LIBRDKAFKA)) as both:
         yield both
-
-
-def codes(answers):
-    return [getattr(answer, "error_code", None) or getattr(answer, "error_codes", (OK,))[0] for answer in answers]
-
-
-def committed(broker, number=0):
-    return committed_values(partition(broker, ("t", number)))
 
 
 def test_all_transactions_of_a_producer_share_its_id_and_epoch(both):
@@ -227,21 +212,6 @@ def test_a_restarted_broker_has_lost_nothing(mortal_kafka):
     assert answers[steps.index(("repeat", "owner"))] == answers[2]
     assert transaction(broker, "X").state == sim.COMPLETE_COMMIT
     assert transaction(broker, "Y").state == sim.PREPARE_COMMIT
-
-
-@pytest.fixture(scope="module")
-def hasty(hasty_kafka):
-    """A broker that times out and forgets within seconds."""
-    with closing(Both(hasty_kafka, lanes=1)) as both:
-        yield both
-
-
-def in_time(play):
-    """Play again if there was a difference: the hasty broker goes by its clock, and the machine may have been slow."""
-    for _ in range(2):
-        with suppress(Difference):
-            return play()
-    return play()
 
 
 def test_a_timed_out_transaction_is_aborted_under_a_raised_epoch(hasty):

@@ -214,6 +214,8 @@ def end_txn_v2(
         return known, EndTxnResponse(ErrorCode.PRODUCER_FENCED)
     if request.committed and known.state != ONGOING:
         return known, EndTxnResponse(ErrorCode.INVALID_TXN_STATE)
+    if request.committed and epoch == _FENCING_EPOCH:  # the broker cannot raise it, and fails
+        return known, EndTxnResponse(ErrorCode.UNKNOWN_SERVER_ERROR)
     exhausted = is_exhausted(known)
     ended = known._replace(
         state=PREPARE_COMMIT if request.committed else PREPARE_ABORT,
