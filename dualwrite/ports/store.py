@@ -93,6 +93,19 @@ class Records(Protocol):
         """Raise ``settled_incarnation`` of each id to at least that value."""
         ...
 
+    def raise_fence(self, row: StateRow, fence: int) -> bool:
+        """Write the fence of the row's native transaction, before its epoch is raised in Kafka. Durable on return.
+
+        Args:
+            row: The row as it was read: its ``prepared`` and its ``settle_fence`` are the condition.
+            fence: The producer epoch from which on only settlers act.
+
+        Returns:
+            Whether it was written. False if the row now names another transaction, or has another fence. It may also be false
+            although it was written, if the answer to a first attempt was lost: read the row again.
+        """
+        ...
+
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """The database transactions that were prepared for these rows, under any incarnation, and have not ended."""
         ...

@@ -24,6 +24,8 @@ class StateRow:
         cluster_id: The Kafka cluster that the row belongs to.
         owner: The name of the last claimant.
         updated_at: When the row last changed, by the database's clock.
+        settle_fence: While the newest decision is a native transaction that is being settled: the producer epoch from which on
+            only settlers act under its Kafka id. None before that.
     """
 
     transactional_id: str
@@ -35,6 +37,7 @@ class StateRow:
     cluster_id: str
     owner: str
     updated_at: datetime
+    settle_fence: int | None = None
 
     def kafka_id(self, incarnation: int) -> str:
         """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""

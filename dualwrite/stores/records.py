@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, func, select, update
+from sqlalchemy import Integer, bindparam, func, select, update
 
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import Incident
@@ -44,6 +44,16 @@ class Records:
             update(state)
             .where(state.c.transactional_id == bindparam("id_"), state.c.settled_incarnation < bindparam("mark_"))
             .values(settled_incarnation=bindparam("mark_"), updated_at=database_now())
+        )
+        self._fence = (
+            update(state)
+            .where(
+                state.c.transactional_id == bindparam("id_"),
+                state.c.namespace == bindparam("namespace_"),
+                state.c.prepared_transaction_state == bindparam("state_"),
+                state.c.settle_fence.is_not_distinct_from(bindparam("known_", type_=Integer())),
+            )
+            .values(settle_fence=bindparam("fence_"), updated_at=database_now())
         )
 
     def record(self, connection: Connection, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
@@ -93,6 +103,17 @@ class Records:
             for transactional_id in sorted(incarnations)
         ]
         connection.execute(self._settle, marks)
+
+    def raise_fence(self, connection: Connection, row: StateRow, fence: int) -> bool:
+        """Set the fence of the row's transaction if the row is as it was read; see :meth:`StateStore.raise_fence`."""
+        values = {
+            "id_": row.transactional_id,
+            "namespace_": row.namespace,
+            "state_": str(row.prepared),
+            "known_": row.settle_fence,
+            "fence_": fence,
+        }
+        return connection.execute(self._fence, values).rowcount == 1
 
     def incident(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """The outcome recorded in that state's incident; None if there is none."""

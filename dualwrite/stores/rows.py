@@ -30,6 +30,8 @@ Item = TypeVar("Item")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _RESTORE: Final = "the row was not written by this library, or was edited: restore it before anything is settled"
 _CHUNK: Final = 5000
+MAX_FENCE: Final = 2**15
+"""One more than the greatest producer epoch."""
 
 
 def check_name(name: str, kind: str = "a transactional id") -> str:
@@ -72,6 +74,9 @@ def parse_state_row(table: str, row: NamedValues) -> StateRow:
     cause = _incomplete(state, incarnation)
     if completed is not None and completed not in _OUTCOMES:
         cause = f"completed is {completed[:20]!r}"
+    fence = cast("int | None", row["settle_fence"])
+    if fence is not None and not (0 < fence <= MAX_FENCE and state.is_native):
+        cause = f"settle_fence is {fence}"
     if cause is not None:
         raise ConfigurationError(f"{where}: {cause}", transactional_id=transactional_id, next_step=_RESTORE)
     return StateRow(
@@ -84,6 +89,7 @@ def parse_state_row(table: str, row: NamedValues) -> StateRow:
         cluster_id=cast("str", row["cluster_id"]),
         owner=cast("str", row["owner"]),
         updated_at=cast("datetime", row["updated_at"]),
+        settle_fence=fence,
     )
 
 

@@ -95,7 +95,12 @@ class SqlStateStore:
         self._decide = (
             update(state)
             .where(*is_ours)
-            .values(prepared_transaction_state=bindparam("state_"), completed=null(), updated_at=database_now())
+            .values(
+                prepared_transaction_state=bindparam("state_"),
+                completed=null(),
+                settle_fence=null(),
+                updated_at=database_now(),
+            )
             .returning(
                 *self._dialect.end_columns(),
                 *self._dialect.limits(
@@ -325,6 +330,10 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.store.StateStore.mark_settled`."""
         if incarnations:
             self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))
+
+    def raise_fence(self, row: StateRow, fence: int) -> bool:
+        """See :meth:`dualwrite.ports.store.StateStore.raise_fence`."""
+        return self._own.run(lambda connection: self._records.raise_fence(connection, row, fence))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """See :meth:`dualwrite.ports.store.StateStore.participants`. There are none on SQLite."""

@@ -90,6 +90,7 @@ def _state(metadata: MetaData) -> Table:
         Column("cluster_id", String(MAX_ID_LENGTH), nullable=False),
         Column("owner", Text, nullable=False),
         Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("settle_fence", Integer),
         PrimaryKeyConstraint("transactional_id", name="kafka_transaction_state_pkey"),
         CheckConstraint("incarnation >= 0", name="kafka_transaction_state_incarnation"),
         CheckConstraint(

@@ -1,6 +1,6 @@
 """The run that may still write a batch, its destination, a digest of its rows, and when its last run failed.
 
-Also the index for searches by prefix, and the time when a loss was reported.
+Also the index for searches by prefix, the time when a loss was reported, and the epoch from which on only settlers act.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def upgrade(op: Operations, schema: str | None) -> None:
         postgresql_ops={"transactional_id": "varchar_pattern_ops"},
     )
     op.add_column("dualwrite_incident", sa.Column("told_at", sa.DateTime(timezone=True)), schema=schema)
+    op.add_column("kafka_transaction_state", sa.Column("settle_fence", sa.Integer), schema=schema)
 
 
 def downgrade(op: Operations, schema: str | None) -> None:
+    op.drop_column("kafka_transaction_state", "settle_fence", schema=schema)
     op.drop_column("dualwrite_incident", "told_at", schema=schema)
     op.drop_index("kafka_transaction_state_names", "kafka_transaction_state", schema=schema)
     drop_batch_view(op, schema)

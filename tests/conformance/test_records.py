@@ -9,6 +9,7 @@ from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
 
@@ -119,3 +120,58 @@ def test_a_state_of_any_size_can_become_an_incident(database: Database, store: S
     database.set_state("orders", str(state))
     store.record_outcomes([(replace(row, prepared=state), Outcome.LOST, "long")])
     assert store.incident("orders", state) is Outcome.LOST
+
+
+def native(incarnation: int, epoch: int) -> PreparedTxnState:
+    return PreparedTxnState.native(
+        42, epoch, incarnation, {("orders", 0): 17, ("orders", 1): None}, {"orders": "b3JkZXJz"}
+    )
+
+
+def decided_natively(database: Database, store: SqlStateStore, epoch: int) -> StateRow:
+    row = store.read(["orders"])[0] if store.read(["orders"]) else database.claim(store, "orders")
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        store.decide(connection, "orders", row.incarnation, native(row.incarnation, epoch))
+        store.commit(connection)
+    return store.read(["orders"])[0]
+
+
+def test_the_fence_of_a_native_transaction_is_raised_only_from_the_value_that_was_read(
+    database: Database, store: SqlStateStore
+) -> None:
+    row = decided_natively(database, store, 7)
+    assert row.settle_fence is None
+    assert store.raise_fence(row, 9)
+    assert store.read(["orders"])[0] == replace(row, settle_fence=9, updated_at=store.read(["orders"])[0].updated_at)
+    assert not store.raise_fence(row, 10)
+    assert not store.raise_fence(replace(row, settle_fence=8), 10)
+    assert store.raise_fence(replace(row, settle_fence=9), 10)
+    assert store.read(["orders"])[0].settle_fence == 10
+
+
+def test_the_fence_belongs_to_one_decision(database: Database, store: SqlStateStore) -> None:
+    old = decided_natively(database, store, 7)
+    assert store.raise_fence(old, 9)
+    database.claim(store, "orders")
+    assert store.raise_fence(
+        replace(old, settle_fence=9), 10
+    )  # a settler whose claim is older: the decision is the same
+    new = decided_natively(database, store, 0)
+    assert new.settle_fence is None
+    assert not store.raise_fence(replace(old, settle_fence=None), 11)
+    assert not store.raise_fence(replace(new, namespace="another"), 2)
+    assert store.read(["orders"])[0].settle_fence is None
+
+
+def test_a_fence_without_a_native_transaction_is_a_bad_row(database: Database, store: SqlStateStore) -> None:
+    decided(database, store)
+    database.execute(f"UPDATE {database.state_table} SET settle_fence = 3")
+    with pytest.raises(ConfigurationError, match="settle_fence is 3"):
+        store.read(["orders"])
+    decided_row = f"UPDATE {database.state_table} SET prepared_transaction_state = '{native(1, 7)}', settle_fence = "
+    database.execute(decided_row + "32769")
+    with pytest.raises(ConfigurationError, match="settle_fence is 32769"):
+        store.read(["orders"])
+    database.execute(decided_row + "9")
+    assert store.read(["orders"])[0].settle_fence == 9

@@ -116,7 +116,7 @@ class SimulatedStore:
             row = self._database.lock(session, transactional_id)
             if row is None or not _is_ours(row, incarnation, namespace):
                 return False, None
-            self._database.write(session, replace(row, prepared=state, completed=None))
+            self._database.write(session, replace(row, prepared=state, completed=None, settle_fence=None))
             return True, self._database.name(session)
 
         return self._mapped(_of(connection), "UPDATE", update)
@@ -361,6 +361,20 @@ class SimulatedStore:
 
         if incarnations:
             self._run(work)
+
+    def raise_fence(self, row: StateRow, fence: int) -> bool:
+        """See :meth:`dualwrite.ports.store.StateStore.raise_fence`."""
+        database = self._database
+
+        def update(session: Session) -> bool:
+            now = database.lock(session, row.transactional_id)
+            known = (row.namespace, str(row.prepared), row.settle_fence)
+            if now is None or (now.namespace, str(now.prepared), now.settle_fence) != known:
+                return False
+            database.write(session, replace(now, settle_fence=fence))
+            return True
+
+        return self._run(lambda used: used.run("UPDATE", update))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """See :meth:`dualwrite.ports.store.StateStore.participants`. If nothing is prepared, this takes no step."""

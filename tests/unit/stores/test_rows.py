@@ -24,6 +24,7 @@ ROW: dict[str, Any] = {
     "cluster_id": "c",
     "owner": "me",
     "updated_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
+    "settle_fence": None,
 }
 
 
@@ -46,6 +47,8 @@ def test_no_state_is_the_empty_state(text: str | None) -> None:
         ("prepared_transaction_state", "42:0;i=3", "no first offsets"),
         ("prepared_transaction_state", "42:0;orders:0=17", "no incarnation"),
         ("prepared_transaction_state", "42:0;i=6;orders:0=17", "only at 5"),
+        ("prepared_transaction_state", "42:0;n;i=3", "no partitions"),
+        ("settle_fence", 1, "settle_fence is 1"),  # only a native transaction has one
         ("prepared_transaction_state", "drop table", "not a prepared transaction state"),
         ("completed", "perhaps", "'perhaps'"),
     ],
