@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 AT_ONCE = 10_000
 _ANSWER_S = 10.0
 """The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing."""
+_MOVING = {KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}
+"""The answers for a partition that is new, or that another broker takes over: both pass."""
 
 
 class Record(NamedTuple):
@@ -107,9 +109,15 @@ def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) ->
         raise KafkaException(metadata.error)
     partitions = sorted(metadata.partitions)
     while True:
-        # Ask for the stable ends first: messages produced in between can only make the two differ.
-        stable = _ends(admin, topic, partitions, IsolationLevel.READ_COMMITTED, deadline)
-        high = _ends(admin, topic, partitions, IsolationLevel.READ_UNCOMMITTED, deadline)
+        try:
+            # Ask for the stable ends first: messages produced in between can only make the two differ.
+            stable = _ends(admin, topic, partitions, IsolationLevel.READ_COMMITTED, deadline)
+            high = _ends(admin, topic, partitions, IsolationLevel.READ_UNCOMMITTED, deadline)
+        except KafkaException as refused:
+            if refused.args[0].code() not in _MOVING or deadline.expired:
+                raise
+            time.sleep(0.01)
+            continue
         if stable == high:
             return high
         if deadline.expired:
