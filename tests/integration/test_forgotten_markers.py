@@ -6,6 +6,7 @@ after them, and what was left open is ended there.
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -17,6 +18,7 @@ from sqlalchemy import create_engine
 
 from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, recover
 from dualwrite.deadline import Deadline
+from dualwrite.errors import DualWriteError
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -186,6 +188,9 @@ def stages(cluster, tmp_path_factory):
     yield made
     for stage in made.values():
         stage.die()
+        # Its threads would look for the brokers until the last of all tests has ended. What it has to tell is known.
+        with suppress(DualWriteError):
+            stage.writer.close()
         stage.coordinator.close()
         stage.engine.dispose()
 
