@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pyspark_dualwrite
 
 from dualwrite.failpoints import ENVIRONMENT
 from harness.patience import PATIENCE_S, wait_until
@@ -18,10 +20,16 @@ from harness.spark import TESTS
 
 
 class Drivers:
-    """Driver processes, each in a process group of its own that can be killed as a whole."""
+    """Driver processes, each in a process group of its own that can be killed as a whole.
 
-    def __init__(self, directory: Path):
+    Args:
+        directory: For their documents and logs.
+        path: A folder from which they import besides.
+    """
+
+    def __init__(self, directory: Path, path: str = ""):
         self._directory = directory
+        self._path = {"PYTHONPATH": path} if path else {}
         self._number = 0
 
     def start(self, *, failpoint: str = "", **document) -> subprocess.Popen:
@@ -32,7 +40,7 @@ class Drivers:
             return subprocess.Popen(
                 [sys.executable, "-m", "harness.spark_job", str(path)],
                 cwd=TESTS,
-                env={**os.environ, ENVIRONMENT: failpoint},
+                env={**os.environ, ENVIRONMENT: failpoint, **self._path},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -47,6 +55,21 @@ class Drivers:
         code = process.wait(PATIENCE_S)
         kill_group(process)
         assert code == ends_with, self.log.read_text()[-3000:]
+
+
+def as_installed(directory: Path) -> str:
+    """A folder in which Spark finds the format by itself.
+
+    It looks into every package on the path whose name begins with ``pyspark_``; an editable install has none there.
+    """
+    (directory / "pyspark_dualwrite").symlink_to(Path(pyspark_dualwrite.__file__).parent)
+    return str(directory)
+
+
+def phases_of(batch_id: str, log: str) -> list[str]:
+    """Where the batch was, by a driver's log."""
+    told = rf"INFO dualwrite\S*: sink '\S+' batch '{batch_id}': (settling|writing|decided|completed)"
+    return re.findall(told, log)
 
 
 def kill_group(process: subprocess.Popen) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyspark
 from py4j.protocol import Py4JJavaError
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
@@ -74,6 +75,10 @@ def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     return session
+
+
+HAS_CONNECTOR = pyspark.__version__.startswith("4.2.")
+"""The connector that is fetched is that of Spark 4.2."""
 
 
 def connector_jars() -> str:

@@ -1,17 +1,11 @@
 """The Data Source: a whole batch on both sides or nothing of it, whatever its tasks and its driver suffer."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
-import pyspark_dualwrite
 import pytest
-from harness.patience import PATIENCE_S
-from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS, TESTS, newest_job
+from harness.drivers import Drivers, as_installed, phases_of
+from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, SPARKS_ERRORS, newest_job
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.sql import functions
@@ -274,23 +268,11 @@ def test_status_shows_what_a_dead_driver_has_left(spark, numbers, write, kafka, 
     assert len(shown) == PARTITIONS
 
 
-@pytest.mark.longest
+# Where there is the connector, the stream that reads Kafka shows it in every run.
+@(pytest.mark.thorough if HAS_CONNECTOR else pytest.mark.longest)
 def test_spark_finds_the_format_by_itself_where_the_library_is_installed(numbers, tmp_path):
-    """Spark looks into every package on the path whose name begins with ``pyspark_``; an editable install has none there."""
-    (tmp_path / "pyspark_dualwrite").symlink_to(Path(pyspark_dualwrite.__file__).parent)
-    job = tmp_path / "job.json"
-    job.write_text(json.dumps({"do": "source", "options": options(numbers, batchId="1")}))
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.spark_job", str(job)],
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    drivers = Drivers(tmp_path, path=as_installed(tmp_path))
+    drivers.run(do="source", options=options(numbers, batchId="1"))
     numbers.verify()
     # And the driver's log shows where the batch is.
-    phases = re.findall(r"INFO dualwrite\S*: sink '\S+' batch '1': (settling|writing|decided|completed)", done.stderr)
-    assert phases == ["settling", "writing", "decided", "completed"]
+    assert phases_of("1", drivers.log.read_text()) == ["settling", "writing", "decided", "completed"]

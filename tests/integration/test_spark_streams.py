@@ -4,12 +4,11 @@ import json
 import os
 
 import psutil
-import pyspark
 import pytest
 from confluent_kafka import Producer
-from harness.drivers import Drivers, kill_group, paused_below
+from harness.drivers import Drivers, as_installed, kill_group, paused_below, phases_of
 from harness.patience import PATIENCE_S
-from harness.spark import ROWS, connector_jars
+from harness.spark import HAS_CONNECTOR, ROWS, connector_jars
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
@@ -202,11 +201,14 @@ def test_a_query_one_of_whose_processes_dies_goes_on_from_its_checkpoint(numbers
 
 
 @pytest.mark.longest
-@pytest.mark.skipif(not pyspark.__version__.startswith("4.2."), reason="the connector is that of Spark 4.2")
+@pytest.mark.skipif(not HAS_CONNECTOR, reason="the connector is that of Spark 4.2")
 def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its_driver(
     numbers, kafka, dualwrite_kafka, die, tmp_path
 ):
-    """Exactly once from a topic into a topic and a table: what the checkpoint has not noted is read and decided again."""
+    """Exactly once from a topic into a topic and a table: what the checkpoint has not noted is read and decided again.
+
+    The next driver is one in which Spark finds the format by itself.
+    """
     given = f"given-{numbers.topic}"
     dualwrite_kafka.create_topic(given, partitions=2)
     producer = Producer(kafka)
@@ -220,12 +222,16 @@ def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its
             "kafka.bootstrap.servers": kafka["bootstrap.servers"],
             "subscribe": given,
             "startingOffsets": "earliest",
-            "maxOffsetsPerTrigger": str(ROWS // FILES),
+            "maxOffsetsPerTrigger": str(ROWS // 2),
         },
     }
     die(**document, options=options(numbers, inCommit="batch.decided:1:stop"))
     decided = numbers.rows()
     assert 0 < len(decided) < ROWS
-    Drivers(tmp_path).run(**document, checkpoint=str(tmp_path / "checkpoint"), options=options(numbers))
+    drivers = Drivers(tmp_path, path=as_installed(tmp_path))
+    drivers.run(**document, format="dualwrite", checkpoint=str(tmp_path / "checkpoint"), options=options(numbers))
     numbers.verify()
     nothing_is_left(numbers)
+    # And the driver's log shows where a batch is.
+    newest = json.loads((tmp_path / "checkpoint" / "metadata").read_text())["id"] + "/1"
+    assert phases_of(newest, drivers.log.read_text()) == ["decided", "completed"]
