@@ -20,6 +20,15 @@ PLANTED = {
     "writing: the writer over lanes over one dual write": ("writing/turns", "dualwrite.writing.writer"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
+    "native: the rules of the wire over the bytes of batches": (
+        "kafka/producer/native/records/partitioners",
+        "dualwrite.kafka.producer.native.wire.core",
+    ),
+    "wire: a transaction over its partitions over the meaning of answers": (
+        "kafka/producer/native/wire/answers",
+        "dualwrite.kafka.producer.native.wire.partition",
+    ),
+    "the rules of the wire are pure": ("kafka/producer/native/wire/partition", "threading"),
     "records: batches over their bytes": (
         "kafka/producer/native/records/compression",
         "dualwrite.kafka.producer.native.records.builder",
