@@ -15,12 +15,8 @@ from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.producer.native.records.body import RecordsBody
 from harness.patience import PATIENCE_S
 
-_NOT_YET = {
-    14,
-    15,
-    16,
-    51,
-}  # the coordinator is loading, or not there yet; the markers of the last transaction are being written
+_NOT_YET = {3, 5, 6, 14, 15, 16, 51}
+"""A new topic has no leader yet; the coordinator is loading, or not there yet; the last one's markers are missing."""
 
 
 class NativeProducer:
