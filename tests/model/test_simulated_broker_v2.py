@@ -98,10 +98,11 @@ def test_group_offsets_need_no_announcement_and_share_the_outcome(both):
     assert handle(broker, sim.OffsetFetch("g", ("t", 0)))[1].committed_offset == 7
 
 
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("alphabet", ALPHABETS_V2)
-def test_every_step_in_every_state_that_few_steps_reach(both, alphabet):
+def test_every_step_in_every_state_that_few_steps_reach(both, alphabet, depth):
     clients, steps = ALPHABETS_V2[alphabet]
-    both.play(clients, transition_cover(steps, clients, 3))
+    both.play(clients, transition_cover(steps, clients, depth))
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(96, marks=pytest.mark.thorough)])

@@ -28,7 +28,7 @@ class Broker(NamedTuple):
         leaderless: Those of them whose leader's session has ended, so that they have no leader. Their markers are
             skipped.
         transaction_version: The version of transactions that the cluster has finalized, which its clients look up. The
-            broker answers requests of both versions.
+            broker answers requests of both versions, even after it was lowered.
         two_phase_commit: ``transaction.two.phase.commit.enable``; None where ``InitProducerId`` 6 is not offered.
     """
 
