@@ -104,7 +104,7 @@ faults: venv jars ## lose, delay, repeat and cut every request at every stage: m
 scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
 	$(PY) -m pytest --thorough tests/scenarios
 
-controls: archive ## plant protocol mistakes in the product: the checks must catch every one (half an hour)
+controls: archive ## plant protocol mistakes in the product: the checks must catch every one (forty minutes)
 	cd tests && $(CURDIR)/$(PY) -m controls
 
 reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (twenty minutes)

@@ -1,4 +1,4 @@
-"""Plants each protocol mistake and runs the checks that must catch it: ``make controls`` (about ten minutes on two cores)."""
+"""Plants each protocol mistake and runs the checks that must catch it: ``make controls`` (some forty minutes on two busy cores)."""
 
 from __future__ import annotations
 
