@@ -3,7 +3,9 @@
 One way hands each record to librdkafka (`produce_many`, as Spark's tasks do), the others build record batches themselves: from
 columns, or record by record. The broker is another process, whose time does not count. The ways take turns; medians.
 
-``PYTHONPATH=tests python -m benchmarks.records``
+Beside that, what one record costs that is appended in Python, here and in kafka-python.
+
+``PYTHONPATH=tests python -m benchmarks.records``; with ``--rows 0`` the appended records alone, without a broker.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 from harness.native_producer import NativeProducer
+from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from benchmarks.servers import machine
 from dualwrite.kafka.producer.native.records.body import RecordsBody
@@ -113,6 +116,33 @@ def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
+def _ours(rows: list[tuple[bytes, bytes]]) -> None:
+    builder = RecordsBuilder(Codec(), limit_bytes=2**30)
+    for value, key in rows:
+        builder.append(value, key, (), 1_767_225_600_000)
+
+
+def _kafka_pythons(rows: list[tuple[bytes, bytes]]) -> None:
+    builder = DefaultRecordBatchBuilder(2, 0, True, 1, 1, 0, 2**30)
+    for offset, (value, key) in enumerate(rows):
+        builder.append(offset, 1_767_225_600_000, key, value, [])
+
+
+def _print_appended(rounds: int) -> None:
+    """Nanoseconds of processor time for each record of about 100 bytes."""
+    [(values, keys)] = _rows(ROWS_AT_ONCE)
+    rows = list(zip(_listed(values), _listed(keys), strict=True))
+    samples: dict[str, list[float]] = {"ours": [], "kafka-python's": []}
+    for _ in range(rounds):
+        for name, append in zip(samples, (_ours, _kafka_pythons), strict=True):
+            started = time.process_time()
+            append(rows)
+            samples[name].append((time.process_time() - started) / len(rows) * 1e9)
+    print(
+        "one record appended: " + ", ".join(f"{name} {statistics.median(one):,.0f} ns" for name, one in samples.items())
+    )
+
+
 def _rows(count: int) -> list[Piece]:
     """Values of 85 to 95 bytes, and 5,000 keys."""
     found = []
@@ -129,6 +159,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    _print_appended(5 * arguments.rounds)
+    if not arguments.rows:
+        return
     rows = _rows(arguments.rows)
     samples: dict[str, list[float]] = {name: [] for name in WAYS}
     with EmbeddedKafka() as kafka:

@@ -85,7 +85,7 @@ def _bodies(rows: Rows, codec: Codec, limit: int) -> Iterator[RecordsBody]:
 
 
 def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner) -> Partitions:
-    """The partition of every row. Equal keys are hashed once.
+    """The partition of every row.
 
     Args:
         keys: The keys: binary or text of any Arrow type, in one array or in chunks.
@@ -98,18 +98,15 @@ def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner)
     Raises:
         TypeError: The keys are of another type.
     """
-    encoded = contiguous(keys, "keys").dictionary_encode()
-    distinct = encoded.dictionary
+    content = contiguous(keys, "keys")
     if partitioner.hash is None:
         return np.full(len(keys), ANYWHERE, np.int32)
-    found = np.empty(len(distinct) + 1, np.int32)
-    found[:-1] = hashes(distinct, partitioner.hash) % partition_count
-    for row, key in ((np.flatnonzero(byte_lengths(distinct) == 0), b""), (-1, None)):
+    lengths = byte_lengths(content)
+    found: Partitions = (hashes(content.fill_null(b""), partitioner.hash) % partition_count).astype(np.int32)
+    for length, key in ((0, b""), (-1, None)):
         partition = partitioner.partition(key, partition_count)
-        found[row] = ANYWHERE if partition is None else partition
-    # A null has no place in the dictionary: it takes the last one.
-    rows: Partitions = found[np.asarray(encoded.indices.fill_null(-1))]
-    return rows
+        found[lengths == length] = ANYWHERE if partition is None else partition
+    return found
 
 
 def split(
