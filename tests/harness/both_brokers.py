@@ -212,11 +212,11 @@ class Both:
             place = ("t", arguments[0])
             self._raw.delete_records(names, place, partition(play.broker, place).log_start)
         elif verb == "near the last epoch":
-            [known] = play.broker.transactions
-            epoch = -1
-            while epoch < known.producer_epoch:
-                [answer] = yield [(names, sim.InitProducerId(known.transactional_id, known.timeout_ms))]
-                epoch = answer.producer_epoch
+            for known in play.broker.transactions:
+                epoch = -1
+                while epoch < known.producer_epoch:
+                    [answer] = yield [(names, sim.InitProducerId(known.transactional_id, known.timeout_ms))]
+                    epoch = answer.producer_epoch
         else:
             looks = [sim.DescribeTransactions(known.transactional_id) for known in before.broker.transactions]
             looks += [sim.DescribeProducers(("t", number)) for number in range(PARTITIONS)]

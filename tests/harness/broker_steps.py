@@ -181,6 +181,8 @@ def _deleted(broker, client, number, before):
 
 def _near_its_last_epoch(broker, client, left):
     known = transaction(broker, client.kafka_id)
+    if known is None:
+        return broker
     return with_transaction(broker, known._replace(producer_epoch=LAST_EPOCH - left, last_producer_epoch=-1))
 
 
@@ -395,7 +397,7 @@ def last_epochs(count, seed):
     fenced = (("produce", "a", 0), ("init", "b"), ("end", "a", False), ("produce", "a", 0))
     tried = [
         (2, ("produce", "a", 0), ("init", "b"), ("init", "b"), ("init", "b"), ("produce", "b", 0)),
-        (1, *fenced, ("end", "a", True), ("end", "a", False), ("init", "b")),
+        (1, *fenced, ("end", "a", True), ("repeat end", "a"), ("init", "b"), ("produce", "b", 0)),
         *((3, *chosen) for chosen in random_sequences(count, 14, seed, steps)),
     ]
     return [(("init", "a"), ("near the last epoch", "a", left), ("init", "a"), *chosen) for left, *chosen in tried]

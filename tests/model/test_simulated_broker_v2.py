@@ -171,7 +171,7 @@ def test_a_restarted_broker_has_lost_nothing(mortal_kafka):
 
 @pytest.mark.thorough
 def test_the_last_epoch_of_a_producer_id_is_followed_by_another_id(both):
-    both.play(PAIR, last_epochs(count=12, seed=1))
+    both.play(PAIR, last_epochs(count=4, seed=1))
 
 
 @pytest.mark.thorough

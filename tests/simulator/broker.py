@@ -147,7 +147,7 @@ def _init_producer_id(broker: Broker, request: InitProducerId) -> tuple[Broker, 
             request.transactional_id, fresh, timeout_ms=request.transaction_timeout_ms
         )  # fmt: skip
     renewed, answer = rules.init_producer_id(known, request, fresh, broker.transaction_version)
-    if renewed.producer_id == fresh:
+    if fresh in {renewed.producer_id, renewed.next_producer_id}:
         broker = broker._replace(next_producer_id=fresh + 1)
     return with_transaction(broker, renewed), answer
 

@@ -25,8 +25,7 @@ from simulator.requests import (
 )
 
 _NO_EPOCH: Final = -1
-_FENCING_EPOCH: Final = 2**15 - 1
-_LAST_EPOCH: Final = _FENCING_EPOCH - 1
+_LAST_EPOCH: Final = 2**15 - 2  # the last one is kept for fencing
 _PREPARED: Final = frozenset({PREPARE_COMMIT, PREPARE_ABORT})
 
 
@@ -77,7 +76,9 @@ def init_producer_id(
     if expects and not _is_expected_producer(known, request):
         return known, InitProducerIdResponse(ErrorCode.PRODUCER_FENCED)
     if known.state == ONGOING:
-        return fence(known, transaction_version), InitProducerIdResponse(ErrorCode.CONCURRENT_TRANSACTIONS)
+        return fence(known, transaction_version, new_producer_id), InitProducerIdResponse(
+            ErrorCode.CONCURRENT_TRANSACTIONS
+        )
     epoch = known.producer_epoch
     renewed = known._replace(
         state=EMPTY, partitions=(), start_ms=-1,
@@ -110,10 +111,11 @@ def is_exhausted(known: TransactionMetadata) -> bool:
     return known.producer_epoch >= _LAST_EPOCH
 
 
-def fence(known: TransactionMetadata, transaction_version: int) -> TransactionMetadata:
+def fence(known: TransactionMetadata, transaction_version: int, new_producer_id: int) -> TransactionMetadata:
     """Abort the ongoing transaction under a raised epoch: by ``InitProducerId``, by time-out, or by force.
 
-    A producer that expects the previous epoch then gets the raised one, until the next ``InitProducerId``.
+    A producer that expects the previous epoch then gets the raised one, until the next ``InitProducerId``. After the last
+    epoch a broker of version 2 continues with the new producer id.
     """
     epoch = known.producer_epoch
     return known._replace(
@@ -122,6 +124,7 @@ def fence(known: TransactionMetadata, transaction_version: int) -> TransactionMe
         last_producer_epoch=epoch,
         previous_producer_id=known.producer_id,
         transaction_version=transaction_version,
+        next_producer_id=new_producer_id if transaction_version > 1 and is_exhausted(known) else -1,
     )
 
 
@@ -214,12 +217,10 @@ def end_txn_v2(
         return known, EndTxnResponse(ErrorCode.PRODUCER_FENCED)
     if request.committed and known.state != ONGOING:
         return known, EndTxnResponse(ErrorCode.INVALID_TXN_STATE)
-    if request.committed and epoch == _FENCING_EPOCH:  # the broker cannot raise it, and fails
-        return known, EndTxnResponse(ErrorCode.UNKNOWN_SERVER_ERROR)
     exhausted = is_exhausted(known)
     ended = known._replace(
         state=PREPARE_COMMIT if request.committed else PREPARE_ABORT,
-        producer_epoch=min(epoch + 1, _FENCING_EPOCH),
+        producer_epoch=epoch + 1,
         last_producer_epoch=epoch,
         previous_producer_id=known.producer_id,
         start_ms=known.start_ms if known.state == ONGOING else now_ms,

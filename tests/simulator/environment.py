@@ -131,7 +131,10 @@ def time_out(broker: Broker, transactional_id: str) -> Broker:
     known = transaction(broker, transactional_id)
     if known is None or known.state != ONGOING or known.timeout_ms == NEVER_MS:
         return broker
-    return with_transaction(broker, rules.fence(known, broker.transaction_version))
+    fenced = rules.fence(known, broker.transaction_version, broker.next_producer_id)
+    if fenced.next_producer_id >= 0:
+        broker = broker._replace(next_producer_id=fenced.next_producer_id + 1)
+    return with_transaction(broker, fenced)
 
 
 def expire_transactional_id(broker: Broker, transactional_id: str) -> Broker:

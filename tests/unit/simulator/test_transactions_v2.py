@@ -323,18 +323,19 @@ def test_the_last_epoch_is_followed_by_another_producer_id(talk):
     assert talk.end(LAST_EPOCH).error_code is ErrorCode.INVALID_PRODUCER_ID_MAPPING
 
 
-def test_a_fenced_owner_that_goes_on_with_the_very_last_epoch_can_never_end(talk):
-    """Why a producer id is given up long before."""
+@pytest.mark.parametrize("fenced_by", ["another producer", "time"])
+def test_a_fence_of_the_last_epoch_leads_to_another_producer_id(talk, fenced_by):
     talk.shift(LAST_EPOCH)
     talk.produce(LAST_EPOCH)
-    talk.init()
+    if fenced_by == "time":
+        talk.broker = environment.time_out(talk.broker, X)
+    else:
+        assert talk.init().error_code is ErrorCode.CONCURRENT_TRANSACTIONS
     talk.settle()
-    fencing = LAST_EPOCH + 1
-    assert talk.end(LAST_EPOCH, committed=False) == EndTxnResponse(OK, 0, fencing)
-    assert talk.produce(fencing).error_code is OK
-    assert talk.end(fencing).error_code is ErrorCode.UNKNOWN_SERVER_ERROR
-    assert talk.ended(fencing, committed=False) == EndTxnResponse(OK, 1, 0)
-    assert talk.shown == (PREPARE_ABORT, 0, fencing)  # the partition refuses a marker that is not later
+    assert talk.shown == (COMPLETE_ABORT, 1, 0)
+    assert talk.end(LAST_EPOCH, committed=False) == EndTxnResponse(OK, 1, 0)
+    assert talk.end(LAST_EPOCH).error_code is ErrorCode.INVALID_TXN_STATE
+    assert talk.init() == InitProducerIdResponse(OK, 1, 1)
 
 
 def test_what_is_acknowledged_survives_a_restart(talk):
