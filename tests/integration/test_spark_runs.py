@@ -94,7 +94,8 @@ def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, j
         recover_at(point)
     assert reports
     assert [report.settled for report in reports] == [[]] * len(reports)
-    assert reports[-1].skipped == [f"{numbers.sink}.spark#1"]
+    nothing_was_open = point == "claim.initialized" and job.way != "staging"
+    assert reports[-1].skipped == ([] if nothing_was_open else [f"{numbers.sink}.spark#1"])
     job.decide(done)
     numbers.verify(ROWS)
     nothing_is_left(numbers)
