@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
     from dualwrite.protocol.lost_decisions import Later
-    from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionView
+    from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, TransactionView
     from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
@@ -131,4 +131,28 @@ class TransactionCoordinator(Protocol):
 
     def close(self) -> None:
         """Close the connections. May be called more than once."""
+        ...
+
+
+@runtime_checkable
+class NativeCoordinator(TransactionCoordinator, Protocol):
+    """A coordinator that can end transactions of the native engine (transaction version 2), which have an epoch each."""
+
+    def end_exactly(
+        self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """Send ``EndTxn`` for each Kafka id with the producer id and epoch that name one transaction. May be repeated."""
+        ...
+
+    def open_transactions(
+        self, asked: Sequence[tuple[PreparedTxnState, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Sequence[OpenTransaction]]:
+        """For each state with (topic, partition) pairs: the transactions that its producer has open there.
+
+        Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
+        """
+        ...
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """The cluster's finalized ``transaction.version``; 0 if it has none."""
         ...

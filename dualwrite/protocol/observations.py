@@ -44,6 +44,21 @@ class TransactionView:
     newest_started_ms: int | None = None
 
 
+@dataclass(frozen=True, order=True)
+class OpenTransaction:
+    """A transaction of one producer that is open in a partition, as its leader shows it.
+
+    Attributes:
+        partition: The (topic, partition).
+        epoch: The epoch under which the producer last wrote there.
+        start: The transaction's first offset there.
+    """
+
+    partition: tuple[str, int]
+    epoch: int
+    start: int
+
+
 class EndAnswer(Enum):
     """The coordinator's answer to ``EndTxn``."""
 

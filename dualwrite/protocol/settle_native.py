@@ -84,7 +84,14 @@ from enum import Enum
 from typing import Final
 
 from dualwrite.protocol.identity import Partition
-from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    Outcome,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 UNLIMITED_MS: Final = 2**31 - 1
@@ -113,21 +120,6 @@ class NativeStep(Enum):
 
 QUESTIONS: Final = frozenset({NativeStep.LOOK, NativeStep.PROVE, NativeStep.LOOK_FOR_OPEN, NativeStep.READ_FENCE})
 """The steps that change nothing."""
-
-
-@dataclass(frozen=True, order=True)
-class OpenTransaction:
-    """A transaction of one producer that is open in a partition, as its leader shows it.
-
-    Attributes:
-        partition: The (topic, partition).
-        epoch: The epoch under which the producer last wrote there.
-        start: The transaction's first offset there.
-    """
-
-    partition: Partition
-    epoch: int
-    start: int
 
 
 @dataclass(frozen=True)

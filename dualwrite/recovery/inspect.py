@@ -14,6 +14,7 @@ from dualwrite.protocol.identity import Partition, belongs, is_open, others_than
 from dualwrite.protocol.observations import TransactionView
 from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settle import QUESTIONS, Knowledge, SettleStep, compared, initial, looked, next_step, proved
+from dualwrite.recovery.inspect_native import UnsettledNative, inspect_native, native_of, unsettled_native
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,9 @@ def inspect(
     Raises:
         Unavailable: Kafka did not answer in time.
     """
-    items = [item for row in rows for item in unsettled(row, row.incarnation)]
+    native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
+    apart = {found.kafka_id for found in native}
+    items = [item for row in rows for item in unsettled(row, row.incarnation) if item.kafka_id not in apart]
     late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
     items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
     inspection = Inspection(coordinator, deadline)
@@ -155,7 +158,15 @@ def inspect(
             inspection.questions[question](group)
             if question is SettleStep.LOOK:
                 _suspect_nothing(group)
-    return [(item, next_step(item.known)) for item in items]
+    steps = inspect_native(native, coordinator=native_of(coordinator), deadline=deadline) if native else []
+    return [(item, next_step(item.known)) for item in items] + [
+        (_as_unsettled(found), step) for found, step in zip(native, steps, strict=True)
+    ]
+
+
+def _as_unsettled(found: UnsettledNative) -> Unsettled:
+    known = Knowledge(prepared=found.row.prepared, recorded=found.row.completed, view=found.known.view)
+    return Unsettled(found.row, found.incarnation, known)
 
 
 def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]]:

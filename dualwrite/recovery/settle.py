@@ -30,7 +30,9 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
 from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
+from dualwrite.recovery.inspect_native import UnsettledNative, native_of, unsettled_native
 from dualwrite.recovery.look_back import lost_decisions, lost_detail
+from dualwrite.recovery.settle_native import NativeSettling
 
 logger = logging.getLogger(__name__)
 
@@ -151,16 +153,27 @@ class _Settling(Inspection):
         look_back: bool,
     ) -> SettleReport:
         nothing: Mapping[int, frozenset[Partition]] = {}
+        undecided = {row.transactional_id: undecided_in.get(row.transactional_id, nothing) for row in rows}
+        native = {
+            row.transactional_id: unsettled_native(row, row.incarnation - 1, undecided[row.transactional_id])
+            for row in rows
+        }
         pending = {
             row.transactional_id: (
                 row,
-                unsettled(row, row.incarnation - 1, undecided_in.get(row.transactional_id, nothing)),
+                [
+                    item
+                    for item in unsettled(row, row.incarnation - 1, undecided[row.transactional_id])
+                    if found is None or item.incarnation != found.incarnation
+                ],
             )
             for row in rows
+            for found in [native[row.transactional_id]]
         }
         try:
             if look_back:
                 self._look_back(rows)
+            self._settle_native([item for item in native.values() if item is not None])
             self._settle(pending)
         except DualWriteError:
             self._report.raise_losses()  # already recorded, so no later settling would report them
@@ -174,6 +187,18 @@ class _Settling(Inspection):
             loss = Loss(row, Outcome.UNVERIFIABLE, lost_detail(row), went_back=True)
             logger.error("%s: the database has gone back in time: %s", row.transactional_id, loss.detail)
             self._report.losses.append(loss)
+
+    def _settle_native(self, items: Sequence[UnsettledNative]) -> None:
+        if not items:
+            return
+        native = NativeSettling(native_of(self._coordinator), self._store, self._deadline)
+        try:
+            native.run(items)
+        finally:
+            self._report.incarnations += len(items)
+            self._report.rolled_forward += native.rolled_forward
+            self._report.mended += native.mended
+            self._report.losses += [Loss(row, outcome, detail) for row, outcome, detail in native.losses]
 
     def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
         while pending:

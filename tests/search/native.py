@@ -16,13 +16,19 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from dualwrite.protocol import settle_native
-from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    Outcome,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle_native import (
     UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,
-    OpenTransaction,
     to_repair,
 )
 

@@ -12,14 +12,20 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import ending, later, log, sequences
+from dualwrite.kafka.coordinator import ending, later, log, native, sequences
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.partitions import Place, open_offsets
 from dualwrite.kafka.coordinator.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.protocol.lost_decisions import Later
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
@@ -143,6 +149,30 @@ class KafkaCoordinator:
             ConfigurationError: We may not write under an id.
         """
         return ending.end(self._coordinators, transactions, deadline, committed=committed, once=once)
+
+    def end_exactly(
+        self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """Send ``EndTxn`` v5 for each Kafka id with the producer id and epoch that name one transaction.
+
+        Any process may do so under transaction version 2, and repeat it. Source: KIP-890.
+
+        Raises:
+            Unavailable: Some coordinators did not answer in time. Any of the transactions may have ended.
+            ConfigurationError: We may not write under an id, or a broker is older than 4.0.
+        """
+        named = {kafka_id: PreparedTxnState(*ids) for kafka_id, ids in transactions.items()}
+        return ending.end(self._coordinators, named, deadline, committed=committed, exactly=True)
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
+
+        0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers.
+
+        Raises:
+            Unavailable: Not all brokers answered in time.
+        """
+        return native.transaction_version(self._brokers, deadline)
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -291,6 +321,34 @@ class KafkaCoordinator:
             {key: starts[producer_id, key] for key in partitions if (producer_id, key) in starts}
             for producer_id, partitions in suspects
         ]
+
+    def open_transactions(
+        self, asked: Sequence[tuple[PreparedTxnState, Collection[Partition]]], deadline: Deadline
+    ) -> Sequence[Sequence[OpenTransaction]]:
+        """For each state with partitions: the transactions that its producer has open there, under any epoch.
+
+        A partition of a topic that no broker knows any more shows nothing; nor does one of a new topic, where the state names
+        the old one's id.
+
+        Raises:
+            Unavailable: Some leaders did not answer in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return native.open_transactions(self._brokers, self._topics, asked, deadline)
+
+    def producer_epochs(
+        self, state: PreparedTxnState, deadline: Deadline
+    ) -> Mapping[Partition, tuple[int, int | None] | None]:
+        """By partition of a state, its producer's epoch there now, and the first offset of its open transaction, if any.
+
+        After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there. None if the
+        leader does not know the producer. A partition that certainly no longer exists is left out.
+
+        Raises:
+            Unavailable: Some leaders did not answer in time.
+            ConfigurationError: We may not read or describe a topic.
+        """
+        return native.producer_epochs(self._brokers, self._topics, state, deadline)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.coordinator.log.prove`.

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from dualwrite.kafka.coordinator.routing import Coordinators, Partition
     from dualwrite.protocol.prepared_state import PreparedTxnState
 
-# Version 5 would raise the producer's epoch: the broker would refuse every repetition and fence the owner.
-_NEWEST_END_VERSION: Final = 4
+# Version 5 raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the broker would
+# refuse every repetition of it, and fence the owner.
+_SHARED_EPOCH: Final = {"max_version": 4}
+_EXACT: Final = {"min_version": 5, "max_version": 5}
 # Version 6 is KIP-939's, which brokers mark as unstable.
 _NEWEST_INIT_VERSION: Final = 5
 # The timeout of a retired id: nothing is ever written under it, and every broker allows this value.
@@ -33,6 +35,7 @@ _END_ANSWERS: Final = {
     kafka_errors.InvalidProducerEpochError: EndAnswer.FENCED,
     kafka_errors.ProducerFencedError: EndAnswer.FENCED,
     kafka_errors.InvalidProducerIdMappingError: EndAnswer.NO_SUCH_ID,
+    kafka_errors.TransactionalIdNotFoundError: EndAnswer.NO_SUCH_ID,
     kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
 }
 _OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
@@ -52,9 +55,10 @@ def end(
     deadline: Deadline,
     *,
     committed: bool,
-    once: bool,
+    once: bool = False,
+    exactly: bool = False,
 ) -> Mapping[str, EndAnswer]:
-    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.end`."""
+    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.end`, and with ``exactly``, ``end_exactly`` there."""
 
     def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
         for kafka_id in ids:
@@ -64,7 +68,7 @@ def end(
                 producer_id=state.producer_id,
                 producer_epoch=state.epoch,
                 committed=committed,
-                max_version=_NEWEST_END_VERSION,
+                **(_EXACT if exactly else _SHARED_EPOCH),
             )
             yield request, [kafka_id]
 

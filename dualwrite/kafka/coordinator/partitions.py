@@ -17,6 +17,8 @@ from dualwrite.kafka.coordinator.routing import Leader, Partition, Topic, Topics
 _NO_TRANSACTION: Final = -1
 OpenOffsets = Mapping[tuple[int, int], int]
 """By producer id and epoch, the offset at which its open transaction began."""
+Producers = Mapping[int, tuple[int, int | None]]
+"""By producer id, its epoch, and the offset at which its open transaction began; None if it has none open."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,20 @@ class Place:
 def open_offsets(
     brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
 ) -> dict[Place, OpenOffsets | None]:
-    """The transactions open in each partition, as its leader shows them (``DescribeProducers``).
+    """The transactions open in each partition, as its leader shows them; see :func:`producers`."""
+    shown = producers(brokers, topics, places, deadline, fresh=fresh)
+    return {
+        place: None
+        if there is None
+        else {(number, epoch): start for number, (epoch, start) in there.items() if start is not None}
+        for place, there in shown.items()
+    }
+
+
+def producers(
+    brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
+) -> dict[Place, Producers | None]:
+    """The producers that each partition remembers, as its leader shows them (``DescribeProducers``).
 
     Followers answer that request too, and may lag behind. So each broker gets a second request after it, on the same
     connection, that only the leader of that epoch answers.
@@ -76,7 +91,7 @@ def open_offsets(
         ConfigurationError: We may not read or describe a topic.
     """
 
-    def ask(pending: list[Place]) -> dict[Place, OpenOffsets | NotYet | None]:
+    def ask(pending: list[Place]) -> dict[Place, Producers | NotYet | None]:
         found = topics.find({place.topic for place in pending}, deadline, fresh=fresh)
         leaders = {place: place.leader(found) for place in pending}
         led_by: dict[int, dict[Partition, Leader]] = {}
@@ -87,9 +102,9 @@ def open_offsets(
             (node, request) for node, led in led_by.items() for request in (describe_producers(led), leader_epochs(led))
         ]
         responses = brokers.exchange(requests, deadline)
-        shown: dict[Partition, OpenOffsets | NotYet] = {}
-        for led, producers, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
-            shown |= _joined(led, producers, epochs)
+        shown: dict[Partition, Producers | NotYet] = {}
+        for led, described, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
+            shown |= _joined(led, described, epochs)
         unlisted = NotYet("the broker left a partition out of its answer")
         answers = {
             place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else leader
@@ -102,13 +117,13 @@ def open_offsets(
 
 
 def _joined(
-    led: Collection[Partition], producers: Message | NotYet, epochs: Message | NotYet
-) -> dict[Partition, OpenOffsets | NotYet]:
-    if isinstance(producers, NotYet):
-        return dict.fromkeys(led, producers)
+    led: Collection[Partition], described: Message | NotYet, epochs: Message | NotYet
+) -> dict[Partition, Producers | NotYet]:
+    if isinstance(described, NotYet):
+        return dict.fromkeys(led, described)
     ends = dict.fromkeys(led, epochs) if isinstance(epochs, NotYet) else end_offsets(epochs)
-    answers: dict[Partition, OpenOffsets | NotYet] = {}
-    for topic in producers.topics:
+    answers: dict[Partition, Producers | NotYet] = {}
+    for topic in described.topics:
         for partition in topic.partitions:
             key = (topic.name, partition.partition_index)
             subject = f"the producers of {Place(*key)}"
@@ -120,9 +135,13 @@ def _joined(
                 answers[key] = end
             else:
                 answers[key] = {
-                    (producer.producer_id, producer.producer_epoch): producer.current_txn_start_offset
+                    producer.producer_id: (
+                        producer.producer_epoch,
+                        None
+                        if producer.current_txn_start_offset == _NO_TRANSACTION
+                        else producer.current_txn_start_offset,
+                    )
                     for producer in partition.active_producers
-                    if producer.current_txn_start_offset != _NO_TRANSACTION
                 }
     return answers
 

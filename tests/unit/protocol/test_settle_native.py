@@ -7,13 +7,19 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    Outcome,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle_native import (
     UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,
-    OpenTransaction,
     acted,
     ended,
     fence_raised,

@@ -1,0 +1,215 @@
+"""The steps of settling decided native transactions: :mod:`dualwrite.protocol.settle_native` decides, this asks and acts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dualwrite import failpoints
+from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.errors import Unavailable
+from dualwrite.ports.coordinator import NativeCoordinator
+from dualwrite.ports.store import Claims, Records
+from dualwrite.protocol.identity import Partition
+from dualwrite.protocol.observations import EndAnswer, Outcome
+from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settle_native import (
+    NativeStep,
+    acted,
+    ended,
+    fence_raised,
+    new_fence,
+    next_step,
+    read_fence,
+    recorded,
+    to_repair,
+)
+from dualwrite.recovery.inspect_native import NativeInspection, UnsettledNative
+
+logger = logging.getLogger(__name__)
+
+
+class NativeStore(Claims, Records, Protocol):
+    """The parts of the store that settling a native transaction needs."""
+
+
+class NativeSettling(NativeInspection):
+    """Settles decided native transactions, together in rounds.
+
+    Every step may be repeated, and run by two processes at once.
+
+    Args:
+        coordinator: Kafka.
+        store: The database.
+        deadline: Limits all steps.
+    """
+
+    def __init__(self, coordinator: NativeCoordinator, store: NativeStore, deadline: Deadline) -> None:
+        super().__init__(coordinator, deadline)
+        self._store = store
+        self._between = GrowingPause()
+        self.rolled_forward: list[str] = []
+        """The transactional ids whose decided transaction was committed now."""
+        self.mended: list[str] = []
+        """The transactional ids for which something that the broker had forgotten was ended."""
+        self.losses: list[tuple[StateRow, Outcome, str]] = []
+        """Decided transactions that Kafka does not have, with the evidence."""
+        self._do: dict[NativeStep, Callable[[list[UnsettledNative]], None]] = {
+            **self.questions,
+            NativeStep.END: self._end,
+            NativeStep.WAIT: self._wait,
+            NativeStep.READ_FENCE: self._read_fence,
+            NativeStep.RECORD_COMMITTED: lambda items: self._record(items, Outcome.COMMITTED),
+            NativeStep.RECORD_LOST: lambda items: self._record(items, Outcome.LOST),
+            NativeStep.RECORD_UNVERIFIABLE: lambda items: self._record(items, Outcome.UNVERIFIABLE),
+            NativeStep.RAISE_FENCE: self._raise_fence,
+            NativeStep.ABORT: lambda items: self._end_shown(items, committed=False),
+            NativeStep.JOIN: lambda items: self._end_shown(items, committed=True),
+            NativeStep.REPAIR: self._repair,
+            NativeStep.STOP: self._stop,
+        }
+
+    def run(self, items: Sequence[UnsettledNative]) -> None:
+        """Settle all of them in Kafka and record their outcomes. The caller then raises ``settled_incarnation``.
+
+        Raises:
+            Unavailable: The deadline came first, or a forgotten transaction could be repaired only at the risk of losing it.
+                Completed steps stay done; settle again.
+            ConfigurationError: A right is missing.
+        """
+        while True:
+            groups: dict[NativeStep, list[UnsettledNative]] = {}
+            for item in items:
+                groups.setdefault(next_step(item.known), []).append(item)
+            groups.pop(NativeStep.FINISH, None)
+            if groups.keys() - {NativeStep.WAIT}:
+                groups.pop(NativeStep.WAIT, None)  # waiting ones get their turn when no other can move on
+            if not groups:
+                return
+            for step, group in groups.items():
+                if self._deadline.expired:
+                    raise _too_late(group[0], step)
+                self._do[step](group)
+
+    def _end(self, items: list[UnsettledNative]) -> None:
+        failpoints.hit("settle.before_commit")
+        named = {item.kafka_id: (item.row.prepared.producer_id, item.row.prepared.epoch) for item in items}
+        answers = self._coordinator.end_exactly(named, committed=True, deadline=self._deadline)
+        failpoints.hit("settle.committed")
+        for item in items:
+            answer = answers[item.kafka_id]
+            logger.info("%s: rolling forward %s: %s", item.kafka_id, item.row.prepared, answer.value)
+            if answer is EndAnswer.ENDED:
+                self.rolled_forward.append(item.row.transactional_id)
+            item.known = ended(item.known, answer)
+
+    def _look(self, items: list[UnsettledNative]) -> None:
+        super()._look(items)
+        failpoints.hit("settle.looked")
+
+    def _wait(self, items: list[UnsettledNative]) -> None:
+        self._between.wait(self._deadline)
+        for item in items:
+            item.known = acted(item.known)
+
+    def _read_fence(self, items: list[UnsettledNative]) -> None:
+        rows = {row.transactional_id: row for row in self._store.read([item.row.transactional_id for item in items])}
+        for item in items:
+            row = rows.get(item.row.transactional_id)
+            if row is None or row.namespace != item.row.namespace:
+                raise Unavailable("the row is gone", transactional_id=item.row.transactional_id)
+            item.known = read_fence(item.known, row.prepared, row.settle_fence)
+            if not item.known.is_overwritten:
+                item.row = row
+
+    def _raise_fence(self, items: list[UnsettledNative]) -> None:
+        for item in items:
+            written = self._store.raise_fence(item.row, new_fence(item.known))
+            item.known = fence_raised(item.known, written=written)
+        failpoints.hit("settle.before_retire")
+
+    def _end_shown(self, items: list[UnsettledNative], *, committed: bool) -> None:
+        named = {item.kafka_id: item.ids for item in items}
+        answers = self._coordinator.end_exactly(named, committed=committed, deadline=self._deadline)
+        failpoints.hit("settle.retired")
+        for item in items:
+            answer = answers[item.kafka_id]
+            how = "commit" if committed else "abort"
+            logger.info("%s: ending epoch %d with %s: %s", item.kafka_id, item.ids[1], how, answer.value)
+            item.known = acted(item.known)
+
+    def _repair(self, items: list[UnsettledNative]) -> None:
+        failpoints.hit("repair.before")
+        ends = {item.kafka_id: to_repair(item.known) for item in items}
+        for item in items:
+            partitions, committed = ends[item.kafka_id]
+            logger.warning(
+                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; ending it there now with %s",
+                item.kafka_id,
+                _named(partitions),
+                "commit" if committed else "abort",
+            )
+        added = self._coordinator.add_partitions(
+            {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
+        )
+        failpoints.hit("repair.added")
+        # If not added, another settler has raised the epoch, and does the same.
+        mine = [item for item in items if added[item.kafka_id]]
+        for committed in (True, False):
+            named = {item.kafka_id: item.ids for item in mine if ends[item.kafka_id][1] is committed}
+            if named:
+                self._coordinator.end_exactly(named, committed=committed, deadline=self._deadline)
+        failpoints.hit("repair.ended")
+        self.mended += [item.row.transactional_id for item in mine]
+        self._wait(items)
+
+    def _record(self, items: list[UnsettledNative], outcome: Outcome) -> None:
+        details = [(item.row, outcome, _detail(item, outcome)) for item in items]
+        self._store.record_outcomes(details)
+        failpoints.hit("settle.recorded")
+        for item in items:
+            item.known = recorded(item.known, outcome)
+        if outcome is not Outcome.COMMITTED:
+            for row, _, detail in details:
+                logger.error("%s: %s", row.transactional_id, detail)
+            self.losses += details
+
+    def _stop(self, items: list[UnsettledNative]) -> None:
+        item = items[0]
+        raise Unavailable(
+            f"the broker has forgotten (KAFKA-20734) to end a decided transaction in {_named(item.known.own)}, and could time "
+            "out the repair unnoticed",
+            transactional_id=item.row.transactional_id,
+            next_step="write its commit marker there by hand, and set transaction.max.timeout.ms=2147483647 for later ones",
+        )
+
+
+def _too_late(item: UnsettledNative, step: NativeStep) -> Unavailable:
+    shown = item.known.view.status.value if item.known.view else "nothing yet"
+    return Unavailable(
+        f"settling incarnation {item.incarnation} did not finish in time: the coordinator shows {shown}, "
+        f"the next step is to {step.value}",
+        transactional_id=item.row.transactional_id,
+    )
+
+
+def _detail(item: UnsettledNative, outcome: Outcome) -> str:
+    state, view = item.row.prepared, item.known.view
+    shown = f"the coordinator shows {view.status.value}" if view else "the coordinator was not asked"
+    still_open = f"; it is still open in {_named(item.known.own)}" if item.known.own else ""
+    said = {
+        Outcome.COMMITTED: "committed in Kafka",
+        Outcome.LOST: "decided by the database, aborted by the broker",
+        Outcome.UNVERIFIABLE: "decided by the database; nothing proves its outcome any more",
+    }[outcome]
+    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in state.first_offsets)
+    among = f", among them {where}" if where else ""
+    return (
+        f"transaction {state.producer_id}:{state.epoch} of incarnation {item.incarnation}, "
+        f"in {len(state.partitions)} partitions{among}: {said}; {shown}{still_open}"
+    )
+
+
+def _named(partitions: frozenset[Partition]) -> str:
+    return ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
