@@ -240,6 +240,8 @@ class Both:
             for look, view in zip(list(expected), seen, strict=True):
                 if (view.transaction_state, view.partitions) == expected[look]:
                     del expected[look]
+                    known = transaction(play.broker, look.transactional_id)
+                    names.shown(look.transactional_id, known.producer_id)
             self._only_waiting += bool(expected)
 
     def _clean_up(self, play, names, clients):

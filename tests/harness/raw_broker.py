@@ -51,6 +51,7 @@ class Names:
         self.real_ids = {}
         self.simulated_ids = {}
         self.unnamed = None  # the real producer id that was given out last
+        self.described = {}  # the real producer id that was shown last, by transactional id
 
     def kafka_id(self, name):
         return name and f"{self.prefix}.{name}"
@@ -62,6 +63,13 @@ class Names:
         self.real_ids[simulated.producer_id] = self.unnamed
         self.simulated_ids[self.unnamed] = simulated.producer_id
         return real._replace(producer_id=simulated.producer_id)
+
+    def shown(self, transactional_id, simulated):
+        """Name the producer id of a transactional id, if it is a new one that no answer gave out."""
+        real = self.described[transactional_id]
+        if simulated not in self.real_ids and real not in self.simulated_ids:
+            self.real_ids[simulated] = real
+            self.simulated_ids[real] = simulated
 
     def producer_id(self, simulated):
         return simulated if simulated < 0 else self.real_ids.get(simulated, UNKNOWN_IDS + simulated)
@@ -429,6 +437,7 @@ def _read_describe(names, request, response, versions):
         return None
     if error is not ErrorCode.NONE:
         return sim.DescribeTransactionsResponse(error)
+    names.described[request.transactional_id] = state.producer_id
     places = [names.simulated_place(topic.topic, number) for topic in state.topics for number in topic.partitions]
     return sim.DescribeTransactionsResponse(
         error,
