@@ -21,8 +21,9 @@ other test by hand.
 COLUMNS = """\
 The first column of results names the test that must fail, and fails: on real servers, unless it says "simulated". The second
 tells after how many states the [exhaustive search](proof-search.md) comes to something wrong ("-": it has no such mistake), the
-third after how many [random schedules](proof-model.md), of 5,000 at most, something is found. They find nothing of a mistake
-whose place is not in what is simulated (SQL, the wire, Spark), or that takes an order of steps which chance rarely draws.
+third after how many [random schedules](proof-model.md), of 5,000 at most, something is found ("-": not tried). They find
+nothing of a mistake whose place is not in what is simulated (SQL, the wire, Spark), or that takes an order of steps which
+chance rarely draws.
 """
 
 
