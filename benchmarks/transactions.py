@@ -28,7 +28,7 @@ from dualwrite.kafka.coordinator.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.state import SqlStateStore
 
 PATIENCE_S = 600.0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dualwrite.recovery.forget import ForgetReport, forget
     from dualwrite.recovery.plan import IdStatus
     from dualwrite.recovery.recover import RecoveryReport, recover, status
-    from dualwrite.recovery.settle import Loss
+    from dualwrite.recovery.settling.settle import Loss
     from dualwrite.stores.jobs.batches import Batch, read_batches
     from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
@@ -72,7 +72,7 @@ _LAZY = {
     "DualWriter": "dualwrite.writing.writer",
     "ForgetReport": "dualwrite.recovery.forget",
     "IdStatus": "dualwrite.recovery.plan",
-    "Loss": "dualwrite.recovery.settle",
+    "Loss": "dualwrite.recovery.settling.settle",
     "RecoveryReport": "dualwrite.recovery.recover",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer.transactional",

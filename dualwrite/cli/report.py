@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
 from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
-from dualwrite.recovery.settle import Loss
+from dualwrite.recovery.settling.settle import Loss
 from dualwrite.stores.jobs.batches import Batch
 
 _WIDTH_OF_A_PIPE = 400

@@ -1,7 +1,7 @@
 """Completes handed-over transactions without a claim, so that their owners can go on with their producers.
 
-:mod:`dualwrite.protocol.batches.handed_over` decides the steps. A claim and :func:`dualwrite.recovery.settle.settle` end
-everything that they leave.
+:mod:`dualwrite.protocol.batches.handed_over` decides the steps. A claim and
+:func:`dualwrite.recovery.settling.settle.settle` end everything that they leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dualwrite.ports.store import StateStore
 from dualwrite.protocol.batches.handed_over import CompletionStep, HandedOver, next_completion_step
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.settle import end_participants
+from dualwrite.recovery.settling.settle import end_participants
 
 logger = logging.getLogger(__name__)
 

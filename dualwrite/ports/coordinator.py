@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline
-    from dualwrite.protocol.lost_decisions import Later
     from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, TransactionView
     from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.protocol.settling.lost_decisions import Later
 
 
 class TransactionCoordinator(Protocol):

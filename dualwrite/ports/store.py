@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
     from dualwrite.deadline import Deadline
     from dualwrite.ports.savepoints import SavepointWatch
-    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, Participant, StateRow
+    from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 
 
 class Claims(Protocol):

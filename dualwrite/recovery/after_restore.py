@@ -12,7 +12,7 @@ from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import is_drawn, parsed
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.look_back import lost_decisions, lost_detail
+from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
 
 logger = logging.getLogger(__name__)
 

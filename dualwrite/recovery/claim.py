@@ -19,7 +19,7 @@ from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exp
 
 from dualwrite.deadline import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep, next_doubt_step
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep, next_doubt_step
 from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Final
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import Knowledge, SettleStep
-from dualwrite.recovery.inspect import Unsettled
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep
+from dualwrite.recovery.settling.inspect import Unsettled
 
 _MATTERS: Final = frozenset(
     {

@@ -32,10 +32,10 @@ from dualwrite.recovery.after_restore import (
     went_back,
 )
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
-from dualwrite.recovery.inspect import inspect
 from dualwrite.recovery.plan import IdStatus, Plan, describe
 from dualwrite.recovery.reported import note_told, untold
-from dualwrite.recovery.settle import Loss, SettleReport, settle
+from dualwrite.recovery.settling.inspect import inspect
+from dualwrite.recovery.settling.settle import Loss, SettleReport, settle
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.jobs.slots import living_leases
 from dualwrite.stores.schema import check_schema

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
-from dualwrite.protocol.known_end import PendingStep, next_pending_step
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.known_end import PendingStep, next_pending_step
 from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 from sqlalchemy import select
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.lost_decisions import contradiction
 from dualwrite.stores.tables import MAX_ID_LENGTH
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.rows import Participant
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores import participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now

@@ -24,8 +24,8 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.allowance import Allowance, allow
-from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.recovery.commit_in_doubt import resolve_commit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends
-from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.settling.known_end import EndStep
 
 if TYPE_CHECKING:
     from dualwrite.kafka.coordinator.client import KafkaCoordinator

@@ -20,18 +20,18 @@ from dualwrite.errors import (
 from dualwrite.kafka.producer.ends import know_end
 from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.identity import Partition, is_older
-from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.known_end import EndStep
+from dualwrite.protocol.settling.lost_decisions import contradiction
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.reported import note_told
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
 from dualwrite.writing.losses import FoundLoss, Losses
 from dualwrite.writing.turns import NoTurn, Turns
@@ -39,7 +39,7 @@ from dualwrite.writing.turns import NoTurn, Turns
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.ends import PendingEnd
     from dualwrite.kafka.producer.transactional import TransactionalProducer
-    from dualwrite.recovery.settle import SettleReport
+    from dualwrite.recovery.settling.settle import SettleReport
     from dualwrite.writing.end_watcher import EndWatcher
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from dualwrite.errors import (
     TransactionAborted,
     TransactionInDoubt,
 )
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.state import SqlStateStore
 
 INSERT = text("INSERT INTO orders (id, customer) VALUES (:id, :customer)")

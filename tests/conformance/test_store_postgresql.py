@@ -14,8 +14,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.short_transactions import ShortTransactions
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres

@@ -11,8 +11,8 @@ from harness.patience import PATIENCE_S
 
 from controls.page import render
 from controls.running import Run, is_caught
-from dualwrite.protocol.settle import Knowledge, SettleStep
-from dualwrite.recovery import settle
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep
+from dualwrite.recovery.settling import settle
 
 TESTS = Path(__file__).parents[1]
 CAUGHT_HERE = "state_without_first_offsets"

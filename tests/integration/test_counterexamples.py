@@ -28,8 +28,8 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
-from dualwrite.recovery.look_back import lost_decisions
 from dualwrite.recovery.recover import status
+from dualwrite.recovery.settling.look_back import lost_decisions
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
@@ -328,7 +328,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
 ):
     """Only the database's status of the transaction, the recorded incidents and the log are left to tell."""
     if not verdict_known:
-        from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+        from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 
         monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
     with PostgresProxy(dualwrite_postgres) as proxy:

@@ -10,8 +10,8 @@ from sqlalchemy import create_engine, insert
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
 from dualwrite.cli.group import commands
-from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.observations import Outcome, TransactionStatus
+from dualwrite.protocol.settling import lost_decisions
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed

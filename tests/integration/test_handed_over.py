@@ -13,7 +13,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy

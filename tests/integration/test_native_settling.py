@@ -18,7 +18,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, Outcome, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]

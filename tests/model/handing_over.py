@@ -20,7 +20,7 @@ from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
 from dualwrite.jobs.decide import Decision
 from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.participants import name_of
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lane import Lane

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict, Doubt
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict, Doubt
 from dualwrite.protocol.tables.producer_life import ProducerEvent
 from dualwrite.protocol.tables.write_life import WriteEvent
 from search.stepping import Step

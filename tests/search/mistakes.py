@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from dualwrite.protocol import commit_in_doubt, settle
-from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.protocol.identity import shows_same_transaction
 from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.settling import commit_in_doubt, settle
+from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep
 from search.rules import Rules
 from search.values import Budgets
 from search.world import Bounds, World

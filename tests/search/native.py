@@ -1,6 +1,6 @@
 """Explores every interleaving of settling a native transaction: the product's decisions, over a small broker.
 
-:mod:`dualwrite.protocol.settle_native` decides; this module holds the broker's rules (``TransactionCoordinator.endTransaction``
+:mod:`dualwrite.protocol.settling.settle_native` decides; this module holds the broker's rules (``TransactionCoordinator.endTransaction``
 under transaction version 2, KIP-890), one row, an owner that may be alive, and settlers that may stop at any step.
 
 The owner has decided S, under epoch 0, in both partitions. It ends S, and may begin an undecided transaction U, under epoch 1,
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from dualwrite.protocol import settle_native
 from dualwrite.protocol.observations import (
     EndAnswer,
     LogProof,
@@ -25,7 +24,8 @@ from dualwrite.protocol.observations import (
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle_native import (
+from dualwrite.protocol.settling import settle_native
+from dualwrite.protocol.settling.settle_native import (
     UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,

@@ -20,7 +20,7 @@ HEAD = """\
 A test tries what its author thought of. This search tries everything: every order in which the steps of several processes,
 the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
 
-What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.commit_in_doubt.next_doubt_step`, the
+What decides is the product itself: `dualwrite.protocol.settling.settle.next_step`, `dualwrite.protocol.settling.commit_in_doubt.next_doubt_step`, the
 tables of producers and dual writes, the scan of the log in `dualwrite.kafka.coordinator.log`. The broker is the simulated one, which
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.

@@ -1,7 +1,7 @@
 """One process, step by step: claim, settle, initialise, then transactions. Each step is one request or one statement.
 
 What happens next is never decided here: settling and doubt ask the product's functions, producers and dual writes move by
-the product's tables, and what those do not allow is no step. The recipes around them (``dualwrite.recovery.settle``,
+the product's tables, and what those do not allow is no step. The recipes around them (``dualwrite.recovery.settling.settle``,
 ``claiming``, ``lane``, ``transaction``, ``resolving``) are retold as steps, since they run on threads and servers.
 """
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import commit_in_doubt, identity, known_end, settle
+from dualwrite.protocol import identity
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.settling import commit_in_doubt, known_end, settle
+from dualwrite.protocol.settling.settle import Knowledge
 from dualwrite.stores.rows import check_not_gone_back
 from search import views
 

@@ -1,4 +1,4 @@
-"""Claiming and settling, step by step: ``dualwrite.recovery.claim``, ``dualwrite.recovery.settle``, ``Lane._claim``."""
+"""Claiming and settling, step by step: ``dualwrite.recovery.claim``, ``dualwrite.recovery.settling.settle``, ``Lane._claim``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from simulator import requests as sim
 
 from dualwrite.protocol.identity import others_than
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus
-from dualwrite.protocol.settle import SettleStep, compared, looked, proved, to_end
-from dualwrite.protocol.settle import retired as after_retiring
+from dualwrite.protocol.settling.settle import SettleStep, compared, looked, proved, to_end
+from dualwrite.protocol.settling.settle import retired as after_retiring
 from dualwrite.protocol.tables.write_life import WriteState
 from search.stepping import LATER, OK, Step, recorded
 from search.values import DONE, PLACES, Database, Lock, Process

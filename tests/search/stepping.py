@@ -11,7 +11,7 @@ from simulator.state import Broker
 
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import LogProof, Outcome
-from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from search.values import DONE, NOTHING, Database, Decision, Process, name

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dualwrite.protocol.commit_in_doubt import Doubt
 from dualwrite.protocol.identity import Partition
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.settling.commit_in_doubt import Doubt
+from dualwrite.protocol.settling.known_end import Ended
+from dualwrite.protocol.settling.settle import Knowledge
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.protocol.tables.write_life import WriteState
 

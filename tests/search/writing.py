@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from simulator import requests as sim
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from search.stepping import LATER, OK, Step, committed, recorded

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Final, TypeVar
 
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 
 _WHOLE: Final = "*"
 ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)

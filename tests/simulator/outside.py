@@ -14,9 +14,9 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.later import LaterScan, joined
 from dualwrite.kafka.coordinator.log import Scan, combined
 from dualwrite.kafka.coordinator.partitions import Place
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.lost_decisions import Later
 from simulator.process import Unanswered
 from simulator.requests import (
     COMMIT,

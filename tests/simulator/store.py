@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.deadline import Deadline
-    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
     from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
     from simulator.process import Process
     from simulator.scheduler import Simulation
 

@@ -18,7 +18,6 @@ from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.partitions import Place, open_offsets
 from dualwrite.kafka.coordinator.routing import Coordinators, Partition, Topic, Topics
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.observations import (
     EndAnswer,
     LogProof,
@@ -27,6 +26,7 @@ from dualwrite.protocol.observations import (
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.lost_decisions import Later
 
 if TYPE_CHECKING:
     from typing_extensions import Self

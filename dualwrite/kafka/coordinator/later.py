@@ -19,8 +19,8 @@ from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.partitions import Place, describe_producers
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.lost_decisions import Later
 
 Sequenced = tuple[int, int]
 """An epoch and a sequence number, which identify a record of a producer."""

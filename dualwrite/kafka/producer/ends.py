@@ -1,4 +1,4 @@
-"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.known_end` interprets the answers."""
+"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.settling.known_end` interprets the answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from dualwrite.deadline import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.protocol.known_end import Ended, EndStep, next_end_step
+from dualwrite.protocol.settling.known_end import Ended, EndStep, next_end_step
 
 logger = logging.getLogger(__name__)
 

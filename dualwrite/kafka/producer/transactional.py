@@ -32,8 +32,8 @@ from dualwrite.kafka.producer.librdkafka.handle import Handle, MakeHandle, produ
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.known_end import EndStep
 from dualwrite.protocol.tables.producer_life import WAY_ON, ProducerEvent, ProducerState
 
 if TYPE_CHECKING:

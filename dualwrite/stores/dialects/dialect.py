@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+    from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
     from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
 

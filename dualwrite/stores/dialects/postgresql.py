@@ -16,7 +16,7 @@ from sqlalchemy import Integer, Numeric, Text, case, func, literal_column, selec
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.watchdog import WATCHDOG
 from dualwrite.stores.dialects.witness import PsycopgWitness

@@ -19,7 +19,7 @@ from sqlalchemy import exc, literal_column, update
 from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.witness import SqliteWitness
 

@@ -23,7 +23,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
-from dualwrite.recovery.settle import end_participants
+from dualwrite.recovery.settling.settle import end_participants
 from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.columns.table import read_table
 from dualwrite.sinks.spark.driver.prepared_limit import choose_staging

@@ -1,7 +1,7 @@
 """The database leg by prepared transactions: tasks load the target and prepare; one decision commits or aborts all of them.
 
 Prepared rows keep their locks, and stay invisible, until the settler of their slot ends the transaction
-(:func:`dualwrite.recovery.settle.end_participants`): the driver right after its decision, or the next driver.
+(:func:`dualwrite.recovery.settling.settle.end_participants`): the driver right after its decision, or the next driver.
 """
 
 from __future__ import annotations

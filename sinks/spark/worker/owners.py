@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 
 if TYPE_CHECKING:
     from dualwrite.deadline import Deadline

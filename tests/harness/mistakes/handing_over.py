@@ -10,7 +10,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.identity import belongs
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.recovery import settle
+from dualwrite.recovery.settling import settle
 from dualwrite.writing import lane
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.protocol import settle as rules
 from dualwrite.protocol.identity import is_open, others_than
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import Knowledge, SettleStep
-from dualwrite.recovery import look_back, plan, recover, reported
-from dualwrite.recovery import settle as settling
+from dualwrite.protocol.settling import settle as rules
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep
+from dualwrite.recovery import plan, recover, reported
+from dualwrite.recovery.settling import look_back
+from dualwrite.recovery.settling import settle as settling
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -109,7 +110,7 @@ def coordinator_outweighs_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/protocol/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
+        "unit/protocol/settling/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
         "SettleStep.REPAIR_MARKERS",
     )
 )
@@ -132,7 +133,7 @@ def never_retired(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/recovery/test_settle.py::test_a_next_transaction_that_begins_between_two_questions_is_not_committed",
+        "unit/recovery/settling/test_settle.py::test_a_next_transaction_that_begins_between_two_questions_is_not_committed",
         r"\['m1', 'm2'\] == \['m1'\]",
     )
 )

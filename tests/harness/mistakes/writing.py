@@ -7,10 +7,10 @@ import pytest
 from dualwrite.deadline import Deadline
 from dualwrite.errors import CompletionPending, Fenced
 from dualwrite.protocol.allowance import Allowance
-from dualwrite.protocol.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
-from dualwrite.recovery.settle import SettleReport
+from dualwrite.recovery.settling.settle import SettleReport
 from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.dialects.witness import PsycopgWitness
 from dualwrite.stores.state import SqlStateStore

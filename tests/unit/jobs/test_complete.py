@@ -10,7 +10,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.jobs.complete import complete_handed_over
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.writing.block import Ending
 
 

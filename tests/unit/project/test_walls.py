@@ -14,9 +14,10 @@ PLANTED = {
     "the rooms point one way": ("errors", "dualwrite.deadline"),
     "the protocol: batches and decisions over values, tables on their own": (
         "protocol/naming",
-        "dualwrite.protocol.settle",
+        "dualwrite.protocol.settling.settle",
     ),
-    "recovery: calls for people over recipes": ("recovery/settle", "dualwrite.recovery.claim"),
+    "recovery: calls for people over recipes": ("recovery/reported", "dualwrite.recovery.recover"),
+    "recovery: settling over looking": ("recovery/settling/look_back", "dualwrite.recovery.settling.settle"),
     "writing: the writer over lanes over one dual write": ("writing/turns", "dualwrite.writing.writer"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
@@ -41,7 +42,7 @@ PLANTED = {
         "sinks/spark/options/near_names",
         "dualwrite.sinks.spark.schemas.parts",
     ),
-    "the pure core imports no driver and does no I/O": ("protocol/settle", "sqlalchemy"),
+    "the pure core imports no driver and does no I/O": ("protocol/settling/settle", "sqlalchemy"),
     "the ports import no driver": ("ports/store", "psycopg"),
     "the simulated broker is pure": ("../simulator/broker", "time"),
 }

@@ -5,8 +5,8 @@ from harness.databases import prepared
 
 from dualwrite.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.commit_in_doubt import DoubtStep
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.commit_in_doubt import resolve_commit
 

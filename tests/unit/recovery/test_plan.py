@@ -10,9 +10,9 @@ from dualwrite.protocol.identity import own_partitions
 from dualwrite.protocol.observations import Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import initial, looked, next_step
-from dualwrite.recovery.inspect import Unsettled
+from dualwrite.protocol.settling.settle import initial, looked, next_step
 from dualwrite.recovery.plan import describe
+from dualwrite.recovery.settling.inspect import Unsettled
 
 STATE = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
 ROW = StateRow(

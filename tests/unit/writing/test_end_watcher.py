@@ -10,8 +10,8 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.observations import LogProof
+from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.writing.end_watcher import EndWatcher
 
 PATIENCE_S = 60.0

@@ -26,7 +26,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.tables import VERSION_TABLE
 from dualwrite.writing.block import dual_write
 from dualwrite.writing.lane import Lane

@@ -26,8 +26,8 @@ from dualwrite.kafka.producer.librdkafka.failures import (
     kafka_exception_behind,
 )
 from dualwrite.kafka.producer.librdkafka.handle import Handle, IdLogger
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
 

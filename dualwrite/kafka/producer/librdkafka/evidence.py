@@ -12,9 +12,9 @@ from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, Transac
 from dualwrite.kafka.producer.librdkafka.sequences import Sequences
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.identity import OFFSETS_TOPIC
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.librdkafka.doubt import OpenTransaction

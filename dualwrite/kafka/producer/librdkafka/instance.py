@@ -24,8 +24,8 @@ from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProdu
 from dualwrite.kafka.producer.librdkafka.evidence import OLD_S
 from dualwrite.kafka.producer.librdkafka.failures import Failure, Phase, failure_of, kafka_error
 from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
-from dualwrite.protocol.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
 
 logger = logging.getLogger(__name__)
 

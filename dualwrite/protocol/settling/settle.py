@@ -1,6 +1,6 @@
 """Settling: bring Kafka in line with the row, for one incarnation of one transactional id (KIP-939's recovery recipe).
 
-:func:`next_step` decides everything from the knowledge so far; the recipe in ``dualwrite.recovery.settle`` only asks and acts.
+:func:`next_step` decides everything from the knowledge so far; the recipe in ``dualwrite.recovery.settling`` only acts.
 The order of the questions is part of the protocol: the coordinator first, *then* the partitions. In the other order, the
 transaction that a partition showed may have ended before the coordinator showed a later one of the same epoch.
 

@@ -6,10 +6,10 @@ from simulator.environment import time_out
 
 from dualwrite.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.inspect import inspect
-from dualwrite.recovery.settle import settle
+from dualwrite.recovery.settling.inspect import inspect
+from dualwrite.recovery.settling.settle import settle
 from dualwrite.writing.block import Ending
 
 

@@ -10,7 +10,7 @@ from dualwrite.kafka.coordinator.partitions import Place
 from dualwrite.protocol.identity import own_among
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settle import (
+from dualwrite.protocol.settling.settle import (
     Knowledge,
     SettleStep,
     compared,

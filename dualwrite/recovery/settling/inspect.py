@@ -13,8 +13,17 @@ from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.identity import Partition, belongs, is_open, others_than
 from dualwrite.protocol.observations import TransactionView
 from dualwrite.protocol.rows import Participant, StateRow
-from dualwrite.protocol.settle import QUESTIONS, Knowledge, SettleStep, compared, initial, looked, next_step, proved
-from dualwrite.recovery.inspect_native import UnsettledNative, inspect_native, native_of, unsettled_native
+from dualwrite.protocol.settling.settle import (
+    QUESTIONS,
+    Knowledge,
+    SettleStep,
+    compared,
+    initial,
+    looked,
+    next_step,
+    proved,
+)
+from dualwrite.recovery.settling.inspect_native import UnsettledNative, inspect_native, native_of, unsettled_native
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.observations import EndAnswer, Outcome, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle_native import initial
-from dualwrite.recovery.settle import settle
+from dualwrite.protocol.settling.settle_native import initial
+from dualwrite.recovery.settling.settle import settle
 
 Status = TransactionStatus
 KNOWN = small.State()

@@ -1,8 +1,8 @@
 """The settling recipe: bring Kafka in line with the rows, for one or for thousands of incarnations at once.
 
 All incarnations move together in rounds, so that a round asks each broker once, however many there are.
-:func:`dualwrite.protocol.settle.next_step` alone decides what happens to each. Every step may be repeated, and run by two
-processes at once.
+:func:`dualwrite.protocol.settling.settle.next_step` alone decides what happens to each. Every step may be repeated, and
+run by two processes at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import EndAnswer, Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Participant, StateRow
-from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
-from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
-from dualwrite.recovery.inspect_native import UnsettledNative, native_of, unsettled_native
-from dualwrite.recovery.look_back import lost_decisions, lost_detail
-from dualwrite.recovery.settle_native import NativeSettling
+from dualwrite.protocol.settling.settle import SettleStep, looked, next_step, retired, to_end
+from dualwrite.recovery.settling.inspect import Inspection, Unsettled, unsettled
+from dualwrite.recovery.settling.inspect_native import UnsettledNative, native_of, unsettled_native
+from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
+from dualwrite.recovery.settling.settle_native import NativeSettling
 
 logger = logging.getLogger(__name__)
 

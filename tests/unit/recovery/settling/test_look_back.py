@@ -10,7 +10,7 @@ from dualwrite.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.recovery.look_back import lost_decisions, lost_detail
+from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
 
 
 def looking(*, of=None, **kwargs):

@@ -16,7 +16,7 @@ from dualwrite.protocol.observations import (
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle_native import (
+from dualwrite.protocol.settling.settle_native import (
     UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,

@@ -10,10 +10,10 @@ from search import native as small
 from dualwrite.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.protocol.settle import SettleStep
-from dualwrite.recovery.inspect import inspect
-from dualwrite.recovery.inspect_native import native_of, unsettled_native
-from unit.recovery.test_settle_native import HUNG, KNOWN, TIMED_OUT, SmallCoordinator, row_of
+from dualwrite.protocol.settling.settle import SettleStep
+from dualwrite.recovery.settling.inspect import inspect
+from dualwrite.recovery.settling.inspect_native import native_of, unsettled_native
+from unit.recovery.settling.test_settle_native import HUNG, KNOWN, TIMED_OUT, SmallCoordinator, row_of
 
 GONE = replace(KNOWN, status=TransactionStatus.NO_SUCH_ID)
 COMMITTED = small.drained(small.end(KNOWN, 0, committed=True)[0])

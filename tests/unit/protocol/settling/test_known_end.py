@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.known_end import Ended, EndStep, PendingStep, next_end_step, next_pending_step
 from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended, EndStep, PendingStep, next_end_step, next_pending_step
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)))
 P0, P1 = ("orders", 0), ("orders", 1)

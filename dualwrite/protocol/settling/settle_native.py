@@ -1,6 +1,6 @@
 """Settling a decided transaction of the native engine, which producer id and epoch name exactly (transaction version 2).
 
-:func:`next_step` decides everything from the knowledge so far, as :func:`dualwrite.protocol.settle.next_step` does for
+:func:`next_step` decides everything from the knowledge so far, as :func:`dualwrite.protocol.settling.settle.next_step` does for
 librdkafka's transactions. Only incarnations with a decided transaction are settled by these rules: whatever an undecided
 incarnation left open is aborted, and ``InitProducerId`` can do that for either engine.
 

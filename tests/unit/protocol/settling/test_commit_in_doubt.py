@@ -3,9 +3,9 @@
 from dataclasses import replace
 from itertools import product
 
-from dualwrite.protocol.commit_in_doubt import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
 from dualwrite.protocol.observations import LogProof, Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
 
 
 def state(incarnation: int, offset: int) -> PreparedTxnState:

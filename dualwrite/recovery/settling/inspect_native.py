@@ -13,8 +13,8 @@ from dualwrite.ports.coordinator import NativeCoordinator, TransactionCoordinato
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import EndAnswer
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.settle_native import (
+from dualwrite.protocol.settling.settle import SettleStep
+from dualwrite.protocol.settling.settle_native import (
     NativeKnowledge,
     NativeStep,
     found_open,

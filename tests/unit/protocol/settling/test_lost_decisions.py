@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.lost_decisions import (
+from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settling.lost_decisions import (
     CLOCKS_DIFFER_MS,
     Known,
     Later,
@@ -14,8 +16,6 @@ from dualwrite.protocol.lost_decisions import (
     look_up,
     lost_decision,
 )
-from dualwrite.protocol.observations import TransactionStatus, TransactionView
-from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 COMMITTED = {TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT}
 NONE = Known(None, None)

@@ -1,4 +1,4 @@
-"""The steps of settling decided native transactions: :mod:`dualwrite.protocol.settle_native` decides, this asks and acts."""
+"""Settles decided native transactions: :mod:`dualwrite.protocol.settling.settle_native` decides, this asks and acts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualwrite.ports.store import Claims, Records
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import EndAnswer, Outcome
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settle_native import (
+from dualwrite.protocol.settling.settle_native import (
     NativeStep,
     acted,
     ended,
@@ -25,7 +25,7 @@ from dualwrite.protocol.settle_native import (
     recorded,
     to_repair,
 )
-from dualwrite.recovery.inspect_native import NativeInspection, UnsettledNative
+from dualwrite.recovery.settling.inspect_native import NativeInspection, UnsettledNative
 
 logger = logging.getLogger(__name__)
 
