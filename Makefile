@@ -32,7 +32,7 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
 	$(PY) -m pytest -q tests/unit
 
-test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (about twenty minutes on two cores; THOROUGH=1: every one of them)
+test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (a quarter of an hour on two cores; THOROUGH=1: every one of them)
 	@$(MAKE) --no-print-directory archive & archive=$$!; $(MAKE) --no-print-directory lint types && wait $$archive
 	@echo "beside the tests: those with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$oldest' INT TERM; \

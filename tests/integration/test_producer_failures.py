@@ -106,7 +106,11 @@ def test_one_bad_message_among_many_is_found(ready, dualwrite_topic, narrow_topi
     assert producer.state is ProducerState.FAILED
     with suppress(Unavailable):  # librdkafka still had messages on their way, which depends on the broker's pace
         producer.abort_transaction()
-    assert producer.doubtful or works_again(producer, dualwrite_topic, values)
+    try:
+        assert producer.doubtful or works_again(producer, dualwrite_topic, values)
+    except TransactionAborted:  # librdkafka may leave a gap before its next message: that transaction is refused, too
+        producer.abort_transaction()
+        assert works_again(producer, dualwrite_topic, values)
 
 
 @pytest.mark.parametrize("bulk", [False, True])
