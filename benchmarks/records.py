@@ -19,7 +19,7 @@ from contextlib import closing
 from typing import Any
 
 import pyarrow as pa
-from harness.native_producer import NativeProducer
+from harness.native import NativeProducer
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from benchmarks.servers import machine
@@ -79,7 +79,7 @@ NOT_SENT = {"from columns, sealed but not sent"}
 
 
 def _sent(kafka: EmbeddedKafka, topic: str, found: Iterator[tuple[int, RecordsBody]]) -> float:
-    with closing(NativeProducer(kafka.client_config())) as producer:
+    with closing(NativeProducer(kafka.client_config(), timeout_ms=60_000)) as producer:
         started = time.process_time()
         for partition, body in found:
             producer.send(topic, partition, body)

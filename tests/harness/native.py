@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
-from kafka.protocol.producer.transaction import InitProducerIdRequest
-from kafka.record.default_records import DefaultRecordBatchBuilder
+from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.network import NotYet
 from dualwrite.kafka.coordinator.routing import Coordinators, Topics
+from dualwrite.kafka.producer.native.records.body import RecordsBody
+from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
+from dualwrite.kafka.producer.native.records.compression import Codec
 from harness.patience import wait_until
 
 NATIVE, UNVERIFIED = 12, 11
@@ -24,20 +27,32 @@ UNLIMITED_MS = 2**31 - 1
 
 
 class NativeProducer:
-    """One producer instance, with all its connections. Close it after use."""
+    """One producer instance, with all its connections. Close it after use.
 
-    def __init__(self, config: Mapping[str, Any], kafka_id: str, *, timeout_ms: int = UNLIMITED_MS) -> None:
+    Attributes:
+        sent: The sealed batches of each partition, in their order.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], kafka_id: str | None = None, *, timeout_ms: int = UNLIMITED_MS
+    ) -> None:
         self._brokers = Brokers(KafkaConfig.parse(config))
         self._topics = Topics(self._brokers)
         self._sequences: dict[tuple[str, int, int], int] = {}
-        self.kafka_id = kafka_id
-        request = {"transactional_id": kafka_id, "transaction_timeout_ms": timeout_ms}
+        self.kafka_id = kafka_id or f"native-{secrets.token_hex(4)}"
+        self.sent: dict[int, list[bytes]] = {}
+        request = {"transactional_id": self.kafka_id, "transaction_timeout_ms": timeout_ms}
         answer = self._until_done(
             self.coordinator,
             lambda: InitProducerIdRequest(**request, producer_id=-1, producer_epoch=-1, max_version=5),
             lambda response: response.error_code,
         )
         self.producer_id, self.epoch = answer.producer_id, answer.producer_epoch
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """Producer id and epoch of the next transaction."""
+        return self.producer_id, self.epoch
 
     @property
     def coordinator(self) -> int:
@@ -56,11 +71,17 @@ class NativeProducer:
         self, topic: str, partition: int, value: str, *, epoch: int | None = None, version: int = NATIVE
     ) -> int:
         """Produce one message; returns its offset."""
+        builder = RecordsBuilder(Codec(), limit_bytes=1 << 20)
+        builder.append(value.encode(), b"k", (), int(time.time() * 1000))
+        return self.send(topic, partition, builder.build(), epoch=epoch, version=version)
+
+    def send(
+        self, topic: str, partition: int, body: RecordsBody, *, epoch: int | None = None, version: int = NATIVE
+    ) -> int:
+        """Seal a body and send it; the broker has it on return. Returns its first offset."""
         epoch = self.epoch if epoch is None else epoch
         sequence = self._sequences.get((topic, partition, epoch), 0)
-        built = DefaultRecordBatchBuilder(2, 0, True, self.producer_id, epoch, sequence, 1 << 20)
-        built.append(0, int(time.time() * 1000), b"k", value.encode(), [])
-        records = bytes(built.build())
+        records = body.sealed(self.producer_id, epoch, sequence)
 
         def request():
             of = ProduceRequest.TopicProduceData.PartitionProduceData(index=partition, records=records)
@@ -78,8 +99,24 @@ class NativeProducer:
         answer = self._until_done(
             found.leaders[partition].node, request, lambda one: one.responses[0].partition_responses[0].error_code
         )
-        self._sequences[topic, partition, epoch] = sequence + 1
+        self._sequences[topic, partition, epoch] = sequence + body.count
+        self.sent.setdefault(partition, []).append(records)
         return answer.responses[0].partition_responses[0].base_offset
+
+    def end(self, *, commit: bool) -> None:
+        """Commit or abort; the next transaction has an epoch of its own, whose sequence numbers begin at 0."""
+        answer = self._until_done(
+            self.coordinator,
+            lambda: EndTxnRequest(
+                transactional_id=self.kafka_id,
+                producer_id=self.producer_id,
+                producer_epoch=self.epoch,
+                committed=commit,
+                min_version=5,
+            ),
+            lambda response: response.error_code,
+        )
+        self.producer_id, self.epoch = answer.producer_id, answer.producer_epoch
 
     def _until_done(self, node, request, code):
         answers = []

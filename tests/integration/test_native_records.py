@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from harness import kafka_tools
 from harness.kafka_tools import NULL
-from harness.native_producer import NativeProducer
+from harness.native import NativeProducer
 from harness.patience import PATIENCE_S
 
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
@@ -36,7 +36,7 @@ class Written:
 
     def __init__(self, kafka, topic):
         self.topic = topic
-        with closing(NativeProducer(kafka)) as producer:
+        with closing(NativeProducer(kafka, timeout_ms=60_000)) as producer:
             self.ids = producer.ids
             for commit in (True, False):
                 for partition, codec in enumerate(CODECS):

@@ -137,12 +137,14 @@ class Brokers:
 
     Args:
         config: How to connect.
+        make_network: Makes the connections from kafka-python's settings.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
     """
 
-    def __init__(self, config: KafkaConfig) -> None:
+    def __init__(self, config: KafkaConfig, make_network: Callable[[Mapping[str, object]], Network] = Network) -> None:
+        self._make_network = make_network
         self._arguments = config.kafka_python()
         unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
         if unknown:  # kafka-python would ignore them silently
@@ -257,7 +259,7 @@ class Brokers:
             if self._closed:
                 raise IllegalStateError("the connections to Kafka are closed")
             if self._network is None:
-                self._network = Network(self._arguments)
+                self._network = self._make_network(self._arguments)
             return self._network
 
     def _exchange(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
@@ -113,7 +113,10 @@ class Network:
         with _quietly():
             self._loop = _Selector(client_id=arguments["client_id"])
             self.lanes = [self._lane()]
-            self._loop.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._loop.start()
 
     def _lane(self) -> KafkaConnectionManager:
         # No limit on requests in flight: kafka-python fails those above it instead of queueing them.
@@ -159,18 +162,21 @@ class Network:
                     answers.append(error)
             return answers
 
-        done = threading.Event()
         try:
             future = self._loop.call_soon_with_future(send_all)
         except Exception as error:
             raise NetworkLoopEnded from error
-        future.add_both(lambda _: done.set())
-        if not done.wait(deadline.remaining_s()):
+        if not self._wait(future, deadline):
             raise NotYet("no answer", unreachable=True)
         if future.exception is not None:
             raise NetworkLoopEnded from future.exception
         answers: list[Message | Exception] = future.value
         return answers
+
+    def _wait(self, future: Message, deadline: Deadline) -> bool:
+        done = threading.Event()
+        future.add_both(lambda _: done.set())
+        return done.wait(deadline.remaining_s())
 
     def close(self) -> None:
         """Close the connections and end the thread."""
@@ -183,6 +189,51 @@ class Network:
         with _quietly():
             self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
             closed.wait(1.0)  # a loop that hangs in a DNS look-up does not answer
+            self._loop.close()
+
+
+class CallersNetwork(Network):
+    """The same without a thread: the loop runs while its one user waits. No answer has to pass from one thread to another.
+
+    Between calls nothing happens but what the kernel does with bytes that were written.
+
+    Args:
+        arguments: kafka-python's settings.
+    """
+
+    def _start(self) -> None:
+        self._loop.config["slow_task_threshold_secs"] = 0  # its warnings are about a thread that many wait for
+
+    def _wait(self, future: Message, deadline: Deadline) -> bool:
+        while not future.is_done and not deadline.expired:
+            self.serve(deadline.remaining_s())
+        return bool(future.is_done)
+
+    def post(self, node: int, request: Message, done: Callable[[Message | Exception], None]) -> None:
+        """Send a request without a wait for its answer.
+
+        Args:
+            node: The broker's id.
+            request: The request, built afresh.
+            done: Called once, with the answer or the error, by this call or by a later one of this object.
+        """
+        with _quietly():
+            answer = _sent(self.lanes[0], node, request, None)
+            if isinstance(answer, Exception):
+                done(answer)
+                return
+            answer.add_both(lambda _: done(answer.value if answer.exception is None else answer.exception))
+
+    def serve(self, seconds: float) -> None:
+        """Send and receive what can be at once; wait up to that long for something to do."""
+        with _quietly():
+            self._loop.poll(timeout_ms=seconds * 1000)
+
+    def close(self) -> None:
+        """Close the connections."""
+        with _quietly():
+            for lane in self.lanes:
+                lane.close()
             self._loop.close()
 
 

@@ -151,12 +151,13 @@ _PRODUCE: Final = {
     Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Meaning.ABORT,
     Code.POLICY_VIOLATION: Meaning.ABORT,
     Code.TOPIC_AUTHORIZATION_FAILED: Meaning.ABORT,
-    Code.TRANSACTION_ABORTABLE: Meaning.ABORT,
     Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
     # Behind a batch that failed the answer comes by itself; see `PartitionQueue`. At the head it is a gap that nobody explains.
     Code.OUT_OF_ORDER_SEQUENCE_NUMBER: Meaning.ABORT,
     # The epoch is not ours any more, or the transaction of this epoch has ended: by its time-out, an operator, a settler.
     Code.INVALID_TXN_STATE: Meaning.END,
+    # A leader asks about several producers at once, and says one for the other where they are of different versions.
+    Code.TRANSACTION_ABORTABLE: Meaning.END,
     Code.INVALID_PRODUCER_EPOCH: Meaning.END,
     Code.PRODUCER_FENCED: Meaning.END,
     Code.INVALID_PRODUCER_ID_MAPPING: Meaning.END,
@@ -190,9 +191,9 @@ _TXN_OFFSET_COMMIT: Final = {
     Code.GROUP_AUTHORIZATION_FAILED: Meaning.ABORT,
     Code.TOPIC_AUTHORIZATION_FAILED: Meaning.ABORT,
     Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Meaning.ABORT,
-    Code.TRANSACTION_ABORTABLE: Meaning.ABORT,
     Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
     Code.INVALID_TXN_STATE: Meaning.END,
+    Code.TRANSACTION_ABORTABLE: Meaning.END,
     Code.INVALID_PRODUCER_EPOCH: Meaning.END,
     Code.PRODUCER_FENCED: Meaning.END,
     Code.INVALID_PRODUCER_ID_MAPPING: Meaning.END,

@@ -257,6 +257,20 @@ class ProduceCore:
             self._queues[key].note_unanswered(batch, now + self._backoff_s(batch))
             self._forget_leader(key)
 
+    def note_missing(self, topic: str, now: float) -> None:
+        """No broker knows the topic: refuse the transaction if that lasts for longer than ``topic_s``."""
+        for key, queue in self._busy.items():
+            oldest = queue.oldest
+            if key[0] == topic and oldest is not None and now > oldest.closed_at + self._limits.topic_s:
+                self._refuse(Meaning.ABORT, Code.UNKNOWN_TOPIC_OR_PARTITION, key)
+
+    def note_recreated(self, topic: str) -> None:
+        """The topic was deleted and made again since the transaction's first message to it: refuse the transaction."""
+        for key in self._queues:
+            if key[0] == topic:
+                self._refuse(Meaning.ABORT, Code.UNKNOWN_TOPIC_ID, key)
+                return
+
     def give_up(self, now: float) -> None:
         """Refuse the transaction if a batch has waited for its acknowledgement longer than ``delivery_s``."""
         for key, queue in self._busy.items():

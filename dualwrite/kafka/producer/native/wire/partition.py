@@ -166,7 +166,9 @@ class PartitionQueue:
 
     def ready_at(self) -> float | None:
         """When the next batch may be sent again; None if that depends on answers alone."""
-        for batch in self._batches:
+        for index, batch in enumerate(self._batches):
+            if index == MAX_IN_FLIGHT or (index and not self._knows_us):
+                return None
             if not batch.in_flight:
                 return batch.ready_at
         return None

@@ -213,6 +213,36 @@ def test_a_batch_that_is_never_acknowledged_aborts():
     assert to.refusal == Refusal(Meaning.ABORT, Code.NOT_ENOUGH_REPLICAS, HERE)
 
 
+def test_only_answers_bring_on_what_waits_for_them():
+    to = core()
+    append(to, *[b"x"] * 9)
+    [first] = sent(to)
+    assert to.next_at() == 60.0
+    to.answered(first, {HERE: DONE}, 0.0)
+    assert len(sent(to)) == MAX_IN_FLIGHT
+    assert to.next_at() == 60.0
+
+
+def test_a_topic_that_no_broker_knows_is_awaited_for_a_while():
+    to = core()
+    append(to, b"a")
+    [one] = sent(to)
+    to.unanswered(one, 0.0)
+    to.note_missing("t", 5.0)
+    assert to.refusal is None
+    to.note_missing("t", 5.1)
+    assert to.refusal == Refusal(Meaning.ABORT, Code.UNKNOWN_TOPIC_OR_PARTITION, HERE)
+
+
+def test_a_topic_that_was_made_again_is_another_one():
+    to = core()
+    to.note_recreated("t")
+    assert to.refusal is None  # nothing was sent to it
+    append(to, b"a")
+    to.note_recreated("t")
+    assert to.refusal == Refusal(Meaning.ABORT, Code.UNKNOWN_TOPIC_ID, HERE)
+
+
 def test_pauses_grow():
     to = core()
     append(to, b"a")

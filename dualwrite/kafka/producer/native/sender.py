@@ -1,0 +1,175 @@
+"""Sends the messages of one producer's transactions, on connections of its own, in the thread that uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from dualwrite.deadline import Deadline, now_s
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
+from dualwrite.kafka.coordinator.network import CallersNetwork, Message, Network, NotYet
+from dualwrite.kafka.coordinator.routing import Topic, Topics
+from dualwrite.kafka.producer.native.messages import produce, produced
+from dualwrite.kafka.producer.native.wire.core import Delivered, ProduceCore, ToSend
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+_LOOK_UP_AGAIN_S: Final = 0.02
+_LOOK_UP_S: Final = 5.0
+
+
+class Sender:
+    """Connects a :class:`ProduceCore` to the brokers. Used by one thread at a time.
+
+    Between calls only those bytes move that a call has given to the kernel: call :meth:`pump` now and then.
+
+    Args:
+        config: How to connect.
+        kafka_id: The transactional id.
+    """
+
+    def __init__(self, config: KafkaConfig, kafka_id: str) -> None:
+        self._id = kafka_id
+        self._network: CallersNetwork | None = None
+        self._brokers = Brokers(config, self._connect)
+        self._topics = Topics(self._brokers)
+        self._topic_ids: dict[str, str] = {}
+        self._ids = (-1, -1)
+        self._core: ProduceCore | None = None
+        self._looked_up_at = 0.0
+        self.delivered: list[Delivered] = []
+
+    def _connect(self, arguments: Mapping[str, object]) -> Network:
+        self._network = CallersNetwork(arguments)
+        return self._network
+
+    @property
+    def brokers(self) -> Brokers:
+        """The connections, for this thread's other requests."""
+        return self._brokers
+
+    @property
+    def topic_ids(self) -> Mapping[str, str]:
+        """The id of each topic that the transaction writes to."""
+        return self._topic_ids
+
+    def begin(self, ids: tuple[int, int], core: ProduceCore) -> None:
+        """Send the messages of this core from now on, under this producer id and epoch."""
+        self._ids, self._core = ids, core
+        self._topic_ids = {}
+        self.delivered = []
+
+    def topic(self, name: str, deadline: Deadline) -> Topic | None:
+        """The topic with its partitions, from the cache if it is known; None if there is none.
+
+        Raises:
+            Unavailable: No broker answered.
+            ConfigurationError: We may not describe it.
+        """
+        [found] = until_answered([name], partial(self._find, deadline), deadline, f"describe topic {name!r}").values()
+        if found[0] is not None:
+            self._learn(name, found[0])
+        return found[0]
+
+    def _find(
+        self, deadline: Deadline, names: list[str], *, fresh: bool = False
+    ) -> dict[str, tuple[Topic | None] | NotYet]:
+        found = self._topics.find(names, deadline, fresh=fresh)
+        return {name: topic if isinstance(topic, NotYet) else (topic,) for name, topic in found.items()}
+
+    def _learn(self, name: str, topic: Topic) -> None:
+        assert self._core is not None
+        first = self._topic_ids.setdefault(name, topic.topic_id or "")
+        if first != topic.topic_id:
+            self._core.note_recreated(name)
+        else:
+            self._core.learn(
+                name, {number: None if lead is None else lead.node for number, lead in topic.leaders.items()}
+            )
+
+    def pump(self) -> None:
+        """Send what may be sent now, and take the answers that are there. Does not wait."""
+        if self._core is not None and self._network is not None:
+            self._send(flush=False)
+            self._network.serve(0)
+            self._network.serve(0)  # the first one finds out that the socket takes bytes, the second one writes
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Send everything, and wait for the acknowledgements.
+
+        Returns:
+            Whether everything was acknowledged. Otherwise the core was refused, or the deadline has come.
+        """
+        core = self._core
+        assert core is not None
+        while not core.is_flushed and core.refusal is None and not deadline.expired:
+            core.give_up(now_s())
+            if core.outdated and now_s() >= self._looked_up_at + _LOOK_UP_AGAIN_S:
+                self._look_up(deadline)
+            self._send(flush=True)
+            if not core.is_flushed and core.refusal is None:
+                self._wait(deadline)
+        return core.is_flushed
+
+    def drain(self, deadline: Deadline) -> None:
+        """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
+        while self._core is not None and self._core.in_flight and not deadline.expired:
+            assert self._network is not None
+            self._network.serve(deadline.remaining_s())
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._brokers.close()
+
+    def _wait(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        assert self._network is not None
+        waits = [deadline.remaining_s()]
+        if (at := self._core.next_at()) is not None:
+            waits.append(max(0.0, at - now_s()))
+        if self._core.outdated:
+            waits.append(_LOOK_UP_AGAIN_S)
+        self._network.serve(min(waits))
+
+    def _look_up(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        names = sorted(self._core.outdated)
+        try:
+            found = self._find(Deadline(min(_LOOK_UP_S, deadline.remaining_s())), names, fresh=True)
+        except NotYet as reason:
+            logger.debug("%s: no broker describes %s: %s", self._id, ", ".join(names), reason)
+            found = {}
+        for name, topic in found.items():
+            if isinstance(topic, NotYet):
+                continue
+            if topic[0] is None:
+                self._core.note_missing(name, now_s())
+            else:
+                self._learn(name, topic[0])
+        self._looked_up_at = now_s()
+
+    def _send(self, *, flush: bool) -> None:
+        assert self._core is not None
+        assert self._network is not None
+        core = self._core
+        for request in core.requests(now_s(), flush=flush):
+            message = produce(self._id, self._ids, request, self._topic_ids)
+            self._network.post(request.node, message, self._taker(core, request))
+
+    def _taker(self, core: ProduceCore, request: ToSend) -> Callable[[Message | Exception], None]:
+        topic_ids = dict(self._topic_ids)
+
+        def take(answer: Message | Exception) -> None:
+            if isinstance(answer, Exception):
+                logger.debug("%s: a Produce to broker %d has no answer: %s", self._id, request.node, answer)
+                core.unanswered(request, now_s())
+                return
+            # A late answer to an earlier transaction's request belongs to that transaction's core.
+            delivered = core.answered(request, produced(answer, topic_ids), now_s())
+            if core is self._core:
+                self.delivered += delivered
+
+        return take
