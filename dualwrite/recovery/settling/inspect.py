@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from dualwrite.deadline import Deadline
@@ -24,28 +24,11 @@ from dualwrite.protocol.settling.settle import (
     proved,
 )
 from dualwrite.recovery.settling.inspect_native import UnsettledNative, inspect_native, native_of, unsettled_native
+from dualwrite.recovery.settling.rounds import Incarnation, by_step
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class Unsettled:
-    """One unsettled incarnation: the row it belongs to, and what is known of it."""
-
-    row: StateRow
-    incarnation: int
-    known: Knowledge
-
-    @property
-    def kafka_id(self) -> str:
-        """The incarnation's Kafka transactional id."""
-        return self.row.kafka_id(self.incarnation)
-
-    @property
-    def ids(self) -> tuple[int, int]:
-        """The producer id and epoch that the coordinator shows. Only after it was asked."""
-        assert self.known.view is not None
-        return self.known.view.producer_id, self.known.view.epoch
+Unsettled = Incarnation[Knowledge]
 
 
 def unsettled(
@@ -162,7 +145,7 @@ def inspect(
     late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
     items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
     inspection = Inspection(coordinator, deadline)
-    while groups := _by_question(items):
+    while groups := by_step(items, next_step, QUESTIONS):
         for question, group in groups.items():
             inspection.questions[question](group)
             if question is SettleStep.LOOK:
@@ -176,15 +159,6 @@ def inspect(
 def _as_unsettled(found: UnsettledNative) -> Unsettled:
     known = Knowledge(prepared=found.row.prepared, recorded=found.row.completed, view=found.known.view)
     return Unsettled(found.row, found.incarnation, known)
-
-
-def _by_question(items: Iterable[Unsettled]) -> dict[SettleStep, list[Unsettled]]:
-    groups: dict[SettleStep, list[Unsettled]] = {}
-    for item in items:
-        step = next_step(item.known)
-        if step in QUESTIONS:
-            groups.setdefault(step, []).append(item)
-    return groups
 
 
 def _suspect_nothing(items: Iterable[Unsettled]) -> None:

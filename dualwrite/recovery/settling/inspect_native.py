@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -23,31 +23,10 @@ from dualwrite.protocol.settling.settle_native import (
     next_step,
     proved,
 )
+from dualwrite.recovery.settling.rounds import Incarnation, by_step
 
-
-@dataclass
-class UnsettledNative:
-    """An incarnation that has decided a native transaction: the row, and what is known of it."""
-
-    row: StateRow
-    known: NativeKnowledge
-
-    @property
-    def incarnation(self) -> int:
-        """The incarnation."""
-        assert self.row.prepared.incarnation is not None
-        return self.row.prepared.incarnation
-
-    @property
-    def kafka_id(self) -> str:
-        """The incarnation's Kafka transactional id."""
-        return self.row.kafka_id(self.incarnation)
-
-    @property
-    def ids(self) -> tuple[int, int]:
-        """The producer id and epoch that the coordinator shows. Only after it was asked."""
-        assert self.known.view is not None
-        return self.known.view.producer_id, self.known.view.epoch
+UnsettledNative = Incarnation[NativeKnowledge]
+"""An incarnation that has decided a native transaction."""
 
 
 def unsettled_native(
@@ -63,7 +42,7 @@ def unsettled_native(
     state, incarnation = row.prepared, row.prepared.incarnation
     if not state.is_native or incarnation is None or not row.settled_incarnation < incarnation <= upto:
         return None
-    return UnsettledNative(row, initial(state, row.completed, undecided_in.get(incarnation, frozenset())))
+    return UnsettledNative(row, incarnation, initial(state, row.completed, undecided_in.get(incarnation, frozenset())))
 
 
 def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
@@ -131,12 +110,7 @@ def inspect_native(
     inspection = NativeInspection(coordinator, deadline)
     for item in items:
         item.known = replace(item.known, answer=EndAnswer.FENCED)
-    while True:
-        groups: dict[NativeStep, list[UnsettledNative]] = {}
-        for item in items:
-            if (step := next_step(item.known)) in inspection.questions:
-                groups.setdefault(step, []).append(item)
-        if not groups:
-            return [_AS_FOR_LIBRDKAFKA[next_step(item.known)] for item in items]
+    while groups := by_step(items, next_step, inspection.questions):
         for step, group in groups.items():
             inspection.questions[step](group)
+    return [_AS_FOR_LIBRDKAFKA[next_step(item.known)] for item in items]

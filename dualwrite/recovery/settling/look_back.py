@@ -14,6 +14,7 @@ from dualwrite.ports.store import StateStore
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
+from dualwrite.recovery.settling.rounds import beginnings
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def lost_detail(lost: StateRow) -> str:
         lost: As :func:`lost_decisions` returned it.
     """
     state = lost.prepared
-    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in state.first_offsets)
+    where = beginnings(state)
     shown = f"that begins at {where}" if where else f"of producer {state.producer_id}:{state.epoch}"
     return (
         f"Kafka has committed a transaction of incarnation {state.incarnation} {shown}, which the row does not name: "

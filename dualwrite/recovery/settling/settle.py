@@ -19,7 +19,6 @@ from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
     OutcomeUnverifiable,
-    Unavailable,
 )
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
@@ -32,6 +31,7 @@ from dualwrite.protocol.settling.settle import SettleStep, looked, next_step, re
 from dualwrite.recovery.settling.inspect import Inspection, Unsettled, unsettled
 from dualwrite.recovery.settling.inspect_native import UnsettledNative, native_of, unsettled_native
 from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
+from dualwrite.recovery.settling.rounds import beginnings, by_step, perform, repair
 from dualwrite.recovery.settling.settle_native import NativeSettling
 
 logger = logging.getLogger(__name__)
@@ -154,26 +154,27 @@ class _Settling(Inspection):
     ) -> SettleReport:
         nothing: Mapping[int, frozenset[Partition]] = {}
         undecided = {row.transactional_id: undecided_in.get(row.transactional_id, nothing) for row in rows}
-        native = {
-            row.transactional_id: unsettled_native(row, row.incarnation - 1, undecided[row.transactional_id])
+        native = [
+            found
             for row in rows
-        }
+            if (found := unsettled_native(row, row.incarnation - 1, undecided[row.transactional_id])) is not None
+        ]
+        apart = {found.kafka_id for found in native}
         pending = {
             row.transactional_id: (
                 row,
                 [
                     item
                     for item in unsettled(row, row.incarnation - 1, undecided[row.transactional_id])
-                    if found is None or item.incarnation != found.incarnation
+                    if item.kafka_id not in apart
                 ],
             )
             for row in rows
-            for found in [native[row.transactional_id]]
         }
         try:
             if look_back:
                 self._look_back(rows)
-            self._settle_native([item for item in native.values() if item is not None])
+            self._settle_native(native)
             self._settle(pending)
         except DualWriteError:
             self._report.raise_losses()  # already recorded, so no later settling would report them
@@ -203,17 +204,8 @@ class _Settling(Inspection):
     def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
         while pending:
             self._mark_finished(pending)
-            groups: dict[SettleStep, list[Unsettled]] = {}
-            for _, items in pending.values():
-                for item in items:
-                    groups.setdefault(next_step(item.known), []).append(item)
-            groups.pop(SettleStep.FINISH, None)
-            if groups.keys() - {SettleStep.WAIT}:
-                groups.pop(SettleStep.WAIT, None)  # waiting ones get their turn when no other can move on
-            for step, group in groups.items():
-                if self._deadline.expired:
-                    raise self._too_late(group[0], step)
-                self._do[step](group)
+            items = [item for _, of_row in pending.values() for item in of_row]
+            perform(by_step(items, next_step, self._do), self._do, SettleStep.WAIT, self._deadline)
 
     def _mark_finished(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
         done = {
@@ -300,36 +292,12 @@ class _Settling(Inspection):
             item.known = retired(item.known, ids[item.kafka_id])
 
     def _repair_markers(self, items: list[Unsettled]) -> None:
-        failpoints.hit("repair.before")
-        ends = {item.kafka_id: to_end(item.known) for item in items}
-        for item in items:
-            partitions, committed = ends[item.kafka_id]
-            logger.warning(
-                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; ending it there now with %s",
-                item.kafka_id,
-                ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions)),
-                "commit" if committed else "abort",
-            )
-        added = self._coordinator.add_partitions(
-            {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
-        )
-        failpoints.hit("repair.added")
-        # If not added, another settler has retired the id once more, and does the same.
-        mine = [item for item in items if added[item.kafka_id]]
-        for committed in (True, False):
-            self._end([item for item in mine if ends[item.kafka_id][1] is committed], committed=committed)
-        failpoints.hit("repair.ended")
+        mine = repair(items, to_end, self._end_repair, self._coordinator, deadline=self._deadline, logger=logger)
         self._report.mended += [item.row.transactional_id for item in mine]
         self._wait(items)
 
-    @staticmethod
-    def _too_late(item: Unsettled, step: SettleStep) -> DualWriteError:
-        shown = item.known.view.status.value if item.known.view else "nothing yet"
-        return Unavailable(
-            f"settling incarnation {item.incarnation} did not finish in time: the coordinator shows {shown}, "
-            f"the next step is to {step.value}",
-            transactional_id=item.row.transactional_id,
-        )
+    def _end_repair(self, items: list[Unsettled], committed: bool) -> None:  # noqa: FBT001 - see `repair`
+        self._end(items, committed=committed)
 
 
 def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
@@ -363,7 +331,6 @@ def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
 
 
 def _detail(item: Unsettled, outcome: Outcome) -> str:
-    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in item.row.prepared.first_offsets)
     view = item.known.view
     shown = f"the coordinator shows {view.status.value}" if view else "the coordinator was not asked"
     said = {
@@ -371,4 +338,6 @@ def _detail(item: Unsettled, outcome: Outcome) -> str:
         Outcome.LOST: "decided by the database, aborted by the broker",
         Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so no marker proves its outcome",
     }[outcome]
-    return f"transaction of incarnation {item.incarnation} that begins at {where}: {said}; {shown}"
+    return (
+        f"transaction of incarnation {item.incarnation} that begins at {beginnings(item.row.prepared)}: {said}; {shown}"
+    )

@@ -11,7 +11,6 @@ from dualwrite.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import NativeCoordinator
 from dualwrite.ports.store import Claims, Records
-from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import EndAnswer, Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.settle_native import (
@@ -26,6 +25,7 @@ from dualwrite.protocol.settling.settle_native import (
     to_repair,
 )
 from dualwrite.recovery.settling.inspect_native import NativeInspection, UnsettledNative
+from dualwrite.recovery.settling.rounds import beginnings, by_step, named, perform, repair
 
 logger = logging.getLogger(__name__)
 
@@ -78,24 +78,13 @@ class NativeSettling(NativeInspection):
                 Completed steps stay done; settle again.
             ConfigurationError: A right is missing.
         """
-        while True:
-            groups: dict[NativeStep, list[UnsettledNative]] = {}
-            for item in items:
-                groups.setdefault(next_step(item.known), []).append(item)
-            groups.pop(NativeStep.FINISH, None)
-            if groups.keys() - {NativeStep.WAIT}:
-                groups.pop(NativeStep.WAIT, None)  # waiting ones get their turn when no other can move on
-            if not groups:
-                return
-            for step, group in groups.items():
-                if self._deadline.expired:
-                    raise _too_late(group[0], step)
-                self._do[step](group)
+        while groups := by_step(items, next_step, self._do):
+            perform(groups, self._do, NativeStep.WAIT, self._deadline)
 
     def _end(self, items: list[UnsettledNative]) -> None:
         failpoints.hit("settle.before_commit")
-        named = {item.kafka_id: (item.row.prepared.producer_id, item.row.prepared.epoch) for item in items}
-        answers = self._coordinator.end_exactly(named, committed=True, deadline=self._deadline)
+        decided = {item.kafka_id: (item.row.prepared.producer_id, item.row.prepared.epoch) for item in items}
+        answers = self._coordinator.end_exactly(decided, committed=True, deadline=self._deadline)
         failpoints.hit("settle.committed")
         for item in items:
             answer = answers[item.kafka_id]
@@ -130,8 +119,8 @@ class NativeSettling(NativeInspection):
         failpoints.hit("settle.before_retire")
 
     def _end_shown(self, items: list[UnsettledNative], *, committed: bool) -> None:
-        named = {item.kafka_id: item.ids for item in items}
-        answers = self._coordinator.end_exactly(named, committed=committed, deadline=self._deadline)
+        shown = {item.kafka_id: item.ids for item in items}
+        answers = self._coordinator.end_exactly(shown, committed=committed, deadline=self._deadline)
         failpoints.hit("settle.retired")
         for item in items:
             answer = answers[item.kafka_id]
@@ -140,29 +129,13 @@ class NativeSettling(NativeInspection):
             item.known = acted(item.known)
 
     def _repair(self, items: list[UnsettledNative]) -> None:
-        failpoints.hit("repair.before")
-        ends = {item.kafka_id: to_repair(item.known) for item in items}
-        for item in items:
-            partitions, committed = ends[item.kafka_id]
-            logger.warning(
-                "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; ending it there now with %s",
-                item.kafka_id,
-                _named(partitions),
-                "commit" if committed else "abort",
-            )
-        added = self._coordinator.add_partitions(
-            {item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, self._deadline
-        )
-        failpoints.hit("repair.added")
-        # If not added, another settler has raised the epoch, and does the same.
-        mine = [item for item in items if added[item.kafka_id]]
-        for committed in (True, False):
-            named = {item.kafka_id: item.ids for item in mine if ends[item.kafka_id][1] is committed}
-            if named:
-                self._coordinator.end_exactly(named, committed=committed, deadline=self._deadline)
-        failpoints.hit("repair.ended")
+        mine = repair(items, to_repair, self._end_repair, self._coordinator, deadline=self._deadline, logger=logger)
         self.mended += [item.row.transactional_id for item in mine]
         self._wait(items)
+
+    def _end_repair(self, items: list[UnsettledNative], committed: bool) -> None:  # noqa: FBT001 - see `repair`
+        shown = {item.kafka_id: item.ids for item in items}
+        self._coordinator.end_exactly(shown, committed=committed, deadline=self._deadline)
 
     def _record(self, items: list[UnsettledNative], outcome: Outcome) -> None:
         details = [(item.row, outcome, _detail(item, outcome)) for item in items]
@@ -178,38 +151,25 @@ class NativeSettling(NativeInspection):
     def _stop(self, items: list[UnsettledNative]) -> None:
         item = items[0]
         raise Unavailable(
-            f"the broker has forgotten (KAFKA-20734) to end a decided transaction in {_named(item.known.own)}, and could time "
+            f"the broker has forgotten (KAFKA-20734) to end a decided transaction in {named(item.known.own)}, and could time "
             "out the repair unnoticed",
             transactional_id=item.row.transactional_id,
             next_step="write its commit marker there by hand, and set transaction.max.timeout.ms=2147483647 for later ones",
         )
 
 
-def _too_late(item: UnsettledNative, step: NativeStep) -> Unavailable:
-    shown = item.known.view.status.value if item.known.view else "nothing yet"
-    return Unavailable(
-        f"settling incarnation {item.incarnation} did not finish in time: the coordinator shows {shown}, "
-        f"the next step is to {step.value}",
-        transactional_id=item.row.transactional_id,
-    )
-
-
 def _detail(item: UnsettledNative, outcome: Outcome) -> str:
     state, view = item.row.prepared, item.known.view
     shown = f"the coordinator shows {view.status.value}" if view else "the coordinator was not asked"
-    still_open = f"; it is still open in {_named(item.known.own)}" if item.known.own else ""
+    still_open = f"; it is still open in {named(item.known.own)}" if item.known.own else ""
     said = {
         Outcome.COMMITTED: "committed in Kafka",
         Outcome.LOST: "decided by the database, aborted by the broker",
         Outcome.UNVERIFIABLE: "decided by the database; nothing proves its outcome any more",
     }[outcome]
-    where = ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in state.first_offsets)
+    where = beginnings(state)
     among = f", among them {where}" if where else ""
     return (
         f"transaction {state.producer_id}:{state.epoch} of incarnation {item.incarnation}, "
         f"in {len(state.partitions)} partitions{among}: {said}; {shown}{still_open}"
     )
-
-
-def _named(partitions: frozenset[Partition]) -> str:
-    return ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
