@@ -180,16 +180,15 @@ class Network:
 
     def close(self) -> None:
         """Close the connections and end the thread."""
-
-        def close_lanes() -> None:
-            for lane in self.lanes:
-                lane.close()
-
         closed = threading.Event()
         with _quietly():
-            self._loop.call_soon_with_future(close_lanes).add_both(lambda _: closed.set())
+            self._loop.call_soon_with_future(self._close_lanes).add_both(lambda _: closed.set())
             closed.wait(1.0)  # a loop that hangs in a DNS look-up does not answer
             self._loop.close()
+
+    def _close_lanes(self) -> None:
+        for lane in self.lanes:
+            lane.close()
 
 
 class CallersNetwork(Network):
@@ -232,8 +231,7 @@ class CallersNetwork(Network):
     def close(self) -> None:
         """Close the connections."""
         with _quietly():
-            for lane in self.lanes:
-                lane.close()
+            self._close_lanes()
             self._loop.close()
 
 

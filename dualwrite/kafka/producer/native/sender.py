@@ -36,7 +36,7 @@ class Sender:
         self._network: CallersNetwork | None = None
         self._brokers = Brokers(config, self._connect)
         self._topics = Topics(self._brokers)
-        self._topic_ids: dict[str, str] = {}
+        self._written: dict[str, Topic] = {}
         self._ids = (-1, -1)
         self._core: ProduceCore | None = None
         self._looked_up_at = 0.0
@@ -54,21 +54,23 @@ class Sender:
     @property
     def topic_ids(self) -> Mapping[str, str]:
         """The id of each topic that the transaction writes to."""
-        return self._topic_ids
+        return {name: topic.topic_id or "" for name, topic in self._written.items()}
 
     def begin(self, ids: tuple[int, int], core: ProduceCore) -> None:
         """Send the messages of this core from now on, under this producer id and epoch."""
         self._ids, self._core = ids, core
-        self._topic_ids = {}
+        self._written = {}
         self.delivered = []
 
     def topic(self, name: str, deadline: Deadline) -> Topic | None:
-        """The topic with its partitions, from the cache if it is known; None if there is none.
+        """The topic with its partitions; None if there is none. Asked for once in a transaction.
 
         Raises:
             Unavailable: No broker answered.
             ConfigurationError: We may not describe it.
         """
+        if name in self._written:
+            return self._written[name]
         [found] = until_answered([name], partial(self._find, deadline), deadline, f"describe topic {name!r}").values()
         if found[0] is not None:
             self._learn(name, found[0])
@@ -82,8 +84,7 @@ class Sender:
 
     def _learn(self, name: str, topic: Topic) -> None:
         assert self._core is not None
-        first = self._topic_ids.setdefault(name, topic.topic_id or "")
-        if first != topic.topic_id:
+        if self._written.setdefault(name, topic).topic_id != topic.topic_id:
             self._core.note_recreated(name)
         else:
             self._core.learn(
@@ -156,11 +157,11 @@ class Sender:
         assert self._network is not None
         core = self._core
         for request in core.requests(now_s(), flush=flush):
-            message = produce(self._id, self._ids, request, self._topic_ids)
+            message = produce(self._id, self._ids, request, self.topic_ids)
             self._network.post(request.node, message, self._taker(core, request))
 
     def _taker(self, core: ProduceCore, request: ToSend) -> Callable[[Message | Exception], None]:
-        topic_ids = dict(self._topic_ids)
+        topic_ids = self.topic_ids
 
         def take(answer: Message | Exception) -> None:
             if isinstance(answer, Exception):

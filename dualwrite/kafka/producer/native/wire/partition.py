@@ -152,26 +152,31 @@ class PartitionQueue:
             now: The time.
             due_since: A batch that was opened at this time or before has collected for long enough.
         """
-        for index, batch in enumerate(self._batches):
-            if index == MAX_IN_FLIGHT or (index and not self._knows_us):
-                return None
-            if not batch.in_flight:
-                return batch if batch.ready_at <= now else None
-        if self._open is None or self._open.since > due_since or len(self._batches) == MAX_IN_FLIGHT:
-            return None
-        if self._batches and not self._knows_us:
+        batch = self._unsent()
+        if batch is not None:
+            return batch if batch.ready_at <= now else None
+        if self._open is None or self._open.since > due_since or not self._takes(len(self._batches)):
             return None
         self.close_open(now)
         return self._batches[-1]
 
-    def ready_at(self) -> float | None:
-        """When the next batch may be sent again; None if that depends on answers alone."""
+    def _unsent(self) -> Batch | None:
+        """The first batch that is not in flight, if those before it let it go."""
         for index, batch in enumerate(self._batches):
-            if index == MAX_IN_FLIGHT or (index and not self._knows_us):
+            if not self._takes(index):
                 return None
             if not batch.in_flight:
-                return batch.ready_at
+                return batch
         return None
+
+    def _takes(self, before: int) -> bool:
+        """Whether a batch may be sent behind so many that are not acknowledged."""
+        return before < (MAX_IN_FLIGHT if self._knows_us else 1)
+
+    def ready_at(self) -> float | None:
+        """When the next batch may be sent again; None if that depends on answers alone."""
+        batch = self._unsent()
+        return None if batch is None else batch.ready_at
 
     def note_sent(self, batch: Batch) -> None:
         """The batch was given to a connection."""
