@@ -15,7 +15,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, in
 
 from benchmarks.servers import Ground, p50, p95
 from dualwrite import DualWriter
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 ROWS = Table(
     "known_end_rows", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text)

@@ -19,8 +19,8 @@ from sqlalchemy import create_engine
 from typing_extensions import Self
 
 from benchmarks.servers import Ground
-from dualwrite.deadline import Deadline
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.coordinator.client import KafkaCoordinator

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, TransactionView
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.settling.lost_decisions import Later

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.ports.savepoints import SavepointWatch
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back

@@ -12,7 +12,7 @@ from typing import Final
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep, next_doubt_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState

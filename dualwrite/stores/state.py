@@ -33,7 +33,7 @@ from dualwrite.stores.tables import declare_tables
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, StateRow

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from confluent_kafka import KafkaException
 from sqlalchemy import Engine, create_engine, text
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
 from dualwrite.stores.state import SqlStateStore

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.lane import Lane
+    from dualwrite.writing.lanes.lane import Lane
 
 _ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.lane import Lane
+    from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)
 

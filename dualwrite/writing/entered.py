@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.writing.turns import Ticket
+from dualwrite.writing.lanes.turns import Ticket
 
 _Entered = tuple[int, int, "weakref.ref[Ticket[Any]]"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dualwrite.kafka.producer.early import refuse_early
+from dualwrite.writing.early import refuse_early
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message, TopicPartition

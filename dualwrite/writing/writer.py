@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, exc
 from sqlalchemy.orm import Session
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -33,12 +33,12 @@ from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.writing import entered
 from dualwrite.writing.block import dual_write, session_of_block
-from dualwrite.writing.end_watcher import EndWatcher
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane_pool import Lanes
-from dualwrite.writing.losses import Losses, OnLoss
+from dualwrite.writing.lanes.end_watcher import EndWatcher
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.lanes.losses import Losses, OnLoss
 from dualwrite.writing.transaction import Transaction
-from dualwrite.writing.turns import Turns
+from dualwrite.writing.lanes.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self

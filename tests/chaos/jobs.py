@@ -25,7 +25,7 @@ from dualwrite import (
     Unavailable,
     recover,
 )
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -37,7 +37,7 @@ from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
 from dualwrite.writing.block import dual_write
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 Tell = Callable[[str], None]
 

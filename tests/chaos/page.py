@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos.plot import shares
 from chaos.results import Results
-from dualwrite.failpoints import FAILPOINTS
+from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.testing import Kind
 
 DOCS = Path(__file__).parents[2] / "docs"

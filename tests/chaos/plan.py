@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from dualwrite.failpoints import FAILPOINTS
+from dualwrite.runtime.failpoints import FAILPOINTS
 
 WRITING = [name for name in FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in FAILPOINTS if name.startswith(("claim.", "settle."))]

@@ -24,7 +24,7 @@ from sqlalchemy import create_engine
 
 from chaos.results import Results
 from chaos.servers import Servers
-from dualwrite.failpoints import FAILPOINTS
+from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.per_partition import job

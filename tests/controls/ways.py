@@ -13,7 +13,7 @@ from typing import Any, Final
 from confluent_kafka import Producer
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, insert, select
 
-from dualwrite import DualWriter, failpoints
+from dualwrite.runtime import DualWriter, failpoints
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 

@@ -23,7 +23,7 @@ from confluent_kafka.cimpl import NewTopic
 from harness.hanging import abort_hanging
 
 from dualwrite import DualWriter, recover
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy

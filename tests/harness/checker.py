@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, inspect, select
 
-from dualwrite.failpoints import ENVIRONMENT
+from dualwrite.runtime.failpoints import ENVIRONMENT
 from dualwrite.testing import History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from harness.forking import processes

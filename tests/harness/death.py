@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from confluent_kafka import Producer
 from sqlalchemy import Engine
 
-from dualwrite import DualWriter, failpoints
+from dualwrite.runtime import DualWriter, failpoints
 from dualwrite.stores.state import SqlStateStore
 
 

@@ -11,7 +11,7 @@ import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.network import NotYet

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import make_url
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.testing.servers.ports import LOOPBACK
 from dualwrite.testing.servers.postgresql_binaries import unprivileged_user
 from harness.patience import PATIENCE_S

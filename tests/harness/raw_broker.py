@@ -30,7 +30,7 @@ from simulator import requests as sim
 from simulator.requests import ErrorCode
 from simulator.state import OFFSETS_TOPIC
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
 

@@ -19,7 +19,7 @@ from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
 from simulator.state import new_broker
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery import recover

@@ -16,13 +16,13 @@ from simulator.scheduler import Simulation
 from simulator.state import new_broker
 from simulator.store import SimulatedStore
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.writing.block import Ending, dual_write
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.losses import FoundLoss, Losses
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.losses import FoundLoss, Losses
 from dualwrite.writing.transaction import Transaction
 
 __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "simulated"]

@@ -19,7 +19,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession, functions
 from sqlalchemy import create_engine, text
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.per_partition.task import PartitionTask
 from dualwrite.stores.jobs.batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed

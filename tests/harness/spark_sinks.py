@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from dualwrite import ConfigurationError
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark import foreach_batch, register
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.per_partition import job

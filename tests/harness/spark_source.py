@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyspark import TaskContext
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.options.source_options import OPTION_NAMES
 from dualwrite.sinks.spark.source import (  # not every PySpark has them

@@ -6,7 +6,7 @@ import secrets
 
 from confluent_kafka import Producer
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 

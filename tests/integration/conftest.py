@@ -9,7 +9,7 @@ from harness.orders import Base, Order
 from harness.patience import patient
 from sqlalchemy import create_engine, make_url, select, text, update
 
-from dualwrite import DualWriter, failpoints
+from dualwrite.runtime import DualWriter, failpoints
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer

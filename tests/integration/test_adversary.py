@@ -24,9 +24,9 @@ from dualwrite import (
     failpoints,
     recover,
 )
-from dualwrite.deadline import running_on
+from dualwrite.runtime.deadline import running_on
 from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy

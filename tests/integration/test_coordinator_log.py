@@ -15,7 +15,7 @@ from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.record.memory_records import MemoryRecords
 from kafka.structs import TopicPartition as Place
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import log

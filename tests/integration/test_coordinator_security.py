@@ -18,7 +18,7 @@ from harness.users import USERS
 from kafka.errors import KafkaConnectionError
 from kafka.net.transport import KafkaTCPTransport
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator

@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from harness.patience import PATIENCE_S, wait_until
 from harness.transactions import PlainProducer, fresh_id
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -99,7 +99,7 @@ def test_another_process_commits_the_transaction_of_an_abandoned_producer(coordi
     state = str(producer.state(coordinator))
     script = """
 import json, sys
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.prepared_state import PreparedTxnState

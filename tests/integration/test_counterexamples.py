@@ -23,8 +23,8 @@ from dualwrite import (
     failpoints,
     recover,
 )
-from dualwrite.deadline import Deadline
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus

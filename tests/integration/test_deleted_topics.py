@@ -10,9 +10,9 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import insert
 
-from dualwrite import DualWriter, failpoints, recover
-from dualwrite.deadline import Deadline
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime import DualWriter, failpoints, recover
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed

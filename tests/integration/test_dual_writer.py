@@ -18,7 +18,7 @@ from dualwrite import (
     TransactionAborted,
     failpoints,
 )
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.recovery.recover import status
 from dualwrite.testing.reading import read_committed
 

@@ -25,8 +25,8 @@ from dualwrite import (
     failpoints,
     recover,
 )
-from dualwrite.deadline import Deadline
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.librdkafka import evidence, instance
@@ -34,7 +34,7 @@ from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

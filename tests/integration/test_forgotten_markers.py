@@ -16,10 +16,10 @@ from harness import cut_off
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable, failpoints, recover
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import DualWriter, TransactionAborted, Unavailable, failpoints, recover
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
@@ -28,8 +28,8 @@ from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import read_committed
-from dualwrite.writing import lane_pool
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes import lane_pool
+from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.longest]
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import insert, select, text
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -19,7 +19,7 @@ from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.block import Ending, dual_write
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 PATIENT = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}

@@ -10,7 +10,7 @@ from sqlalchemy import insert, select
 from dualwrite import DualWriteError, DualWriter, recover
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.lanes.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 

@@ -3,7 +3,7 @@
 import pytest
 from harness.checker import Case
 
-from dualwrite import failpoints, recover
+from dualwrite.runtime import failpoints, recover
 from dualwrite.recovery.recover import status
 
 pytestmark = pytest.mark.slow

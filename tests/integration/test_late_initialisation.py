@@ -9,7 +9,7 @@ import threading
 import pytest
 from sqlalchemy import insert, select
 
-from dualwrite import DualWriter, TransactionAborted, failpoints
+from dualwrite.runtime import DualWriter, TransactionAborted, failpoints
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

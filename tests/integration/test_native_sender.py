@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 from harness.patience import PATIENCE_S, wait_until
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder

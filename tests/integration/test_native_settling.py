@@ -12,7 +12,7 @@ from harness.databases import CLUSTER, prepare, sqlite_url
 from harness.native import UNLIMITED_MS, UNVERIFIED, NativeProducer
 from harness.patience import wait_until
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator

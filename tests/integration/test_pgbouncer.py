@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S
 from harness.pgbouncer import PROGRAM, PgBouncer
 from sqlalchemy import create_engine, text
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, failpoints, recover
+from dualwrite.runtime import ConfigurationError, DualWriter, TransactionAborted, failpoints, recover
 from dualwrite.testing import PostgresProxy
 
 pytestmark = [

@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, KafkaError, TopicCollection, TopicPartitio
 from confluent_kafka.admin import AdminClient
 from harness.patience import PATIENCE_S
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.producer import transaction_timeout
 from dualwrite.kafka.producer.abandoned_transaction import Completion

@@ -6,7 +6,7 @@ import pytest
 from confluent_kafka import Producer
 from harness.patience import patient
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS

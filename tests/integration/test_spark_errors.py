@@ -9,7 +9,7 @@ from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite import ConfigurationError, TransactionAborted, failpoints
+from dualwrite.runtime import ConfigurationError, TransactionAborted, failpoints
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedPostgres
 

@@ -12,7 +12,7 @@ from harness.spark import numbers as numbered
 from sqlalchemy import create_engine
 
 from dualwrite import DecidedTransactionLost, Unavailable
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark import foreach_partition, write_batch
 from dualwrite.sinks.spark.per_partition import job
 from dualwrite.sinks.spark.worker.slot import leased_slot

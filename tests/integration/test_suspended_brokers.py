@@ -25,9 +25,9 @@ from harness.hanging import abort_hanging
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
-from dualwrite import DualWriteError, DualWriter, failpoints, recover
-from dualwrite.deadline import Deadline
-from dualwrite.jobs.decide import Decision
+from dualwrite.runtime import DualWriteError, DualWriter, failpoints, recover
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -40,7 +40,7 @@ from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from dualwrite.writing import writer as writer_module
 from dualwrite.writing.block import Ending, dual_write
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 

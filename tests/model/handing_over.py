@@ -1,6 +1,6 @@
 """More processes of the model: workers that hand their transactions over, and drivers that decide on several of them at once.
 
-The worker does what a Spark task does, in the same order; the driver runs :class:`dualwrite.jobs.decide.Decision`. Until the
+The worker does what a Spark task does, in the same order; the driver runs :class:`dualwrite.sinks.jobs.decide.Decision`. Until the
 decision, a worker's rows stand in a row of another name, which the decision copies, or in a prepared transaction.
 """
 
@@ -15,16 +15,16 @@ from simulator.database import ConnectionLost
 from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
-from dualwrite.jobs.decide import Decision
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.participants import name_of
 from dualwrite.writing.block import Ending, dual_write
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.losses import Losses
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.losses import Losses
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from simulator.handle import make_handle
 from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
@@ -35,8 +35,8 @@ from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.writing.block import Ending, dual_write
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.losses import Losses
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.losses import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simulator.database import Kind
 from simulator.process import Server
 
-from dualwrite.failpoints import FAILPOINTS
+from dualwrite.runtime.failpoints import FAILPOINTS
 from model.owners import TOPIC
 from model.world import ENDINGS, World, kafka_id
 

@@ -7,11 +7,11 @@ import logging
 import pytest
 from simulator.store import SimulatedStore
 
-from dualwrite.jobs import complete as completing
+from dualwrite.sinks.jobs import complete as completing
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.recovery.settling.settle import _Settling
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines
 from model.world import World

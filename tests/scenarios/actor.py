@@ -18,7 +18,7 @@ from harness.mistakes import MISTAKES, planted
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dualwrite import DualWriter, failpoints, recover
+from dualwrite.runtime import DualWriter, failpoints, recover
 from scenarios.rows import ROWS
 
 TRANSACTIONAL_ID = "orders"

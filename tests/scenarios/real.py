@@ -23,7 +23,7 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, delete, insert, select, text
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.migrations import upgrade

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 
 from confluent_kafka import KafkaError, KafkaException
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, pause
 from simulator.process import Unanswered
 from simulator.requests import (
     AddPartitionsToTxn,

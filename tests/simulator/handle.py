@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from confluent_kafka import KafkaException
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from simulator.client import SimulatedProducer
 from simulator.scheduler import Simulation

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.later import LaterScan, joined
 from dualwrite.kafka.coordinator.log import Scan, combined

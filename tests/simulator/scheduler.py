@@ -17,8 +17,8 @@ from typing import Final
 
 from greenlet import getcurrent
 
-from dualwrite import failpoints
-from dualwrite.deadline import running_on
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import running_on
 from simulator.broker import answers, handle
 from simulator.database import ConnectionLost, Database, MustWait, Session
 from simulator.environment import write_markers

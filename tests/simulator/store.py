@@ -36,7 +36,7 @@ from simulator.database import (
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
     from simulator.process import Process

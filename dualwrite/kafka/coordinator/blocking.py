@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Final
 
-from dualwrite.deadline import now_s
+from dualwrite.runtime.deadline import now_s
 from dualwrite.kafka.coordinator.partitions import OpenOffsets, Place
 from dualwrite.protocol.naming import is_drawn, parsed, writer_of
 from dualwrite.protocol.observations import TransactionView

@@ -17,7 +17,7 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.protocol.metadata import MetadataRequest
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs

@@ -14,7 +14,7 @@ from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.protocol.observations import EndAnswer
 
 if TYPE_CHECKING:
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.kafka.coordinator.routing import Coordinators, Partition
     from dualwrite.protocol.prepared_state import PreparedTxnState
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.coordinator.network import Message, NotYet

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from kafka.record.default_records import DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.blocking import HeldBack
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered

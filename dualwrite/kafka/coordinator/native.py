@@ -13,7 +13,7 @@ from dualwrite.kafka.coordinator.partitions import Place, producers
 from dualwrite.protocol.observations import OpenTransaction
 
 if TYPE_CHECKING:
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.kafka.coordinator.brokers import Brokers
     from dualwrite.kafka.coordinator.routing import Partition, Topics
     from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 
 Message: TypeAlias = Any  # kafka-python's requests and responses have no types
 

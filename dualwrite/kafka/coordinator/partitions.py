@@ -9,7 +9,7 @@ from typing import Final
 from kafka.protocol.admin.transactions import DescribeProducersRequest
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topic, Topics

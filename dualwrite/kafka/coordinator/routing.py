@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet

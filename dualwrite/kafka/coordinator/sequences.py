@@ -7,7 +7,7 @@ from typing import Final
 
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.coordinator.later import newest_records

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from dualwrite.deadline import Deadline, GrowingPause, now_s
+from dualwrite.runtime.deadline import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.settling.known_end import Ended, EndStep, next_end_step

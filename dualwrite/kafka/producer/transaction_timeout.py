@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.coordinator import TransactionCoordinator
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from confluent_kafka import TopicPartition
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -27,7 +27,7 @@ from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTrans
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
 from dualwrite.kafka.producer.librdkafka.evidence import Evidence
-from dualwrite.kafka.producer.librdkafka.forks import ForkGuard
+from dualwrite.kafka.producer.forks import ForkGuard
 from dualwrite.kafka.producer.librdkafka.handle import Handle, MakeHandle, producer_settings
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms

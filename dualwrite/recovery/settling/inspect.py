@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.identity import Partition, belongs, is_open, others_than

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.ports.coordinator import NativeCoordinator, TransactionCoordinator
 from dualwrite.protocol.identity import Partition

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,

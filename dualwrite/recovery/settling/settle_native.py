@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import NativeCoordinator
 from dualwrite.ports.store import Claims, Records

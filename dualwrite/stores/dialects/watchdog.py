@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists, func, select, update
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.protocol.batches.entry import Destination, Entry, Recorded, Way, next_entry
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error

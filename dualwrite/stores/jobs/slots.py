@@ -29,7 +29,7 @@ from sqlalchemy import (
     update,
 )
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.connecting import engine_of

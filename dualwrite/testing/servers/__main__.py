@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
 from dualwrite.testing.servers.postgresql import SERVER_VARIABLE, EmbeddedPostgres

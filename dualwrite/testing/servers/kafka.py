@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.testing.servers import kafka_admin
 from dualwrite.testing.servers.jars import kafka_jars

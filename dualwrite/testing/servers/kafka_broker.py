@@ -15,7 +15,7 @@ from dualwrite.testing.servers.server_process import ServerProcess
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
 
 JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,

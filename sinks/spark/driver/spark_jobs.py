@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from py4j.protocol import Py4JError
 
-from dualwrite.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, pause
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

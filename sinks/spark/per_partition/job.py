@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import exc
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.sinks.spark.columns.digests import Fingerprint, other_rows

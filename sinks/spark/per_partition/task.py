@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DecidedTransactionLost,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.stores.jobs.runs import Run
-    from dualwrite.writing.lane import Lane
+    from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)
 

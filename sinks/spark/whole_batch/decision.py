@@ -7,9 +7,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.jobs.decide import Decision
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.spark.columns.row_names import table_key
@@ -170,7 +170,7 @@ class WholeBatch(DriverSide):
 
 
 class _Deciding:
-    """The decision on one batch; implements :class:`~dualwrite.jobs.decide.Batch`.
+    """The decision on one batch; implements :class:`~dualwrite.sinks.jobs.decide.Batch`.
 
     Attributes:
         slots: The rows of the sink's slots, after :meth:`settle`.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.errors import TransactionAborted
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, default_owner
@@ -18,7 +18,7 @@ from dualwrite.sinks.spark.worker.slot import Slot, leased_slot
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

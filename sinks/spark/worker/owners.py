@@ -10,7 +10,7 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle
 
 if TYPE_CHECKING:
-    from dualwrite.deadline import Deadline
+    from dualwrite.runtime.deadline import Deadline
     from dualwrite.stores.jobs.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)

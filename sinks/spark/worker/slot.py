@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from dualwrite.deadline import now_s
+from dualwrite.runtime.deadline import now_s
 from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.stores.jobs.slots import Lease, SlotPool
 

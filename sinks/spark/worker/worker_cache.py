@@ -1,7 +1,7 @@
 """Keeps connections, and lanes with their producers, from task to task in a reused Python worker.
 
 A task then needs no claim and no new producer. Nothing relies on the cache: a lane continues only if its row says that it
-may (:meth:`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the process, which
+may (:meth:`dualwrite.writing.lanes.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the process, which
 Spark ends after the worker has been idle for a minute.
 """
 
@@ -21,7 +21,7 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 if TYPE_CHECKING:
     from dualwrite.protocol.rows import StateRow

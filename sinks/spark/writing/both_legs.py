@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.columns.row_names import RowNames
 from dualwrite.sinks.spark.formats.serializing import serializing
 from dualwrite.sinks.spark.writing.copying import copying

@@ -15,7 +15,7 @@ from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.observations import LogProof
 from dualwrite.recovery.settling import inspect
 from dualwrite.stores import rows, state
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
 

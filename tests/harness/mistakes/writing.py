@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import CompletionPending, Fenced
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.observations import Outcome
@@ -14,11 +14,12 @@ from dualwrite.recovery.settling.settle import SettleReport
 from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.dialects.witness import PsycopgWitness
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing import dual_write, lane
+from dualwrite.writing import dual_write
+from dualwrite.writing.lanes import lane
 from dualwrite.writing.dual_write import DualWrite
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.losses import Losses
-from dualwrite.writing.turns import Turns
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.losses import Losses
+from dualwrite.writing.lanes.turns import Turns
 from harness.mistakes.registry import Check, mistake, performed
 
 

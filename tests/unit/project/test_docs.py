@@ -9,7 +9,7 @@ import pytest
 from harness.places import ROOT
 
 import dualwrite
-from dualwrite import DualWriteError, failpoints
+from dualwrite.runtime import DualWriteError, failpoints
 from dualwrite.cli.group import COMMANDS
 
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from harness.places import ROOT
 
 LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
 PLANTED = {
-    "the rooms point one way": ("errors", "dualwrite.deadline"),
+    "the rooms point one way": ("errors", "dualwrite.runtime.deadline"),
     "the protocol: batches and decisions over values, tables on their own": (
         "protocol/naming",
         "dualwrite.protocol.settling.settle",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from harness.simulated import TIMEOUT_S
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow

@@ -3,7 +3,7 @@
 import pytest
 from harness.databases import prepared
 
-from dualwrite.deadline import Deadline, running_on
+from dualwrite.runtime.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep

@@ -4,7 +4,7 @@ import pytest
 from harness.databases import age, prepared
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
-from dualwrite import ConfigurationError, Fenced, Unavailable, failpoints
+from dualwrite.runtime import ConfigurationError, Fenced, Unavailable, failpoints
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.forget import forget

@@ -9,7 +9,7 @@ from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 from simulator.outside import SimulatedCoordinator
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows

@@ -3,7 +3,7 @@
 import pytest
 from harness.databases import prepared
 
-from dualwrite.deadline import Deadline, running_on
+from dualwrite.runtime.deadline import Deadline, running_on
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, Fenced, OutcomeUnverifiable, Unavailable
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.rows import StateRow

@@ -10,7 +10,7 @@ from simulator.store import SimulatedStore
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import failpoints
+from dualwrite.runtime import failpoints
 from dualwrite.errors import (
     DecidedTransactionLost,
     Fenced,

@@ -7,8 +7,8 @@ from harness.simulated import TIMEOUT_S, TOPIC, simulated
 from simulator.database import Kind, StatementFailed
 from simulator.store import SimulatedStore
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,

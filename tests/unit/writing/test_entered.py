@@ -8,7 +8,7 @@ import pytest
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.writing.entered import enter, refuse_nested
-from dualwrite.writing.turns import Turns
+from dualwrite.writing.lanes.turns import Turns
 
 
 class Writer:

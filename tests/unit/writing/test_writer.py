@@ -22,14 +22,14 @@ from dualwrite import (
     Unavailable,
     failpoints,
 )
-from dualwrite.deadline import Deadline
-from dualwrite.failpoints import FailpointError
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.stores.tables import VERSION_TABLE
 from dualwrite.writing.block import dual_write
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 
 class Refused(Exception):

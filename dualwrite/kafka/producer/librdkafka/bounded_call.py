@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.kafka.producer.librdkafka.deliveries import Deliveries

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
 from dualwrite.kafka.producer.librdkafka.sequences import Sequences
 from dualwrite.ports.coordinator import TransactionCoordinator

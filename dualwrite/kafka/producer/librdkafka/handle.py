@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig, Setting
 from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
 

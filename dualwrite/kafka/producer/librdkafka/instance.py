@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.errors import (
     DualWriteError,
     Fenced,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.network import CallersNetwork, Message, Network, NotYet

@@ -4,7 +4,7 @@ import pytest
 from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.claim import claim_rows

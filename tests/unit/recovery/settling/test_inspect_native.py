@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from search import native as small
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling.settle import SettleStep

@@ -6,7 +6,7 @@ import pytest
 from harness.simulated import TIMEOUT_S
 from simulator.outside import SimulatedCoordinator
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState

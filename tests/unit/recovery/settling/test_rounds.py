@@ -6,7 +6,7 @@ from enum import Enum
 
 import pytest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState

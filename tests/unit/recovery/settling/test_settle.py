@@ -7,7 +7,7 @@ from harness.simulated import TIMEOUT_S, TOPIC, NotReached, Servers, simulated
 from simulator.environment import delete_records, forget_marker, time_out
 from simulator.store import SimulatedStore
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import pytest
 from search import native as small
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.observations import EndAnswer, Outcome, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
 
 LONG_S = 30.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.settling.known_end import EndStep
 

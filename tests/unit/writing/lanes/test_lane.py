@@ -7,14 +7,14 @@ import pytest
 from harness.simulated import TOPIC
 from simulator.environment import time_out
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.known_end import EndStep
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.writing.block import Ending
-from dualwrite.writing.lane import Lane
+from dualwrite.writing.lanes.lane import Lane
 
 
 class Producer:

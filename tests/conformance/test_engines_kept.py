@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from harness.patience import PATIENCE_S
 
-from dualwrite.deadline import Deadline
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
 from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
 from dualwrite.protocol.observations import TransactionStatus

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualwrite.errors import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.jobs import decide
+from dualwrite.sinks.jobs import decide
 from dualwrite.protocol.tables.batch_life import BatchState
 
 

@@ -6,8 +6,8 @@ import pytest
 from harness.simulated import TIMEOUT_S, TOPIC
 from simulator.environment import time_out
 
-from dualwrite.deadline import Deadline
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.settle import settle

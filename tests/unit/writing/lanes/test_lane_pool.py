@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from dualwrite.errors import IllegalStateError, Unavailable
-from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.lanes.lane_pool import Lanes
 
 
 class FakeLane:

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from dualwrite import deadline
-from dualwrite.deadline import Deadline, GrowingPause, now_s, running_on
+from dualwrite.runtime import deadline
+from dualwrite.runtime.deadline import Deadline, GrowingPause, now_s, running_on
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock on this system")

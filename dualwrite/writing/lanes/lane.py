@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,
@@ -33,14 +33,14 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.reported import note_told
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
-from dualwrite.writing.losses import FoundLoss, Losses
-from dualwrite.writing.turns import NoTurn, Turns
+from dualwrite.writing.lanes.losses import FoundLoss, Losses
+from dualwrite.writing.lanes.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.ends import PendingEnd
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.recovery.settling.settle import SettleReport
-    from dualwrite.writing.end_watcher import EndWatcher
+    from dualwrite.writing.lanes.end_watcher import EndWatcher
 
 logger = logging.getLogger(__name__)
 

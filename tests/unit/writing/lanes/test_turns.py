@@ -7,8 +7,8 @@ import threading
 import pytest
 from harness.interruption import Interruption
 
-from dualwrite.deadline import Deadline
-from dualwrite.writing.turns import NoTurn, Place, Turns, longest_free
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.writing.lanes.turns import NoTurn, Place, Turns, longest_free
 
 NOW = Deadline(0)
 

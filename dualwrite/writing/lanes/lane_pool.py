@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from dualwrite.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.turns import NoTurn, Place, Ticket, Turns
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.turns import NoTurn, Place, Ticket, Turns
 
 logger = logging.getLogger(__name__)
 

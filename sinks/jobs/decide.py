@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DualWriteError,
@@ -20,7 +20,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.jobs.complete import complete_handed_over
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
 from dualwrite.protocol.tables.machine import Machine
 

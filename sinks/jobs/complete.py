@@ -10,8 +10,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dualwrite import failpoints
-from dualwrite.deadline import Deadline, GrowingPause
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.batches.handed_over import CompletionStep, HandedOver, next_completion_step
