@@ -75,6 +75,30 @@ _SECURITY: Final = tls.KEYS | {
     "sasl.kerberos.kinit.cmd",
     "sasl.kerberos.min.time.before.relogin",
 }
+KERBEROS_TICKETS: Final = frozenset(
+    {
+        "sasl.kerberos.principal",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.kerberos.min.time.before.relogin",
+    }
+)
+"""Keys by which librdkafka fetches Kerberos tickets. kafka-python fetches none."""
+CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
+    "bootstrap.servers",
+    "broker.address.family",
+    "client.dns.lookup",
+    "client.id",
+    "connections.max.idle.ms",
+    "reconnect.backoff.max.ms",
+    "reconnect.backoff.ms",
+    "socket.connection.setup.timeout.ms",
+    "socket.keepalive.enable",
+    "socket.receive.buffer.bytes",
+    "socket.send.buffer.bytes",
+    "socket.timeout.ms",
+}
+"""The keys that :meth:`KafkaConfig.kafka_python` carries to its connections."""
 _SECURITY_FAMILY: Final = re.compile(r"(enable[._])?(ssl|sasl|security|https?|oauth|oauthbearer)[._]")
 
 # librdkafka loads the first as code, and renders the others into a shell command.
@@ -96,9 +120,12 @@ _SHOWN: Final = tls.KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.
     "retry.backoff.ms",
     "retry.backoff.max.ms",
     "transaction.timeout.ms",
+    "transaction.two.phase.commit.enable",
 }
 """The only keys whose values ``repr`` shows: nothing lists the names of all secrets, such as those of plugins."""
 
+TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
+"""KIP-939's setting of clients, under the name that Java's have. librdkafka does not know it."""
 _DEFAULT_RETRY_BACKOFF_MS: Final = 1000
 _DEFAULT_MAX_MESSAGE_BYTES: Final = 1_000_000
 _MAX_INT: Final = 2**31 - 1
@@ -149,6 +176,7 @@ class KafkaConfig:
                 raise ConfigurationError(f"Kafka setting {key!r} is given by two names with different values")
         _check_servers(settings)
         _check_protocol(settings)
+        _check_two_phase_commit(settings)
         tls.check({key: str(value) for key, value in settings.items() if key in tls.KEYS})
         return cls(tuple(sorted(settings.items(), key=lambda item: item[0])))
 
@@ -161,9 +189,25 @@ class KafkaConfig:
         return dict(self._settings).get(_ALIASES.get(key, key))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the user's settings, sorted; aliases that this library resolves under their other name."""
+        return tuple(key for key, _ in self._settings)
+
+    @property
+    def listener(self) -> tuple[str, str]:
+        """The bootstrap servers and the protocol: they decide which of their addresses the brokers tell."""
+        return self._text("bootstrap.servers"), _protocol(dict(self._settings))
+
+    @property
     def transaction_timeout_ms(self) -> int | None:
         """The user's own ``transaction.timeout.ms``; None lets the library choose."""
         return self._number("transaction.timeout.ms")
+
+    @property
+    def two_phase_commit(self) -> bool | None:
+        """Whether the user requires KIP-939's two-phase commit, or forbids it; None lets the library choose."""
+        value = self.get(TWO_PHASE_COMMIT)
+        return None if value is None else str(value).lower() == "true"
 
     @property
     def silent_retry_after_s(self) -> float:
@@ -198,7 +242,7 @@ class KafkaConfig:
         merged: dict[str, Setting] = {
             "retry.backoff.ms": first,
             "retry.backoff.max.ms": longest,
-            **dict(self._settings),
+            **{key: value for key, value in self._settings if key != TWO_PHASE_COMMIT},
         }
         for key, given in own.items():
             value = "true" if given is True else "false" if given is False else given
@@ -323,6 +367,17 @@ def _check_servers(settings: Mapping[str, Setting]) -> None:
         raise ConfigurationError("Kafka setting 'client.dns.lookup' has a value that the two clients do not both know")
     if settings.get("broker.address.family", "any") not in FAMILIES:
         raise ConfigurationError(f"Kafka setting 'broker.address.family' is not one of {', '.join(FAMILIES)}")
+
+
+def _check_two_phase_commit(settings: Mapping[str, Setting]) -> None:
+    value = str(settings.get(TWO_PHASE_COMMIT, "false")).lower()
+    if value not in {"true", "false"}:
+        raise ConfigurationError(f"Kafka setting {TWO_PHASE_COMMIT!r} is not true or false")
+    if value == "true" and "transaction.timeout.ms" in settings:
+        raise ConfigurationError(
+            f"Kafka setting 'transaction.timeout.ms' has no effect beside {TWO_PHASE_COMMIT!r}",  # as KIP-939 has it
+            next_step="leave one of them out: under two-phase commit a transaction has no time limit",
+        )
 
 
 def _check_protocol(settings: Mapping[str, Setting]) -> None:

@@ -34,6 +34,12 @@ class _ReadToTheEnd(Socket):
         self._has_read = bool(data)
         return data
 
+    def __del__(self) -> None:
+        # The last resort: the closing of a network closes the sockets that its loop waits for, not one that an interruption of
+        # the caller's thread hits before the loop knows it, nor any if it hits the closing, or if nobody closes the network.
+        if self.fileno() >= 0:
+            self.close()
+
 
 class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
     """A TLS socket, closed if the handshake fails, and read to the end; see ``ssl.SSLContext.sslsocket_class``."""
@@ -47,10 +53,6 @@ class TlsSocket(_ReadToTheEnd, ssl.SSLSocket):
         except BaseException:
             self.close()
             raise
-
-    def __del__(self) -> None:
-        # kafka-python's loop, when closed during a handshake, drops the socket without closing it.
-        self.close()
 
 
 class PlainSocket(KafkaNetSocket):  # type: ignore[misc] # kafka-python has no types

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Final
 
-from dualwrite.runtime.deadline import now_s
 from dualwrite.kafka.coordinator.partitions import OpenOffsets, Place
 from dualwrite.protocol.naming import is_drawn, parsed, writer_of
 from dualwrite.protocol.observations import TransactionView
+from dualwrite.runtime.deadline import now_s
 
 HELD_BACK_S: Final = 5.0
 """A transaction that has held back readers for this long is worth a warning."""

@@ -17,10 +17,10 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.protocol.metadata import MetadataRequest
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
+from dualwrite.runtime.deadline import Deadline, pause
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -58,6 +58,7 @@ def until_answered(
         retry=retry_if_exception_type(NotYet),
         wait=lambda state: min(growing(state), deadline.remaining_s()),
         stop=lambda _: deadline.expired,
+        sleep=pause,
         reraise=True,
     )
     try:
@@ -105,6 +106,12 @@ class _Asking(Generic[Key, Value]):
             raise missing
 
 
+def metadata_request(topics: Collection[str]) -> Message:
+    """A request for the brokers, the cluster id, and the metadata of these topics. Creates no topic."""
+    named = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+    return MetadataRequest(topics=named, allow_auto_topic_creation=False)
+
+
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
     """Decide what a broker's error code means for the caller: success, retry, or failure.
 
@@ -138,12 +145,26 @@ class Brokers:
     Args:
         config: How to connect.
         make_network: Makes the connections from kafka-python's settings.
+        like: Other connections to the same cluster. What they know of its brokers need not be asked for again: the first
+            request goes straight to its broker, not first to a bootstrap server.
+
+    Attributes:
+        listener: Decides which of their addresses the brokers tell.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
     """
 
-    def __init__(self, config: KafkaConfig, make_network: Callable[[Mapping[str, object]], Network] = Network) -> None:
+    def __init__(
+        self,
+        config: KafkaConfig,
+        make_network: Callable[[Mapping[str, object]], Network] = Network,
+        *,
+        like: Brokers | None = None,
+    ) -> None:
+        self.listener = config.listener
+        self._like = like
+        self._known: Message | None = None
         self._make_network = make_network
         self._arguments = config.kafka_python()
         unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
@@ -171,8 +192,8 @@ class Brokers:
             ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
             IllegalStateError: Closed, or used in a forked process.
         """
-        if self._outdated and requests:
-            self.metadata((), deadline)
+        if requests:
+            self._look_around(deadline)
         lanes = _LANES if spread and len(requests) >= _SPREAD_FROM else 1
         answers: list[Message | NotYet] = []
         for start in range(0, len(requests), _WINDOW):
@@ -192,30 +213,31 @@ class Brokers:
             ConfigurationError: As `exchange`.
             IllegalStateError: As `exchange`.
         """
-
-        def request() -> Message:
-            named = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-            return MetadataRequest(topics=named, allow_auto_topic_creation=False)
-
-        answered_by, answer = self._first_answer(self._candidates() if node is None else [node], request, deadline)
+        answered_by, answer = self._first_answer(
+            self._candidates() if node is None else [node], lambda: metadata_request(topics), deadline
+        )
         if not answer.brokers:
             raise NotYet("the broker knows no brokers yet")
         network = self._connected()
         network.learn(answer)
-        self._outdated = False
+        self._known, self._outdated = answer, False
         if isinstance(answered_by, str):  # a bootstrap connection: later requests connect to the broker by its id
             network.disconnect(answered_by)
         return answer
 
     def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
         """Send what ``request`` makes to the brokers in turn, until one answers. Raises as `metadata`."""
-        if self._outdated:
-            self.metadata((), deadline)
+        self._look_around(deadline)
         return self._first_answer(self._candidates(), request, deadline)[1]
 
     def nodes(self, deadline: Deadline) -> list[int]:
         """The ids of all brokers, asked now. Raises as `metadata`."""
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
+
+    def _look_around(self, deadline: Deadline) -> None:
+        self._connected()
+        if self._outdated:
+            self.metadata((), deadline)
 
     def close(self) -> None:
         """Close all connections. Idempotent; in a forked process it leaves the parent's connections alone."""
@@ -260,6 +282,9 @@ class Brokers:
                 raise IllegalStateError("the connections to Kafka are closed")
             if self._network is None:
                 self._network = self._make_network(self._arguments)
+                if self._like is not None and (known := self._like._known) is not None:  # noqa: SLF001 - its own class
+                    self._network.learn(known)
+                    self._outdated = False
             return self._network
 
     def _exchange(
@@ -272,6 +297,7 @@ class Brokers:
             with self._lock:
                 if self._network is network:
                     self._network, self._outdated = None, True
+            network.close()
             raise NotYet("kafka-python's network loop has ended") from ended
         return [self._judged(answer) for answer in answers]
 

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import kafka.errors as kafka_errors
-from kafka.protocol.admin.configs import DescribeConfigsRequest
-from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
-
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import ending, later, log, native, sequences
+from dualwrite.kafka.coordinator import describing, ending, later, listing, log, native, sequences
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
+from dualwrite.kafka.coordinator.network import CallersNetwork, Network
 from dualwrite.kafka.coordinator.partitions import Place, open_offsets
 from dualwrite.kafka.coordinator.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.protocol.observations import (
     EndAnswer,
     LogProof,
     OpenTransaction,
-    TransactionStatus,
+    ShownProducer,
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.lost_decisions import Later
+from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_BROKER_RESOURCE: Final = 4
-_LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
-
-_STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
-_OPEN: Final = frozenset(
-    {
-        TransactionStatus.ONGOING,
-        TransactionStatus.PREPARE_COMMIT,
-        TransactionStatus.PREPARE_ABORT,
-    }
-)
 
 
 class KafkaCoordinator:
@@ -57,13 +41,16 @@ class KafkaCoordinator:
 
     Args:
         config: How to connect.
+        like: Another one for the same cluster, whose knowledge of the brokers' addresses is used.
+        one_thread: Whether only one thread uses it, at any time. It then needs no second thread for its connections.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
     """
 
-    def __init__(self, config: KafkaConfig) -> None:
-        self._brokers = Brokers(config)
+    def __init__(self, config: KafkaConfig, *, like: KafkaCoordinator | None = None, one_thread: bool = False) -> None:
+        make_network = CallersNetwork if one_thread else Network
+        self._brokers = Brokers(config, make_network, like=None if like is None else like.brokers)
         self._coordinators = Coordinators(self._brokers)
         self._topics = Topics(self._brokers)
         self._held_back = HeldBack()
@@ -76,6 +63,11 @@ class KafkaCoordinator:
     ) -> None:
         self.close()
 
+    @property
+    def brokers(self) -> Brokers:
+        """The connections."""
+        return self._brokers
+
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
         self._brokers.close()
@@ -87,11 +79,7 @@ class KafkaCoordinator:
             Unavailable: No broker answered in time.
             ConfigurationError: The brokers refuse our credentials or our way of connecting.
         """
-
-        def ask(_: list[None]) -> dict[None, str | NotYet]:
-            return {None: self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
-
-        return until_answered([None], ask, deadline, "tell its cluster id")[None]
+        return describing.cluster_id(self._brokers, deadline)
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
         """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
@@ -99,23 +87,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time.
         """
-
-        def ask(_: list[None]) -> dict[None, int | None]:
-            requests = [(node, _describe_broker(node)) for node in self._brokers.nodes(deadline)]
-            found = []
-            for response in self._brokers.exchange(requests, deadline):
-                if isinstance(response, NotYet):
-                    raise response
-                for result in response.results:
-                    if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
-                        return {None: None}
-                    why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
-                    if why is not None:
-                        raise why
-                    found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
-            return {None: min(found)}
-
-        return until_answered([None], ask, deadline, f"tell its {_LONGEST_TIMEOUT}")[None]
+        return describing.max_transaction_timeout_ms(self._brokers, deadline)
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664.
@@ -124,15 +96,7 @@ class KafkaCoordinator:
             Unavailable: Not all coordinators answered in time.
             ConfigurationError: We may not describe an id.
         """
-
-        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-            yield DescribeTransactionsRequest(transactional_ids=ids), ids
-
-        def read(_: list[str], response: Message) -> Iterator[tuple[str, TransactionView | NotYet]]:
-            for state in response.transaction_states:
-                yield state.transactional_id, _view(state)
-
-        return self._coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
+        return describing.describe(self._coordinators, kafka_ids, deadline)
 
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
@@ -210,32 +174,14 @@ class KafkaCoordinator:
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
 
+        Requires Describe on the topic ``__transaction_state`` and on the transactional ids with the prefix
+        ``dualwrite-probe.``. Without them nothing shows that the list is complete: then ids may be missing whose coordinator is
+        changing, and a warning is logged.
+
         Raises:
-            Unavailable: Some brokers did not answer in time, or one was still loading its transaction log.
+            Unavailable: Some brokers did not answer in time, or some ids had no coordinator.
         """
-        found = {state.transactional_id for state in self._listed((), deadline)}
-        return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
-
-    def _ids_of(self, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
-        """The Kafka ids of producer ids; those that no coordinator shows us are missing."""
-        return {state.producer_id: state.transactional_id for state in self._listed(producer_ids, deadline)}
-
-    def _listed(self, producer_ids: Collection[int], deadline: Deadline) -> Sequence[Message]:
-        request = ListTransactionsRequest(state_filters=[], producer_id_filters=list(producer_ids))
-
-        def ask(_: list[None]) -> dict[None, list[Message]]:
-            nodes = self._brokers.nodes(deadline)
-            found: list[Message] = []
-            for response in self._brokers.exchange([(node, request) for node in nodes], deadline):
-                if isinstance(response, NotYet):
-                    raise response
-                why = verdict(response.error_code, "the list of transactions", "Describe on the transactional ids")
-                if why is not None:
-                    raise why
-                found += response.transaction_states
-            return {None: found}
-
-        return until_answered([None], ask, deadline, "list the transactional ids")[None]
+        return listing.list_ids(self._brokers, prefix, deadline)
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
@@ -325,10 +271,11 @@ class KafkaCoordinator:
     def open_transactions(
         self, asked: Sequence[tuple[PreparedTxnState, Collection[Partition]]], deadline: Deadline
     ) -> Sequence[Sequence[OpenTransaction]]:
-        """For each state with partitions: the transactions that its producer has open there, under any epoch.
+        """For each state with further partitions: the transactions that its producer has open, under any epoch.
 
-        A partition of a topic that no broker knows any more shows nothing; nor does one of a new topic, where the state names
-        the old one's id.
+        Looks in these, and in every partition of the topics that the state names: an undecided transaction whose marker was
+        forgotten is named nowhere else. A partition of a topic that no broker knows any more shows nothing; nor does one of a
+        new topic, where the state names the old one's id.
 
         Raises:
             Unavailable: Some leaders did not answer in time.
@@ -337,18 +284,17 @@ class KafkaCoordinator:
         return native.open_transactions(self._brokers, self._topics, asked, deadline)
 
     def producer_epochs(
-        self, state: PreparedTxnState, deadline: Deadline
-    ) -> Mapping[Partition, tuple[int, int | None] | None]:
-        """By partition of a state, its producer's epoch there now, and the first offset of its open transaction, if any.
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[Partition, ShownProducer | None]]:
+        """By partition of each state, its producer as the leader shows it now. Asks once, without retrying.
 
-        After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there. None if the
-        leader does not know the producer. A partition that certainly no longer exists is left out.
+        After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there. None for a
+        partition that is gone with its topic. Unanswered partitions are missing.
 
         Raises:
-            Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
-        return native.producer_epochs(self._brokers, self._topics, state, deadline)
+        return native.producer_epochs(self._brokers, self._topics, states, deadline, held_back=self._held_back)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.coordinator.log.prove`.
@@ -381,13 +327,13 @@ class KafkaCoordinator:
         return find_blocking(
             [Place(*key) for key in partitions],
             open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),
-            ids_of=lambda producer_ids: self._ids_of(producer_ids, deadline),
+            ids_of=lambda producer_ids: listing.ids_of(self._brokers, producer_ids, deadline),
             describe=lambda kafka_ids: self.describe(kafka_ids, deadline),
             open_for_s=open_for_s,
         )
 
     def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
-        """Transactions that :meth:`prove_now` has seen hold back readers for some seconds. Each is reported once.
+        """Transactions seen to hold back readers for some seconds, when asking how others ended. Each is reported once.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`blocking`.
@@ -424,32 +370,3 @@ class KafkaCoordinator:
             deadline,
             "describe the topics",
         )
-
-
-def _view(state: Message) -> TransactionView | NotYet:
-    kafka_id = state.transactional_id
-    if kafka_errors.for_code(state.error_code) is kafka_errors.TransactionalIdNotFoundError:
-        return TransactionView(TransactionStatus.NO_SUCH_ID)
-    right = f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
-    why = verdict(state.error_code, f"describing {kafka_id!r}", right)
-    if why is not None:
-        return why
-    status = _STATUS.get(state.transaction_state)
-    if status is None:
-        return NotYet(f"{kafka_id!r} is in the unknown state {state.transaction_state!r}", moved=False)
-    return TransactionView(
-        status=status,
-        producer_id=state.producer_id,
-        epoch=state.producer_epoch,
-        started_ms=state.transaction_start_time_ms if status in _OPEN else None,
-        timeout_ms=state.transaction_timeout_ms,
-        partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
-        newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,
-    )
-
-
-def _describe_broker(node: int) -> Message:
-    resource = DescribeConfigsRequest.DescribeConfigsResource(
-        resource_type=_BROKER_RESOURCE, resource_name=str(node), configuration_keys=[_LONGEST_TIMEOUT]
-    )
-    return DescribeConfigsRequest(resources=[resource], include_synonyms=False, include_documentation=False)

@@ -14,9 +14,9 @@ from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.protocol.observations import EndAnswer
 
 if TYPE_CHECKING:
-    from dualwrite.runtime.deadline import Deadline
     from dualwrite.kafka.coordinator.routing import Coordinators, Partition
     from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.runtime.deadline import Deadline
 
 # Version 5 raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the broker would
 # refuse every repetition of it, and fence the owner.

@@ -13,7 +13,6 @@ from typing import Final, Protocol
 
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.coordinator.network import Message, NotYet
@@ -21,7 +20,9 @@ from dualwrite.kafka.coordinator.partitions import Place, describe_producers
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.lost_decisions import Later
+from dualwrite.runtime.deadline import Deadline
 
+_NO_SEQUENCE: Final = -1
 Sequenced = tuple[int, int]
 """An epoch and a sequence number, which identify a record of a producer."""
 
@@ -50,21 +51,26 @@ class LaterScan:
     Attributes:
         first: The known transaction's first offset there.
         producer_id: The producer.
+        epoch: The known transaction's epoch if it is native: then each transaction has its own.
         newest: Its newest record, as the leader reports it; None reads to the log's end.
         position: The next offset to read.
         idle_since_ms: Time of the producer's last write to the partition, markers included, by the leader's clock.
         found: Where the newest committed transaction after the known one begins; None while none was seen.
+        found_epoch: Its epoch.
         done: Whether no record of the producer follows.
     """
 
     first: FirstOffset
     producer_id: int
+    epoch: int | None = None
     newest: Sequenced | None = None
     idle_since_ms: int | None = None
     position: int = field(init=False)
     found: int | None = None
+    found_epoch: int = -1
     done: bool = False
     _begun_at: int | None = None
+    _begun_epoch: int = -1
     _past_known: bool = False
 
     def __post_init__(self) -> None:
@@ -84,7 +90,18 @@ class LaterScan:
                 self._own(batch)
             self.position = batch.next_offset
 
+    @property
+    def has_nothing_later(self) -> bool:
+        """Whether the leader's report shows that nothing of a later native transaction is there.
+
+        The known one's marker raises the epoch, without a record.
+        """
+        return self.epoch is not None and self.newest is not None and self.newest <= (self.epoch + 1, _NO_SEQUENCE)
+
     def _own(self, batch: LogBatch) -> None:
+        if self.epoch is not None:
+            self._own_native(batch, self.epoch)
+            return
         if batch.is_control_batch:
             if self._past_known and self._begun_at is not None and is_commit(batch):
                 self.found = self._begun_at
@@ -95,11 +112,28 @@ class LaterScan:
         # The known transaction's own marker need not be read; a later transaction's marker decides.
         self.done = not self._past_known and (batch.producer_epoch, batch.last_sequence) == self.newest
 
+    def _own_native(self, batch: LogBatch, known_epoch: int) -> None:
+        if batch.is_control_batch:
+            # A settler's repair commits under a later epoch still.
+            if self._begun_at is not None and is_commit(batch) and batch.producer_epoch == self._begun_epoch + 1:
+                self.found, self.found_epoch = self._begun_at, self._begun_epoch
+            self._begun_at = None
+        elif batch.producer_epoch > known_epoch and (
+            self._begun_at is None or batch.producer_epoch > self._begun_epoch
+        ):
+            self._begun_at, self._begun_epoch = batch.base_offset, batch.producer_epoch
+
 
 def is_commit(batch: LogBatch) -> bool:
     """Whether a control batch is a commit marker."""
     record = next(iter(batch))  # type: ignore[call-overload]
     return bool(record.commit)
+
+
+def scans_of(state: PreparedTxnState) -> list[LaterScan]:
+    """The scans of a state's partitions, as far as it names offsets."""
+    epoch = state.epoch if state.is_native else None
+    return [LaterScan(first, state.producer_id, epoch) for first in state.first_offsets]
 
 
 def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
@@ -109,8 +143,18 @@ def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
         for scan in scans
         if scan.found is not None
     )
-    commit = PreparedTxnState(state.producer_id, state.epoch, state.incarnation, firsts) if firsts else None
+    if state.is_native:
+        commit = _newest_native(state, scans) if firsts else None
+    else:
+        commit = PreparedTxnState(state.producer_id, state.epoch, state.incarnation, firsts) if firsts else None
     return Later(commit, max((at for scan in scans if (at := scan.idle_since_ms) is not None), default=None))
+
+
+def _newest_native(state: PreparedTxnState, scans: Sequence[LaterScan]) -> PreparedTxnState:
+    epoch = max(scan.found_epoch for scan in scans)
+    offsets = {scan.place.key: scan.found for scan in scans if scan.found_epoch == epoch}
+    ids = {topic: topic_id for topic, topic_id in state.topic_ids.items() if topic_id is not None}
+    return PreparedTxnState.native(state.producer_id, epoch, state.incarnation, offsets, ids)
 
 
 def later_commits(
@@ -131,7 +175,7 @@ def later_commits(
         Unavailable: The leaders did not answer in time, or there was too much to read.
         ConfigurationError: We may not read or describe a topic.
     """
-    scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
+    scans = [scans_of(state) for state in states]
     pending = [scan for of_state in scans for scan in of_state]
     search = _Search(brokers, topics, deadline)
     for start in range(0, len(pending), AT_ONCE):
@@ -183,6 +227,8 @@ class _Search:
                     answers[scan] = answer
                 elif scan.producer_id in answer:
                     scan.newest, scan.idle_since_ms = answer[scan.producer_id]
+                    if scan.has_nothing_later:
+                        answers[scan] = True
                 else:
                     answers[scan] = True  # the leader has forgotten the producer
 

@@ -18,7 +18,6 @@ from typing import Final, Protocol
 from kafka.record.default_records import DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.blocking import HeldBack
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
@@ -28,6 +27,7 @@ from dualwrite.kafka.coordinator.partitions import Place, end_offsets, leader_ep
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
 from dualwrite.protocol.observations import LogProof
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,24 @@ them, are held at INFO.
 from __future__ import annotations
 
 import logging
+import select
+import selectors
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
 
 from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.waiting import Event, here
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+logger = logging.getLogger(__name__)
 
 Message: TypeAlias = Any  # kafka-python's requests and responses have no types
 
@@ -53,12 +61,24 @@ _NO_REQUESTS_AT_DEBUG: Final = _NoRequestsAtDebug()
 _our_threads: Final[WeakSet[threading.Thread]] = WeakSet()
 
 
+class _Swallowed(threading.local):
+    """The interruption of this thread that kafka-python has swallowed: it logs a ``KeyboardInterrupt`` as an error."""
+
+    error: BaseException | None = None
+
+
+_swallowed: Final = _Swallowed()
+
+
 class _QuietOnOurThreads(logging.Filter):
     """Silences kafka-python on our threads: not the application's own clients, nor loggers whose level it has set."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if threading.current_thread() not in _our_threads or record.levelno >= logging.CRITICAL:
             return True
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and not isinstance(error, Exception):
+            _swallowed.error = error
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger.name.partition(".")[0] == "kafka":
             if logger.level != logging.NOTSET:
@@ -76,19 +96,102 @@ class _Selector(NetworkSelector):  # type: ignore[misc]  # it has no types
         _our_threads.add(threading.current_thread())
         super().run_forever()
 
+    def close(self) -> None:
+        """End the thread, drop the tasks, and close every socket that one of them waits for.
 
-@contextmanager
-def _quietly() -> Generator[None, None, None]:
-    """Treat the caller's thread as ours while the block runs."""
-    thread = threading.current_thread()
-    if thread in _our_threads:
-        yield
-        return
-    _our_threads.add(thread)
-    try:
-        yield
-    finally:
-        _our_threads.discard(thread)
+        kafka-python drops a socket with its task, and leaves it open: one with bytes left to write, or in a TLS handshake.
+        """
+        if self._closed:
+            return
+        self.stop()
+        try:
+            self.drain()
+        except Exception:
+            logger.debug("the network loop cannot go on", exc_info=True)
+            self._ready.clear()
+        waiting = [key.fileobj for key in self._selector.get_map().values()]
+        super().close()
+        for one in waiting:
+            one.close()
+
+
+class _Files(selectors.DefaultSelector):
+    """Refuses unknown files at once: kafka-python asks for every file before it registers it.
+
+    The standard selector describes the socket in its refusal, with both its addresses, which takes two system calls.
+    """
+
+    def get_key(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
+        """The key of a registered file."""
+        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        if (known := self.get_map()) is not None and number not in list(known):
+            raise KeyError(number)
+        return super().get_key(fileobj)
+
+
+class _AtOnce:
+    """Awaited, it lets the task go on without a turn of the loop."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+_AT_ONCE: Final = _AtOnce()
+
+
+class _CallersSelector(_Selector):
+    """A loop without a thread: each turn that it saves is one less that the caller waits for."""
+
+    def wait_write(self, fileobj: Message, timeout_at: float | None = None) -> Message:
+        """Wait until the socket takes bytes; it usually does."""
+        look = select.poll()  # unlike select(), it takes descriptors above 1023
+        look.register(fileobj, select.POLLOUT)
+        if look.poll(0):
+            return _AT_ONCE
+        return super().wait_write(fileobj, timeout_at)
+
+    @property
+    def fileno(self) -> Callable[[], int] | None:
+        """The descriptor of the selector itself, which is readable when one of its sockets is ready; None on Windows."""
+        return getattr(self._selector, "fileno", None)
+
+    def idle_s(self, seconds: float) -> float:
+        """For how many of these seconds nothing will be to do unless a socket becomes ready."""
+        if self._ready:
+            return 0.0
+        scheduled_s = self._next_scheduled_timeout(time.monotonic())
+        return seconds if scheduled_s is None else max(0.0, min(seconds, scheduled_s))
+
+    @property
+    def keeps_an_interruption(self) -> bool:
+        """Whether an interruption of this turn would come out in the next, which may be another call's."""
+        return any(task._exc is not None and not isinstance(task._exc, Exception) for task in self._ready)  # noqa: SLF001
+
+
+class _Quietly:
+    """Treats the caller's thread as ours while the block runs."""
+
+    def __enter__(self) -> None:
+        thread = threading.current_thread()
+        self._marked = None if thread in _our_threads else thread
+        if self._marked is not None:
+            _our_threads.add(thread)
+
+    def __exit__(self, kind: type[BaseException] | None, *of_error: object) -> None:
+        if self._marked is not None:
+            _our_threads.discard(self._marked)
+
+
+class _InCallersThread(_Quietly):
+    """Runs kafka-python's code on the caller's thread: an interruption that it swallows comes out after it."""
+
+    def __exit__(self, kind: type[BaseException] | None, *of_error: object) -> None:
+        super().__exit__(kind, *of_error)
+        if kind is not None:
+            return
+        error, _swallowed.error = _swallowed.error, None
+        if error is not None:
+            raise error
 
 
 def quieten_logs() -> None:
@@ -107,11 +210,13 @@ class Network:
         arguments: kafka-python's settings.
     """
 
+    _make_loop = _Selector
+
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self._arguments = arguments
         self._metadata: Message | None = None
-        with _quietly():
-            self._loop = _Selector(client_id=arguments["client_id"])
+        with _Quietly():
+            self._loop = self._make_loop(client_id=arguments["client_id"], selector=_Files)
             self.lanes = [self._lane()]
             self._start()
 
@@ -128,7 +233,7 @@ class Network:
     def learn(self, metadata: Message) -> None:
         """Use the brokers' addresses from this metadata."""
         self._metadata = metadata
-        with _quietly():
+        with _Quietly():
             for lane in self.lanes:
                 lane.cluster.update_metadata(metadata)
 
@@ -145,17 +250,10 @@ class Network:
             NotYet: The deadline passed first.
             NetworkLoopEnded: kafka-python's loop is gone.
         """
-        patience = timeout_ms and min(timeout_ms, self.lanes[0].config["request_timeout_ms"])
 
         async def send_all() -> list[Message | Exception]:
-            while len(self.lanes) < lanes:
-                self.lanes.append(self._lane())
-            futures = [
-                _sent(self.lanes[index % lanes], node, request, patience)
-                for index, (node, request) in enumerate(requests)
-            ]
             answers = []
-            for future in futures:
+            for future in self._sent_by_lanes(requests, lanes, timeout_ms):
                 try:
                     answers.append(future if isinstance(future, Exception) else await future)
                 except Exception as error:  # noqa: BLE001 - returned as this request's result
@@ -166,24 +264,38 @@ class Network:
             future = self._loop.call_soon_with_future(send_all)
         except Exception as error:
             raise NetworkLoopEnded from error
-        if not self._wait(future, deadline):
+        done = Event()
+        future.add_both(lambda _: done.set())
+        if not done.wait(deadline.remaining_s()):
             raise NotYet("no answer", unreachable=True)
         if future.exception is not None:
+            if not isinstance(future.exception, Exception):
+                raise future.exception  # an interruption of the caller, whose thread this is
             raise NetworkLoopEnded from future.exception
         answers: list[Message | Exception] = future.value
         return answers
 
-    def _wait(self, future: Message, deadline: Deadline) -> bool:
-        done = threading.Event()
-        future.add_both(lambda _: done.set())
-        return done.wait(deadline.remaining_s())
+    def _sent_by_lanes(
+        self, requests: Sequence[tuple[int | str, Message]], lanes: int, timeout_ms: int | None
+    ) -> list[Message]:
+        """The future of each request's answer, or the error that kept it from being sent."""
+        patience = timeout_ms and min(timeout_ms, self.lanes[0].config["request_timeout_ms"])
+        while len(self.lanes) < lanes:
+            self.lanes.append(self._lane())
+        return [
+            _sent(self.lanes[index % lanes], node, request, patience) for index, (node, request) in enumerate(requests)
+        ]
 
     def close(self) -> None:
-        """Close the connections and end the thread."""
+        """Close the connections and end the thread. After that no socket is open."""
         closed = threading.Event()
-        with _quietly():
-            self._loop.call_soon_with_future(self._close_lanes).add_both(lambda _: closed.set())
-            closed.wait(1.0)  # a loop that hangs in a DNS look-up does not answer
+        with _Quietly():
+            try:
+                self._loop.call_soon_with_future(self._close_lanes).add_both(lambda _: closed.set())
+            except Exception:
+                logger.debug("the network loop has ended before", exc_info=True)
+            else:
+                closed.wait(1.0)  # a loop that hangs in a DNS look-up does not answer
             self._loop.close()
 
     def _close_lanes(self) -> None:
@@ -200,13 +312,23 @@ class CallersNetwork(Network):
         arguments: kafka-python's settings.
     """
 
+    _make_loop = _CallersSelector
+
     def _start(self) -> None:
         self._loop.config["slow_task_threshold_secs"] = 0  # its warnings are about a thread that many wait for
 
-    def _wait(self, future: Message, deadline: Deadline) -> bool:
-        while not future.is_done and not deadline.expired:
-            self.serve(deadline.remaining_s())
-        return bool(future.is_done)
+    def exchange(
+        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, lanes: int, timeout_ms: int | None
+    ) -> list[Message | Exception]:
+        """Send all requests, and wait for the answer or error of each. Raises as `Network.exchange`."""
+        with _Quietly():
+            futures = self._sent_by_lanes(requests, lanes, timeout_ms)
+        for future in futures:
+            while not (isinstance(future, Exception) or future.is_done):
+                if deadline.expired:
+                    raise NotYet("no answer", unreachable=True)
+                self.serve(deadline.remaining_s())
+        return [future if isinstance(future, Exception) else _result(future) for future in futures]
 
     def post(self, node: int, request: Message, done: Callable[[Message | Exception], None]) -> None:
         """Send a request without a wait for its answer.
@@ -216,29 +338,40 @@ class CallersNetwork(Network):
             request: The request, built afresh.
             done: Called once, with the answer or the error, by this call or by a later one of this object.
         """
-        with _quietly():
+        with _InCallersThread():
             answer = _sent(self.lanes[0], node, request, None)
             if isinstance(answer, Exception):
                 done(answer)
                 return
-            answer.add_both(lambda _: done(answer.value if answer.exception is None else answer.exception))
+            answer.add_both(lambda _: done(_result(answer)))
 
     def serve(self, seconds: float) -> None:
         """Send and receive what can be at once; wait up to that long for something to do."""
-        with _quietly():
+        here().poll(self._turn, self._loop.fileno, self._loop.idle_s(seconds))
+
+    def _turn(self, seconds: float) -> None:
+        with _InCallersThread():
             self._loop.poll(timeout_ms=seconds * 1000)
+            while self._loop.keeps_an_interruption:
+                self._loop.poll(timeout_ms=0)
 
     def close(self) -> None:
-        """Close the connections."""
-        with _quietly():
+        """Close the connections. After that no socket is open."""
+        with _InCallersThread():
             self._close_lanes()
             self._loop.close()
+
+
+def _result(future: Message) -> Message | Exception:
+    return future.value if future.exception is None else future.exception
 
 
 def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
     try:
         # Keep its own metadata refresh off: it would bootstrap forever, and nothing uses the result.
         connection = connections.get_connection(node, refresh_metadata_on_err=False)
+        # While a broker throttles us, kafka-python would fail requests. The broker lets them wait by itself (KIP-219).
+        connection.unpause("throttle")
         return connection.send_request(request, request_timeout_ms=timeout_ms)
     except Exception as error:  # noqa: BLE001 - returned as this request's result
         return error

@@ -9,10 +9,10 @@ from typing import Final
 from kafka.protocol.admin.transactions import DescribeProducersRequest
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topic, Topics
+from dualwrite.runtime.deadline import Deadline
 
 _NO_TRANSACTION: Final = -1
 OpenOffsets = Mapping[tuple[int, int], int]
@@ -75,9 +75,6 @@ def producers(
 ) -> dict[Place, Producers | None]:
     """The producers that each partition remembers, as its leader shows them (``DescribeProducers``).
 
-    Followers answer that request too, and may lag behind. So each broker gets a second request after it, on the same
-    connection, that only the leader of that epoch answers.
-
     Args:
         brokers: The brokers.
         topics: The topics.
@@ -92,28 +89,39 @@ def producers(
     """
 
     def ask(pending: list[Place]) -> dict[Place, Producers | NotYet | None]:
-        found = topics.find({place.topic for place in pending}, deadline, fresh=fresh)
-        leaders = {place: place.leader(found) for place in pending}
-        led_by: dict[int, dict[Partition, Leader]] = {}
-        for place, leader in leaders.items():
-            if isinstance(leader, Leader):
-                led_by.setdefault(leader.node, {})[place.key] = leader
-        requests = [
-            (node, request) for node, led in led_by.items() for request in (describe_producers(led), leader_epochs(led))
-        ]
-        responses = brokers.exchange(requests, deadline)
-        shown: dict[Partition, Producers | NotYet] = {}
-        for led, described, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
-            shown |= _joined(led, described, epochs)
-        unlisted = NotYet("the broker left a partition out of its answer")
-        answers = {
-            place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else leader
-            for place, leader in leaders.items()
-        }
-        topics.forget(place.topic for place, answer in answers.items() if isinstance(answer, NotYet))
-        return answers
+        return producers_now(brokers, topics, pending, deadline, fresh=fresh)
 
     return until_answered(places, ask, deadline, "tell which transactions are open in the partitions")
+
+
+def producers_now(
+    brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
+) -> dict[Place, Producers | NotYet | None]:
+    """As :func:`producers`, asked once: the answer is the reason for a partition whose leader did not answer.
+
+    Followers answer ``DescribeProducers`` too, and may lag behind. So each broker gets a second request after it, on the same
+    connection, that only the leader of that epoch answers.
+    """
+    found = topics.find({place.topic for place in places}, deadline, fresh=fresh)
+    leaders = {place: place.leader(found) for place in places}
+    led_by: dict[int, dict[Partition, Leader]] = {}
+    for place, leader in leaders.items():
+        if isinstance(leader, Leader):
+            led_by.setdefault(leader.node, {})[place.key] = leader
+    requests = [
+        (node, request) for node, led in led_by.items() for request in (describe_producers(led), leader_epochs(led))
+    ]
+    responses = brokers.exchange(requests, deadline)
+    shown: dict[Partition, Producers | NotYet] = {}
+    for led, described, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
+        shown |= _joined(led, described, epochs)
+    unlisted = NotYet("the broker left a partition out of its answer")
+    answers = {
+        place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else leader
+        for place, leader in leaders.items()
+    }
+    topics.forget(place.topic for place, answer in answers.items() if isinstance(answer, NotYet))
+    return answers
 
 
 def _joined(

@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
+from dualwrite.runtime.deadline import Deadline
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]
@@ -24,6 +24,7 @@ Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
 """Reads the response to a request that covered these ids."""
 _NO_TOPIC_ID: Final = bytes(16)
 _MOST_COORDINATORS: Final = 100_000
+_SIGN_BIT: Final = 0x8000_0000
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,48 @@ class Topic:
 
     topic_id: str | None
     leaders: Mapping[int, Leader | None]
+
+
+def internal_partition(key: str, partitions: int) -> int:
+    """The partition of an internal topic that belongs to a key: Java's ``String.hashCode``, as brokers use it.
+
+    Args:
+        key: The ``group.id`` for ``__consumer_offsets``, the ``transactional.id`` for ``__transaction_state``.
+        partitions: How many partitions the topic has.
+    """
+    encoded = key.encode("utf-16-be")
+    hashed = 0
+    for high, low in zip(encoded[::2], encoded[1::2], strict=True):
+        hashed = (31 * hashed + (high << 8 | low)) & 0xFFFF_FFFF
+    if hashed == _SIGN_BIT:
+        return 0  # the least integer has no absolute value
+    return (hashed if hashed < _SIGN_BIT else (1 << 32) - hashed) % partitions
+
+
+def find_coordinators(
+    brokers: Brokers, kind: CoordinatorType, keys: Collection[str], deadline: Deadline
+) -> dict[str, tuple[int, int]]:
+    """Ask a broker for the coordinators of transactional ids or of groups.
+
+    Args:
+        brokers: The brokers to ask.
+        kind: What the keys are.
+        keys: The ids.
+        deadline: Limits the wait.
+
+    Returns:
+        By id, the error code, and the coordinator's broker if that is 0.
+
+    Raises:
+        NotYet: No broker answered.
+        ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
+    """
+
+    def request() -> Message:
+        return FindCoordinatorRequest(key_type=kind.value, coordinator_keys=list(keys), min_version=4)
+
+    response = brokers.lookup(request, deadline)
+    return {found.key: (found.error_code, found.node_id) for found in response.coordinators}
 
 
 class Coordinators:
@@ -134,13 +177,13 @@ class Coordinators:
         if unknown:
             if len(self._known) > _MOST_COORDINATORS:
                 self._known.clear()
-            response = self._brokers.lookup(lambda: _find_coordinators(unknown), deadline)
-            for found in response.coordinators:
-                why = verdict(found.error_code, f"the coordinator of {found.key!r}", _describe_right(found.key))
+            found = find_coordinators(self._brokers, CoordinatorType.TRANSACTION, unknown, deadline)
+            for key, (code, node) in found.items():
+                why = verdict(code, f"the coordinator of {key!r}", _describe_right(key))
                 if why is None:
-                    self._known[found.key] = found.node_id
+                    self._known[key] = node
                 else:
-                    failed[found.key] = why
+                    failed[key] = why
         lost = NotYet("the coordinator's address was dropped meanwhile")
         return {key: failed[key] if key in failed else self._known.get(key, lost) for key in kafka_ids}
 
@@ -156,6 +199,10 @@ class Topics:
         self._brokers = brokers
         self._lock = threading.Lock()
         self._known: Mapping[str, Topic] = {}
+
+    def known(self, topic: str) -> Topic | None:
+        """The topic as it was last looked up; None if it has not been, or was not found. Asks no broker."""
+        return self._known.get(topic)
 
     def find(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | NotYet | None]:
         """Each topic, or None for one that does not exist.
@@ -181,12 +228,12 @@ class Topics:
             self._known = {name: topic for name, topic in self._known.items() if name not in gone}
 
     def _asked(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | NotYet | None]:
-        answers = _read_topics(self._brokers.metadata(topics, deadline))
+        answers = read_topics(self._brokers.metadata(topics, deadline))
         absent = {name for name, topic in answers.items() if topic is None}
         if absent:
             # A broker that lags behind the controller may not know a new topic. It is absent if no broker knows it.
             for node in self._brokers.nodes(deadline):
-                elsewhere = _read_topics(self._brokers.metadata(absent, deadline, node=node))
+                elsewhere = read_topics(self._brokers.metadata(absent, deadline, node=node))
                 answers |= {name: topic for name, topic in elsewhere.items() if topic is not None}
         with self._lock:  # replace the mapping instead of changing it: readers do not take the lock
             self._known = {
@@ -196,17 +243,16 @@ class Topics:
         return answers
 
 
-def _find_coordinators(kafka_ids: Collection[str]) -> Message:
-    return FindCoordinatorRequest(
-        key_type=CoordinatorType.TRANSACTION.value, coordinator_keys=list(kafka_ids), min_version=4
-    )
-
-
 def _describe_right(kafka_id: str) -> str:
     return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
 
 
-def _read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
+def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
+    """The topics that a broker has described, by name; None for one that it does not know.
+
+    Raises:
+        ConfigurationError: We may not describe a topic.
+    """
     answers: dict[str, Topic | NotYet | None] = {}
     for topic in response.topics:
         if kafka_errors.for_code(topic.error_code) is kafka_errors.UnknownTopicOrPartitionError:

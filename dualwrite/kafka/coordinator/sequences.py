@@ -7,13 +7,13 @@ from typing import Final
 
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.fetching import AT_ONCE, fetch, fetched
 from dualwrite.kafka.coordinator.later import newest_records
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.partitions import Place, describe_producers
 from dualwrite.kafka.coordinator.routing import Leader, Partition, Topics
+from dualwrite.runtime.deadline import Deadline
 
 _ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however large
 _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")

@@ -3,13 +3,17 @@
 KIP-939 asks the broker for this with ``InitProducerId(keepPreparedTxn=true)``, which no released broker serves. This
 library leaves the transaction alone, and ends it by ``EndTxn`` with the producer id and epoch that the coordinator
 shows.
+
+``EndTxn`` comes in two kinds. The one for native transactions (version 5) raises the epoch. A native transaction of epoch E
+must be ended by that: settling takes an abort that the coordinator shows under E + 1 for its own, and without the rise the
+next transaction would be shown so. A prepared state says which engine made its transaction. Nothing says it of a transaction
+without a state, so the new producer's engine decides: the one for native transactions ends librdkafka's too.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DecidedTransactionLost,
     DualWriteError,
@@ -18,10 +22,11 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.protocol.identity import is_open, others_than, shows_same_transaction
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 
 _AT_REST = frozenset(
     {
@@ -48,11 +53,13 @@ class KeptTransaction:
     Args:
         coordinator: The coordinator.
         kafka_id: The transactional id.
+        natively: Whether the new producer's engine is the native one, so that the cluster has transaction version 2.
     """
 
-    def __init__(self, coordinator: TransactionCoordinator, kafka_id: str) -> None:
+    def __init__(self, coordinator: TransactionCoordinator, kafka_id: str, *, natively: bool = False) -> None:
         self._coordinator = coordinator
         self._kafka_id = kafka_id
+        self._natively = natively
 
     def look(self, deadline: Deadline) -> TransactionView:
         """The coordinator's view, once it is out of transition.
@@ -79,7 +86,7 @@ class KeptTransaction:
         if self.is_same(view, state, deadline):
             self.commit(view, state, deadline)
             return Completion.COMMITTED
-        self.abort(view, deadline)
+        self.abort(view, deadline, natively=state.is_native)
         return Completion.ABORTED
 
     def commit_ongoing(self, deadline: Deadline) -> None:
@@ -104,11 +111,11 @@ class KeptTransaction:
         Compares producer id, epoch and, where both are known, start time; then every first offset, as the partitions
         show it now. Fetch the view before calling: otherwise the transaction that a partition shows may end before the
         coordinator shows a later one of the same epoch. A state without evidence is compared by id and epoch alone,
-        which cannot tell two transactions of one librdkafka producer apart.
+        which cannot tell two transactions of one librdkafka producer apart. For a native state they are enough.
         """
         if not state.has_transaction or not shows_same_transaction(view, state):
             return False
-        if not state.first_offsets:
+        if state.is_native or not state.first_offsets:
             return True
         [offsets] = self._coordinator.open_offsets([state], deadline)
         [beside] = self._coordinator.still_open([(state.producer_id, others_than(state, view))], deadline)
@@ -128,33 +135,51 @@ class KeptTransaction:
             Fenced: The broker refuses, and there is no evidence that could prove the outcome.
             Unavailable: Not complete by the deadline. You may repeat the call.
         """
-        named = PreparedTxnState(view.producer_id, view.epoch)
+        natively = self._natively if state is None else state.is_native
         between = GrowingPause()
         while True:
-            answer = self._coordinator.end({self._kafka_id: named}, committed=True, deadline=deadline)[self._kafka_id]
+            answer = self._end(view, deadline, committed=True, natively=natively)
             now = self.look(deadline)
-            if answer is EndAnswer.ENDED or (
-                now.status is TransactionStatus.COMPLETE_COMMIT and _ids(now) == _ids(view)
-            ):
+            ended = _shown_end(now, view, natively=natively)
+            if answer is EndAnswer.ENDED or ended is TransactionStatus.COMPLETE_COMMIT:
                 return
+            if natively and ended is TransactionStatus.COMPLETE_ABORT:
+                raise DecidedTransactionLost(
+                    "the coordinator shows that it was aborted, not committed",
+                    transactional_id=self._kafka_id,
+                    state=str(state or PreparedTxnState(*_ids(view))),
+                )
             if not (now.status is TransactionStatus.ONGOING and _ids(now) == _ids(view)):
                 break
             self._wait(between, deadline, "the transaction is still ongoing")
         self._prove(state, deadline)
 
-    def abort(self, view: TransactionView, deadline: Deadline) -> None:
+    def abort(self, view: TransactionView, deadline: Deadline, *, natively: bool = False) -> None:
         """Abort the transaction that the view shows, and wait until the coordinator is at rest.
 
         The abort's answer does not matter: ``InitProducerId`` comes next, and aborts anything still open. It alone
         would suffice, but librdkafka would then sleep half a second.
 
+        Args:
+            view: The coordinator's view of it.
+            deadline: Limits the requests.
+            natively: Whether the transaction is one of the native engine, whatever the new producer's is.
+
         Raises:
             Unavailable: No answer by the deadline.
         """
         if view.status is TransactionStatus.ONGOING:
-            named = PreparedTxnState(view.producer_id, view.epoch)
-            self._coordinator.end({self._kafka_id: named}, committed=False, deadline=deadline)
+            self._end(view, deadline, committed=False, natively=natively or self._natively)
             self.look(deadline)
+
+    def _end(self, view: TransactionView, deadline: Deadline, *, committed: bool, natively: bool) -> EndAnswer:
+        if natively:
+            exactly = {self._kafka_id: _ids(view)}
+            answers = native_of(self._coordinator).end_exactly(exactly, committed=committed, deadline=deadline)
+        else:
+            shared = {self._kafka_id: PreparedTxnState(*_ids(view))}
+            answers = self._coordinator.end(shared, committed=committed, deadline=deadline)
+        return answers[self._kafka_id]
 
     def _prove(self, state: PreparedTxnState | None, deadline: Deadline) -> None:
         if state is None or not state.first_offsets:
@@ -190,3 +215,10 @@ class KeptTransaction:
 
 def _ids(view: TransactionView) -> tuple[int, int]:
     return view.producer_id, view.epoch
+
+
+def _shown_end(now: TransactionView, view: TransactionView, *, natively: bool) -> TransactionStatus | None:
+    """The coordinator's word on how the transaction of an earlier view has ended; None if it shows something else."""
+    shown = (view.producer_id, view.epoch + 1) if natively else _ids(view)
+    ends = {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT}
+    return now.status if _ids(now) == shown and now.status in ends else None

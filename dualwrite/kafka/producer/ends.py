@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from dualwrite.runtime.deadline import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
-from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.protocol.settling.known_end import Ended, EndStep, next_end_step
+from dualwrite.ports.coordinator import TransactionCoordinator, native_of
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.known_end import (
+    Ended,
+    EndStep,
+    Partition,
+    native_step_at_rest,
+    next_end_step,
+    next_native_end_step,
+)
+from dualwrite.runtime.deadline import Deadline, GrowingPause, now_s
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +54,7 @@ class PendingEnd:
 def ask_for_ends(
     coordinator: TransactionCoordinator, pending: Sequence[PendingEnd], deadline: Deadline
 ) -> Sequence[EndStep]:
-    """Ask once for all of their ends, in parallel.
+    """Ask once for all of their ends, whichever engine made the transactions.
 
     Returns:
         The next step for each; ``WAIT`` means to ask again.
@@ -54,21 +62,44 @@ def ask_for_ends(
     Raises:
         ConfigurationError: We may not read or describe a topic.
     """
-    steps = [next_end_step(pending_end.ended, None, early=True) for pending_end in pending]
-    asked = [pending_end for pending_end, step in zip(pending, steps, strict=True) if step is EndStep.ASK]
-    for pending_end in asked:
-        pending_end.note_asked()
-    proofs = coordinator.prove_now(
-        [pending_end.ended.state for pending_end in asked],
-        Deadline(min(_ANSWER_S, deadline.remaining_s())),
-        read_on=any(pending_end.asked_for_s > _READ_ON_AFTER_S for pending_end in asked),
-    )
-    seen = dict(zip(map(id, asked), proofs, strict=True))
+    asked = [one for one in pending if _step(one, None, early=True) is EndStep.ASK]
+    for one in asked:
+        one.note_asked()
+    shown = _shared(coordinator, [one for one in asked if not one.ended.state.is_native], deadline)
+    shown.update(_native(coordinator, [one for one in asked if one.ended.state.is_native], deadline))
     early = not deadline.expired
-    return [
-        next_end_step(pending_end.ended, seen.get(id(pending_end)), early=early and pending_end.asked_for_s < EARLY_S)
-        for pending_end in pending
-    ]
+    return [_step(one, shown.get(id(one)), early=early and one.asked_for_s < EARLY_S) for one in pending]
+
+
+_Shown = Mapping[Partition, Any]
+"""By partition, what an engine's own rule goes by."""
+
+
+def _step(pending_end: PendingEnd, shown: _Shown | None, *, early: bool) -> EndStep:
+    rule = next_native_end_step if pending_end.ended.state.is_native else next_end_step
+    return rule(pending_end.ended, shown, early=early)
+
+
+def _shared(coordinator: TransactionCoordinator, asked: Sequence[PendingEnd], deadline: Deadline) -> dict[int, _Shown]:
+    """The proofs of librdkafka's transactions, which share their producers' epochs."""
+    if not asked:
+        return {}
+    proofs = coordinator.prove_now(
+        [one.ended.state for one in asked],
+        Deadline(min(_ANSWER_S, deadline.remaining_s())),
+        read_on=any(one.asked_for_s > _READ_ON_AFTER_S for one in asked),
+    )
+    return dict(zip(map(id, asked), proofs, strict=True))
+
+
+def _native(coordinator: TransactionCoordinator, asked: Sequence[PendingEnd], deadline: Deadline) -> dict[int, _Shown]:
+    """The epochs of native transactions' producers, as the partitions show them."""
+    if not asked:
+        return {}
+    shown = native_of(coordinator).producer_epochs(
+        [one.ended.state for one in asked], Deadline(min(_ANSWER_S, deadline.remaining_s()))
+    )
+    return dict(zip(map(id, asked), shown, strict=True))
 
 
 def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadline: Deadline) -> EndStep:
@@ -90,3 +121,20 @@ def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadl
         if step is not EndStep.WAIT:
             return step
         between.wait(deadline)
+
+
+def end_at_rest(coordinator: TransactionCoordinator, state: PreparedTxnState, deadline: Deadline) -> EndStep:
+    """Check how a committed transaction whose end is known has ended, before the row calls it completed.
+
+    The log has shown it already, except for a native transaction.
+
+    Returns:
+        As :func:`~dualwrite.protocol.settling.known_end.native_step_at_rest`.
+
+    Raises:
+        ConfigurationError: We may not read or describe a topic.
+    """
+    if not state.is_native:
+        return EndStep.KNOWN
+    [proofs] = coordinator.prove_now([state], Deadline(min(_ANSWER_S, deadline.remaining_s())), read_on=True)
+    return native_step_at_rest(state, proofs)

@@ -1,45 +1,46 @@
-"""``TransactionalProducer``: KIP-939's verbs over confluent-kafka and stock brokers.
+"""``TransactionalProducer``: KIP-939's verbs on stock brokers, through one of two engines.
 
 No released client or broker serves KIP-939. Three things stand in for it: a prepared state that holds the first offsets of
-the transaction (librdkafka's transactions share one producer id and epoch), ``DescribeTransactions`` and ``EndTxn`` from
-outside instead of ``InitProducerId(keepPreparedTxn=true)``, and the greatest timeout that the broker allows instead of none.
+the transaction, ``DescribeTransactions`` and ``EndTxn`` from outside instead of ``InitProducerId(keepPreparedTxn=true)``,
+and the greatest timeout that the broker allows instead of none.
 
 Used alone, without a ``DualWriter``'s row and check, it leaves one race open. After ``complete_transaction`` has seen
-the kept transaction, but before its ``EndTxn``, a paused owner may wake up, complete it and begin its next transaction
-under the same producer id and epoch; ``EndTxn`` then ends that one. So make sure that the former owner is dead. A state
-in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
+the kept transaction, but before its ``EndTxn``, a paused owner may wake up, complete it and begin its next transaction;
+librdkafka's has the same producer id and epoch, and ``EndTxn`` then ends it. So make sure that the former owner is dead.
+A state in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from confluent_kafka import TopicPartition
-
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.choice import EngineName, choose_engine, wanted_engine
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
-from dualwrite.kafka.producer.librdkafka.evidence import Evidence
+from dualwrite.kafka.producer.engine import Column, HeaderPairs, ProducerEngine, Text
 from dualwrite.kafka.producer.forks import ForkGuard
-from dualwrite.kafka.producer.librdkafka.handle import Handle, MakeHandle, producer_settings
-from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
-from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
 from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import EndStep
-from dualwrite.protocol.tables.producer_life import WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
+    from confluent_kafka import TopicPartition
     from typing_extensions import Self
 
-Headers = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]]
+    from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
+    from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
+    from dualwrite.kafka.producer.native.instance import MakeWire
+
+Headers = Mapping[str, Text] | HeaderPairs
 
 
 class TransactionalProducer:
@@ -58,7 +59,11 @@ class TransactionalProducer:
         call_timeout_s: Seconds that each call may take.
         bulk: For many messages in a transaction: delivery reports cover failures only, and ``prepare_transaction`` asks
             the partitions for the first offsets. ``on_delivery`` is not available then.
+        engine: ``native`` sends native transactions (transaction version 2), each of which has an epoch of its own;
+            ``librdkafka`` sends through confluent-kafka; ``auto`` is native where the cluster has finalized transaction
+            version 2. Chosen by `init_transactions`.
         make_handle: Makes the librdkafka instance; for simulators.
+        make_wire: Makes the native engine's connections; for simulators.
 
     Raises:
         ConfigurationError: A setting is missing, unknown or unsafe.
@@ -74,7 +79,9 @@ class TransactionalProducer:
         transaction_timeout_ms: int | None = None,
         call_timeout_s: float = 30.0,
         bulk: bool = False,
-        make_handle: MakeHandle = Handle,
+        engine: EngineName = "auto",
+        make_handle: MakeHandle | None = None,
+        make_wire: MakeWire | None = None,
     ) -> None:
         if not transactional_id:
             raise ConfigurationError("the transactional id is empty")
@@ -87,12 +94,13 @@ class TransactionalProducer:
         self._timeout_ms: int | None = None
         self._call_timeout_s = call_timeout_s
         self._bulk = bulk
-        self._evidence = Evidence(self._coordinator, transactional_id, incarnation)
+        self._incarnation = incarnation
+        self._wanted = wanted_engine(engine)
+        self._make_handle = make_handle
+        self._make_wire = make_wire
         self._kept = KeptTransaction(self._coordinator, transactional_id)
-        retry_s = self._config.silent_retry_after_s
-        self._instance = ProducerInstance(
-            transactional_id, self._coordinator, self._evidence, make_handle, bulk=bulk, silent_retry_after_s=retry_s
-        )
+        self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
+        self._chosen: ProducerEngine | None = None
         self._fork_guard = ForkGuard(transactional_id)
 
     @property
@@ -103,7 +111,7 @@ class TransactionalProducer:
     @property
     def state(self) -> ProducerState:
         """The producer's state in its life cycle."""
-        return self._instance.machine.state
+        return self._machine.state
 
     @property
     def doubtful(self) -> bool:
@@ -113,12 +121,14 @@ class TransactionalProducer:
     @property
     def producer_id(self) -> int | None:
         """The broker's producer id; None before ``init_transactions``, and after an abort until the next prepare."""
-        return self._evidence.ids[0] if self._evidence.ids else None
+        ids = self._chosen and self._chosen.ids
+        return ids[0] if ids else None
 
     @property
     def epoch(self) -> int | None:
         """The producer epoch; None where ``producer_id`` is."""
-        return self._evidence.ids[1] if self._evidence.ids else None
+        ids = self._chosen and self._chosen.ids
+        return ids[1] if ids else None
 
     @property
     def bulk(self) -> bool:
@@ -127,18 +137,18 @@ class TransactionalProducer:
 
     @property
     def max_message_bytes(self) -> int:
-        """The greatest size of key and value together that librdkafka takes (``message.max.bytes``)."""
+        """The greatest size of key and value together in one message (``message.max.bytes``)."""
         return self._config.max_message_bytes
 
     @property
     def epoch_may_rise(self) -> bool:
-        """Whether a failed transaction was aborted, after which librdkafka may raise the epoch."""
-        return self._instance.epoch_may_rise
+        """Whether a failed transaction was aborted, after which the client may raise the epoch."""
+        return self._chosen is not None and self._chosen.epoch_may_rise
 
     @property
     def pending_end(self) -> PendingEnd | None:
         """The last transaction while its end is unknown; None once the producer may go on, or if there was none."""
-        return self._instance.pending_end
+        return None if self._chosen is None else self._chosen.pending_end
 
     def note_end(self, step: EndStep) -> None:
         """Take the next step for :attr:`pending_end`: the producer goes on, or becomes doubtful.
@@ -151,12 +161,12 @@ class TransactionalProducer:
     @property
     def undecided_in(self) -> frozenset[tuple[str, int]]:
         """Partitions where an aborted or unprepared transaction may be open, for the settler after this producer."""
-        return self._instance.undecided_in
+        return frozenset() if self._chosen is None else self._chosen.undecided_in
 
     @property
     def prepared_state(self) -> PreparedTxnState | None:
         """The state of the transaction that is prepared, or whose commit was not answered; None if there is none."""
-        return self._instance.transaction.prepared
+        return None if self._chosen is None else self._chosen.prepared
 
     @property
     def transaction_timeout_ms(self) -> int:
@@ -173,7 +183,7 @@ class TransactionalProducer:
     @property
     def begun_for_s(self) -> float:
         """Seconds since the first message or offset, when the broker's timeout starts; 0 if there is none."""
-        return self._instance.begun_for_s
+        return 0.0 if self._chosen is None else self._chosen.begun_for_s
 
     def init_transactions(self, keep_prepared_txn: bool = False) -> None:  # noqa: FBT001, FBT002 - KIP-939's signature
         """Make the producer usable. Call it first, and once.
@@ -192,11 +202,12 @@ class TransactionalProducer:
         event = ProducerEvent.INIT_KEEPING if keep_prepared_txn else ProducerEvent.INIT
         self._check(event)
         deadline = Deadline(self._call_timeout_s)
-        # Wait here for a coordinator that is being elected or loading: librdkafka would sleep half a second each time.
+        self._choose(deadline)
+        # Wait here for a coordinator that is being elected or loading: librdkafka would wait half a second each time.
         view = self._kept.look(deadline)
         if keep_prepared_txn:
             self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
-            self._instance.machine.apply(event)
+            self._machine.apply(event)
         else:
             self._kept.abort(view, deadline)
             self._open(event, deadline)
@@ -211,7 +222,7 @@ class TransactionalProducer:
             TransactionAborted: The last transaction has not ended everywhere, or not as decided here; the producer is
                 doubtful: make a new one.
             Fenced: Another owner took over.
-            Unavailable: librdkafka did not answer; the producer is doubtful.
+            Unavailable: The brokers did not answer in time; the producer is doubtful.
         """
         self._check(ProducerEvent.BEGIN)
         self._instance.begin(Deadline(self._call_timeout_s))
@@ -227,7 +238,7 @@ class TransactionalProducer:
         timestamp_ms: int | None = None,
         on_delivery: DeliveryCallback | None = None,
     ) -> None:
-        """Hand one message to librdkafka, which sends it in the background. Waits for room if its queue is full.
+        """Send one message, without waiting until it is acknowledged. Waits for room if the queue is full.
 
         Nothing is durable on return; ``prepare_transaction`` makes sure that everything is.
 
@@ -255,9 +266,9 @@ class TransactionalProducer:
             topic,
             value=value,
             key=key,
-            partition=-1 if partition is None else partition,
-            headers=None if headers is None else dict(headers) if isinstance(headers, Mapping) else list(headers),
-            timestamp_ms=timestamp_ms or 0,
+            partition=partition,
+            headers=list(headers.items()) if isinstance(headers, Mapping) else headers,
+            timestamp_ms=timestamp_ms,
             on_delivery=on_delivery,
             timeout_s=self._call_timeout_s,
         )
@@ -265,7 +276,7 @@ class TransactionalProducer:
     def produce_many(
         self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
     ) -> None:
-        """Hand many messages to librdkafka: as `produce` for each, with less overhead.
+        """Send many messages: as `produce` for each, with less overhead.
 
         Args:
             topic: Topic name of all messages.
@@ -279,10 +290,51 @@ class TransactionalProducer:
         self._check(ProducerEvent.PRODUCE)
         if keys is not None and len(keys) != len(values):
             raise ValueError(f"{len(values)} values, {len(keys)} keys")
-        self._instance.produce_many(topic, values, keys or repeat(None, len(values)), self._call_timeout_s)
+        self._instance.produce_many(topic, values, keys, self._call_timeout_s)
+
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None = None,
+        headers: Column | None = None,
+        partitions: Column | None = None,
+        *,
+        timestamps: Column | None = None,
+    ) -> None:
+        """Send the rows of Arrow's columns: as `produce` for each. The native engine makes no Python object for a row.
+
+        Columns are ``pyarrow.Array`` or ``ChunkedArray``.
+
+        Args:
+            topic: Topic name of all messages.
+            values: Payloads: binary or text of any Arrow type; a null is a tombstone.
+            keys: As many keys, likewise; if not given, the messages have no keys.
+            headers: As many lists of headers, each a struct of ``key`` and ``value``, or maps from key to value.
+            partitions: As many partition numbers; where it is null, the key decides.
+            timestamps: As many timestamps: integers, ms since 1970; null is the current time.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
+            ValueError: The columns differ in length; nothing was produced.
+            TypeError: A column is of another type.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        for column in (keys, headers, partitions, timestamps):
+            if column is not None and len(column) != len(values):
+                raise ValueError(f"{len(values)} values, but {len(column)} rows of another column")
+        self._instance.produce_arrow(
+            topic,
+            values,
+            keys,
+            headers=headers,
+            partitions=partitions,
+            timestamps=timestamps,
+            timeout_s=self._call_timeout_s,
+        )
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Serve delivery callbacks and librdkafka's log. Not needed for correctness.
+        """Call delivery callbacks, and pass on the log and the statistics. Not needed for correctness.
 
         Args:
             timeout_s: Seconds to wait for the first event.
@@ -295,8 +347,8 @@ class TransactionalProducer:
         """
         self._fork_guard.check()
         if self.state is ProducerState.CLOSED:
-            self._instance.check(ProducerEvent.PRODUCE)
-        return self._instance.serve(timeout_s)
+            self._check(ProducerEvent.PRODUCE)
+        return 0 if self._chosen is None else self._chosen.serve(timeout_s)
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets as part of the transaction. They are in the broker's log on return, undecided.
@@ -426,7 +478,10 @@ class TransactionalProducer:
         self._fork_guard.check()
         if self.state is ProducerState.CLOSED:
             return
-        self._instance.close()
+        if self._chosen is not None:
+            self._chosen.close()
+        else:
+            self._machine.apply(ProducerEvent.CLOSE)
         if self._own_coordinator:
             self._coordinator.close()
 
@@ -444,12 +499,56 @@ class TransactionalProducer:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TransactionalProducer cannot be pickled: make one in each process")
 
+    @property
+    def _instance(self) -> ProducerEngine:
+        assert self._chosen is not None
+        return self._chosen
+
+    def _choose(self, deadline: Deadline) -> None:
+        engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
+        self._kept = KeptTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
+        self._chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
+
+    def _make_native(self) -> ProducerEngine:
+        # Each engine loads clients that the other does not need.
+        from dualwrite.kafka.producer.native.instance import NativeInstance, connect  # noqa: PLC0415 - as above
+
+        like = self._coordinator.brokers if isinstance(self._coordinator, KafkaCoordinator) else None
+        if like is not None and like.listener != self._config.listener:
+            like = None  # its brokers have other addresses than ours
+        return NativeInstance(
+            self._id,
+            self._machine,
+            self._coordinator,
+            self._config,
+            incarnation=self._incarnation,
+            bulk=self._bulk,
+            make_wire=self._make_wire or partial(connect, like=like),
+        )
+
+    def _make_librdkafka(self) -> ProducerEngine:
+        from dualwrite.kafka.producer.librdkafka.handle import Handle  # noqa: PLC0415 - as above
+        from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance  # noqa: PLC0415 - as above
+
+        return ProducerInstance(
+            self._id,
+            self._machine,
+            self._coordinator,
+            self._config,
+            incarnation=self._incarnation,
+            bulk=self._bulk,
+            make_handle=self._make_handle or Handle,
+        )
+
     def _open(self, event: ProducerEvent, deadline: Deadline) -> None:
-        timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, self._asked_timeout_ms, self._id, deadline)
-        settings = producer_settings(self._config, self._id, timeout_ms, bulk=self._bulk)
-        self._timeout_ms = timeout_ms
-        self._instance.open(event, settings, deadline)
+        self._timeout_ms = self._instance.open(event, self._asked_timeout_ms, deadline)
 
     def _check(self, event: ProducerEvent) -> None:
+        """Raise unless the event is allowed now; changes nothing."""
         self._fork_guard.check()
-        self._instance.check(event)
+        if not self._machine.allows(event):
+            raise IllegalStateError(
+                f"{event.value} is not allowed while the producer is {self.state.value}",
+                transactional_id=self._id,
+                next_step=WAY_ON[self.state],
+            )

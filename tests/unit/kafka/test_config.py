@@ -376,3 +376,19 @@ def test_the_address_family_is_kept_to_by_both_clients(monkeypatch, family, addr
 
 def test_an_unknown_address_family_is_refused():
     assert "'broker.address.family'" in refusal({**SERVERS, "broker.address.family": "v5"})
+
+
+def test_two_phase_commit_has_kips_name_and_excludes_a_time_limit():
+    key = "transaction.two.phase.commit.enable"
+    assert [parse({key: value}).two_phase_commit for value in (True, "true", "false", False)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert parse({}).two_phase_commit is None
+    assert key not in parse({key: "false"}).librdkafka(), "librdkafka does not know it"
+    with pytest.raises(ConfigurationError, match="is not true or false"):
+        parse({key: "yes"})
+    with pytest.raises(ConfigurationError, match="no effect beside"):
+        parse({key: "true", "transaction.timeout.ms": 60_000})

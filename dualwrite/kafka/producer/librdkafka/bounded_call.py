@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.waiting import Event
 
 T = TypeVar("T")
 
@@ -64,20 +65,18 @@ class _Call(Generic[T]):
         self._function = function
         self._returned: list[T] = []
         self._raised: BaseException | None = None
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._done = Event()
 
     def run(self) -> None:
         try:
             self._returned.append(self._function())
         except BaseException as error:  # noqa: BLE001 - re-raised in the waiting thread
             self._raised = error
-        self._done.put(None)
+        self._done.set()
 
     def wait(self, seconds: float) -> T:
-        try:
-            self._done.get(timeout=seconds)
-        except queue.Empty:
-            raise NoAnswer from None
+        if not self._done.wait(seconds):
+            raise NoAnswer
         if self._raised is not None:
             raise self._raised
         return self._returned[0]

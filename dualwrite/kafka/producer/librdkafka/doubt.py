@@ -8,101 +8,66 @@ success.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+from typing import Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.errors import TransactionAborted
+from dualwrite.kafka.producer.engine import ProducerEngine, Transaction
+from dualwrite.kafka.producer.failure import Failure, Phase, not_answered
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.kafka.producer.librdkafka.deliveries import Deliveries
-from dualwrite.kafka.producer.librdkafka.failures import (
-    NOT_ANSWERED,
-    Failure,
-    Phase,
-    failure_of,
-    kafka_error,
-    kafka_exception_behind,
-)
-from dualwrite.kafka.producer.librdkafka.handle import Handle, IdLogger
-from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling.known_end import Ended
+from dualwrite.kafka.producer.librdkafka.failures import failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.producer.librdkafka.handle import Handle
+from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.tables.machine import Machine
-from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
-
-if TYPE_CHECKING:
-    from typing import Concatenate, ParamSpec
-
-    Arguments = ParamSpec("Arguments")
-
-Judged = TypeVar("Judged", bound="JudgedProducer")
-Result = TypeVar("Result")
+from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.waiting import elsewhere
 
 _PROBE_S: Final = 2.0
 
 INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answer; the first request may still arrive"
 
 
-def judged_whole(
-    verb: Callable[Concatenate[Judged, Arguments], Result],
-) -> Callable[Concatenate[Judged, Arguments], Result]:
-    """Make the producer doubtful if an interruption (``KeyboardInterrupt``) cuts a verb short.
-
-    librdkafka may have done more than the machine knows, or a slow call may have escaped judgement.
-    """
-
-    @wraps(verb)
-    def whole(self: Judged, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return verb(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            if self.machine.allows(ProducerEvent.DOUBT):
-                self.doubt(f"{verb.__name__} was interrupted")
-            raise
-
-    return whole
-
-
-class OpenTransaction:
-    """The current transaction, as far as this process knows it."""
+class OpenTransaction(Transaction):
+    """The current transaction, with the deliveries of its messages."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.deliveries = Deliveries()
-        self.sent_offsets = False
         self.maybe_sent_twice = False
-        self.first_write_at: float | None = None
-        self.prepared: PreparedTxnState | None = None
-        self.given_up: Ended | None = None
+
+    @property
+    def sent_to(self) -> frozenset[tuple[str, int]]:
+        """The partitions of its delivered and failed messages."""
+        return self.deliveries.partitions
 
 
-class JudgedProducer:
+class JudgedProducer(ProducerEngine):
     """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
 
     Args:
         transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life.
+        coordinator: Shows whether transactions have ended.
         silent_retry_after_s: A call that takes longer may have been sent twice.
     """
 
-    def __init__(self, transactional_id: str, *, silent_retry_after_s: float) -> None:
-        self.machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
-        self.log = IdLogger(transactional_id)
+    transaction: OpenTransaction
+
+    def __init__(
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        *,
+        silent_retry_after_s: float,
+    ) -> None:
+        super().__init__(transactional_id, machine, coordinator)
         self.transaction = OpenTransaction()
-        self._id = transactional_id
         self._silent_retry_after_s = silent_retry_after_s
         self._handle: Handle | None = None
-
-    def check(self, event: ProducerEvent) -> None:
-        """Raise unless the event is allowed now; changes nothing."""
-        if not self.machine.allows(event):
-            state = self.machine.state
-            raise IllegalStateError(
-                f"{event.value} is not allowed while the producer is {state.value}",
-                transactional_id=self._id,
-                next_step=WAY_ON[state],
-            )
 
     @property
     def _raw(self) -> Producer:
@@ -120,14 +85,9 @@ class JudgedProducer:
     def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
         """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""
         try:
-            return wait(timeout_s)
+            return elsewhere(lambda: wait(timeout_s)) if timeout_s else wait(0)
         except (KafkaException, SystemError, AttributeError) as error:
             self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
-
-    def doubt(self, why: str) -> None:
-        """Allow no further transaction: a request may still be on its way."""
-        self.machine.apply(ProducerEvent.DOUBT)
-        self.log.warning("this producer must be thrown away: %s", why)
 
     def _judge(self, phase: Phase, took_s: float) -> None:
         assert self._handle is not None
@@ -145,34 +105,12 @@ class JudgedProducer:
         try:
             return self._handle.timed(function, deadline)
         except NoAnswer:
-            self._raise(self._no_answer(phase))
+            self._raise(not_answered(phase, transactional_id=self._id))
         except (KafkaException, SystemError) as error:
             self._raise(failure_of(kafka_exception_behind(error), phase, transactional_id=self._id))
         except BaseException:
             self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
             raise
-
-    def _raise(self, failure: Failure) -> NoReturn:
-        if failure.event is ProducerEvent.DOUBT:
-            self.doubt(failure.error.what)
-        else:
-            self.machine.apply(failure.event)
-        raise failure.error from failure.error.__cause__
-
-    def _no_answer(self, phase: Phase) -> Failure:
-        what = f"{phase.value} was not answered in time"
-        error: DualWriteError
-        if phase is Phase.COMMIT:
-            error = CompletionPending(
-                what,
-                transactional_id=self._id,
-                next_step=NOT_ANSWERED,
-            )
-        else:
-            error = Unavailable(
-                what, transactional_id=self._id, next_step="throw this producer away and make a new one"
-            )
-        return Failure(error, ProducerEvent.DOUBT)
 
     def _delivery_failure(self) -> Failure:
         """The cause of failed messages. Where librdkafka only says that it dropped them, its transaction knows why."""

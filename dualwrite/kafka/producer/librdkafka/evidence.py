@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.runtime.deadline import Deadline, now_s
-from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted
+from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
+from dualwrite.kafka.producer.engine import OLD_S
+from dualwrite.kafka.producer.failure import ended_by_hand, not_open, other_producer
 from dualwrite.kafka.producer.librdkafka.sequences import Sequences
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.identity import OFFSETS_TOPIC
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
+from dualwrite.runtime.deadline import Deadline, now_s
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.librdkafka.doubt import OpenTransaction
@@ -24,8 +26,6 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 _TOPIC_ID_LIFE_S: Final = 10.0
 _ASK_S: Final = 2.0
 """Limits the requests before an abort: an abort must not wait for a broker that is down."""
-OLD_S: Final = 1.0
-"""From this age on, extra requests that check the transaction no longer matter for its latency."""
 
 
 class Evidence:
@@ -95,15 +95,18 @@ class Evidence:
             raise TransactionAborted("no partition shows anything of the transaction", transactional_id=self._kafka_id)
         return replace(self._named(offsets, self.ids, deadline), started_ms=started_ms)
 
-    def ended(self, transaction: OpenTransaction, *, bulk: bool, deadline: Deadline) -> Ended:
+    def ended(
+        self, transaction: OpenTransaction, state: PreparedTxnState | None, *, bulk: bool, deadline: Deadline
+    ) -> Ended:
         """Describe a transaction that is about to be aborted, as completely as possible.
 
         Args:
             transaction: The transaction.
+            state: Its state, if it is prepared.
             bulk: Whether the deliveries hold no offsets.
             deadline: Limits the requests.
         """
-        state, deliveries = transaction.prepared, transaction.deliveries
+        deliveries = transaction.deliveries
         if state is not None and state.has_transaction:
             return Ended(state, committed=False)
         deadline = Deadline(min(_ASK_S, deadline.remaining_s()))
@@ -144,20 +147,14 @@ class Evidence:
         shown = self._coordinator.producer_open_offsets(*ids, offsets, deadline)
         for (topic, partition), first in offsets.items():
             if shown[topic, partition] != first:
-                raise self._ended_in(topic, partition)
+                raise ended_by_hand((topic, partition), transactional_id=self._kafka_id)
 
     def _require_no_gap(self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline) -> None:
         """Check that each partition's first record is the transaction's first, not the first after an operator's marker."""
         numbered = {key: first for key, first in offsets.items() if key[0] != OFFSETS_TOPIC}
         gap = self._sequences.take(ids, self._coordinator.sequences(*ids, numbered, deadline))
         if gap is not None:
-            raise self._ended_in(*gap)
-
-    def _ended_in(self, topic: str, partition: int) -> TransactionAborted:
-        return TransactionAborted(
-            f"the transaction is no longer open in {topic}[{partition}]: it was ended there by hand",
-            transactional_id=self._kafka_id,
-        )
+            raise ended_by_hand(gap, transactional_id=self._kafka_id)
 
     def _named(
         self, offsets: Mapping[tuple[str, int], int], ids: tuple[int, int], deadline: Deadline
@@ -171,21 +168,14 @@ class Evidence:
     def _open_view(self, deadline: Deadline) -> TransactionView:
         view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
         if view.status is not TransactionStatus.ONGOING:
-            raise TransactionAborted(
-                f"the coordinator shows {view.status.value} instead of an open transaction: it timed out, or another "
-                "process aborted it",
-                transactional_id=self._kafka_id,
-            )
+            raise not_open(view.status, transactional_id=self._kafka_id)
         self._take_ids(view)
         return view
 
     def _take_ids(self, view: TransactionView) -> tuple[int, int]:
         ids = (view.producer_id, view.epoch)
         if self.ids is not None and self.ids != ids:
-            raise Fenced(
-                f"the coordinator shows producer {ids[0]}:{ids[1]}, ours is {self.ids[0]}:{self.ids[1]}",
-                transactional_id=self._kafka_id,
-            )
+            raise other_producer(ids, self.ids, transactional_id=self._kafka_id)
         self.ids = ids
         return ids
 
@@ -195,7 +185,7 @@ class Evidence:
         answer = self._coordinator.producer_open_offsets(*ids, partitions, deadline)
         for key, first in answer.items():
             if first is None and key[0] != OFFSETS_TOPIC:
-                raise self._ended_in(*key)
+                raise ended_by_hand(key, transactional_id=self._kafka_id)
         return {key: first for key, first in answer.items() if first is not None}
 
     def _ask_about_groups(

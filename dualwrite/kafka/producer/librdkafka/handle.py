@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig, Setting
+from dualwrite.kafka.producer.engine import IdLogger
 from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
-logger = logging.getLogger("dualwrite.kafka.producer")
+from dualwrite.runtime.deadline import Deadline, now_s
 
 _DESTROY_WAIT_S = 2.0
 
@@ -83,8 +79,8 @@ _NAMES = {
 }
 
 
-class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
-    """Prefixes every line with the transactional id, librdkafka's own lines included.
+class ClientLog(IdLogger):
+    """Takes librdkafka's log lines, prefixed like our own.
 
     Args:
         transactional_id: The id.
@@ -96,8 +92,7 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
     """
 
     def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
-        super().__init__(logger, {})
-        self._prefix = transactional_id.replace("%", "%%") + ": "
+        super().__init__(transactional_id)
         self._quiet_below = quiet_below
         self.init_unanswered = False
 
@@ -109,10 +104,6 @@ class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic a
             self.init_unanswered |= not any(done in str(args[-1]) for done in _NOTHING_DONE)
         if level >= self._quiet_below:
             super().log(level, msg, *args, **kwargs)
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Prefix one line."""
-        return self._prefix + str(msg), kwargs
 
 
 class Handle:
@@ -136,7 +127,7 @@ class Handle:
         self.client_error: KafkaError | None = None
         log_level = int(str(settings.get("log_level", _INFO)))
         quiet = log_level < _WARNING
-        self._log = IdLogger(
+        self._log = ClientLog(
             transactional_id,
             quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET,
         )

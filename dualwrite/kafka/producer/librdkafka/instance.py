@@ -6,47 +6,50 @@ behind; after a lost connection the broker may have forgotten a marker. Either m
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.errors import (
     DualWriteError,
     Fenced,
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.producer.ends import PendingEnd, know_end
+from dualwrite.kafka.producer.ends import PendingEnd
+from dualwrite.kafka.producer.engine import OLD_S, whole
+from dualwrite.kafka.producer.failure import Failure, Phase, not_answered
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
-from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, OpenTransaction, judged_whole
-from dualwrite.kafka.producer.librdkafka.evidence import OLD_S
-from dualwrite.kafka.producer.librdkafka.failures import Failure, Phase, failure_of, kafka_error
-from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
-from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling.known_end import Ended, EndStep
+from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, OpenTransaction
+from dualwrite.kafka.producer.librdkafka.evidence import Evidence
+from dualwrite.kafka.producer.librdkafka.failures import failure_of, kafka_error
+from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, rows_of
+from dualwrite.kafka.producer.librdkafka.handle import MakeHandle, producer_settings
+from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import Deadline, now_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from confluent_kafka import TopicPartition
     from confluent_kafka._types import HeadersType
 
-    from dualwrite.kafka.producer.librdkafka.evidence import Evidence
+    from dualwrite.kafka.config import KafkaConfig
+    from dualwrite.kafka.producer.engine import Column, HeaderPairs, Text
     from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.tables.machine import Machine
 
 _SERVE_EVERY: Final = 256
 """Messages between two polls for delivery reports: often enough to limit memory, rarely enough to cost nothing."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 
-_END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
-
-_Message = tuple[
-    str, "str | bytes | None", "str | bytes | None", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"
-]
+_Message = tuple[str, "Text", "Text", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"]
 
 
 class ProducerInstance(JudgedProducer):
@@ -54,39 +57,47 @@ class ProducerInstance(JudgedProducer):
 
     Args:
         transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life.
         coordinator: Shows whether transactions have ended.
-        evidence: Makes the prepared states.
+        config: librdkafka's settings.
+        incarnation: Stamped into the prepared states.
         make_handle: Makes the librdkafka instance.
         bulk: Whether delivery reports cover failures only.
-        silent_retry_after_s: A call that took longer may have been sent twice.
     """
+
+    engine = Engine.LIBRDKAFKA
 
     def __init__(
         self,
         transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
         coordinator: TransactionCoordinator,
-        evidence: Evidence,
-        make_handle: MakeHandle,
+        config: KafkaConfig,
         *,
+        incarnation: int | None,
+        make_handle: MakeHandle,
         bulk: bool,
-        silent_retry_after_s: float,
     ) -> None:
-        super().__init__(transactional_id, silent_retry_after_s=silent_retry_after_s)
-        self._coordinator = coordinator
-        self._evidence = evidence
+        super().__init__(transactional_id, machine, coordinator, silent_retry_after_s=config.silent_retry_after_s)
+        self._config = config
+        self._evidence = Evidence(coordinator, transactional_id, incarnation)
         self._bulk = bulk
         self._make_handle = make_handle
-        self.epoch_may_rise = False
-        self.pending_end: PendingEnd | None = None
-        self._looked_at = 0.0
 
-    @judged_whole
-    def open(self, event: ProducerEvent, settings: Mapping[str, object], deadline: Deadline) -> None:
+    @property
+    def ids(self) -> tuple[int, int] | None:
+        """The producer id and epoch; None before ``init_transactions``, and after an abort until the next prepare."""
+        return self._evidence.ids
+
+    @whole
+    def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
+        timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, asked_timeout_ms, self._id, deadline)
+        settings = producer_settings(self._config, self._id, timeout_ms, bulk=self._bulk)
         try:
             self._handle = self._make_handle(settings, self._id, deadline)
         except NoAnswer:
-            self._raise(self._no_answer(Phase.CREATE))
+            self._raise(not_answered(Phase.CREATE, transactional_id=self._id))
         except KafkaException as error:
             raise failure_of(error, Phase.CREATE, transactional_id=self._id).error from error
         self._call(Phase.INIT, _connect, deadline)
@@ -99,32 +110,26 @@ class ProducerInstance(JudgedProducer):
         self.machine.apply(event)
         self.log.info("ready as producer %d:%d", *ids)
         self._judge(Phase.INIT, took_s)
+        return timeout_ms
 
-    @judged_whole
+    @whole
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
         self._require_end_known(deadline)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
         self.transaction = OpenTransaction()
+        self.prepared = None
         self.machine.apply(ProducerEvent.BEGIN)
-
-    def _require_end_known(self, deadline: Deadline) -> None:
-        if self.pending_end is None:
-            return
-        step = know_end(self._coordinator, self.pending_end, deadline)
-        self.note_end(step)
-        if step is not EndStep.KNOWN:
-            raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
 
     def produce(
         self,
         topic: str,
         *,
-        value: str | bytes | None,
-        key: str | bytes | None,
-        partition: int,
-        headers: HeadersType | None,
-        timestamp_ms: int,
+        value: Text,
+        key: Text,
+        partition: int | None,
+        headers: HeaderPairs | None,
+        timestamp_ms: int | None,
         on_delivery: DeliveryCallback | None,
         timeout_s: float,
     ) -> None:
@@ -132,9 +137,10 @@ class ProducerInstance(JudgedProducer):
         transaction = self.transaction
         deliveries = transaction.deliveries
         report = deliveries.report if on_delivery is None else deliveries.reporting_to(on_delivery)
-        if transaction.first_write_at is None:
-            transaction.first_write_at = now_s()
-        message = (topic, value, key, partition, report, report, timestamp_ms, headers)
+        transaction.note_write()
+        to = -1 if partition is None else partition
+        sent_headers = None if headers is None else list(headers)
+        message = (topic, value, key, to, report, report, timestamp_ms or 0, sent_headers)
         try:
             self._raw.produce(*message)
         except BufferError:
@@ -145,19 +151,12 @@ class ProducerInstance(JudgedProducer):
         if deliveries.produced % _SERVE_EVERY == 0:
             self._serve_deliveries()
 
-    def produce_many(
-        self,
-        topic: str,
-        values: Iterable[str | bytes | None],
-        keys: Iterable[str | bytes | None],
-        timeout_s: float,
-    ) -> None:
+    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
         """Hand many messages to librdkafka, in a loop that does nothing else."""
         transaction = self.transaction
         deliveries, report, produce = transaction.deliveries, transaction.deliveries.report, self._raw.produce
-        if transaction.first_write_at is None:
-            transaction.first_write_at = now_s()
-        for value, key in zip(values, keys, strict=True):
+        transaction.note_write()
+        for value, key in zip(values, keys or repeat(None), strict=False):
             try:
                 produce(topic, value, key, -1, report, report)
             except BufferError:
@@ -167,6 +166,33 @@ class ProducerInstance(JudgedProducer):
             deliveries.produced += 1
             if deliveries.produced % _SERVE_EVERY == 0:
                 self._serve_deliveries()
+
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None,
+        *,
+        headers: Column | None,
+        partitions: Column | None,
+        timestamps: Column | None,
+        timeout_s: float,
+    ) -> None:
+        """Hand the rows of Arrow's columns to librdkafka, one by one."""
+        if headers is partitions is timestamps is None:
+            self.produce_many(topic, contents_of(values), None if keys is None else contents_of(keys), timeout_s)
+            return
+        for value, key, pairs, partition, timestamp_ms in rows_of(values, keys, headers, partitions, timestamps):
+            self.produce(
+                topic,
+                value=value,
+                key=key,
+                partition=partition,
+                headers=pairs,
+                timestamp_ms=timestamp_ms,
+                on_delivery=None,
+                timeout_s=timeout_s,
+            )
 
     def _serve_deliveries(self) -> None:
         self.serve(0)
@@ -196,12 +222,11 @@ class ProducerInstance(JudgedProducer):
             self._raise(self._delivery_failure())
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
-    @judged_whole
+    @whole
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         transaction = self.transaction
-        if transaction.first_write_at is None:
-            transaction.first_write_at = now_s()
+        transaction.note_write()
         took_s = self._call(
             Phase.SEND_OFFSETS,
             lambda producer, left_s: producer.send_offsets_to_transaction(list(offsets), group_metadata, left_s),
@@ -212,7 +237,7 @@ class ProducerInstance(JudgedProducer):
         transaction.sent_offsets |= any(offset.offset >= 0 for offset in offsets)
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
 
-    @judged_whole
+    @whole
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
@@ -226,8 +251,9 @@ class ProducerInstance(JudgedProducer):
                 state = self._evidence.state_of(transaction, bulk=self._bulk, age_s=self.begun_for_s, deadline=deadline)
             except DualWriteError as error:
                 self._raise(_refused_evidence(error))
-        self._looked_at = now_s() if self._bulk or self.begun_for_s > OLD_S else transaction.first_write_at or now_s()
-        transaction.prepared = state
+        looked_now = self._bulk or self.begun_for_s > OLD_S
+        transaction.looked_at = now_s() if looked_now else transaction.first_write_at or now_s()
+        self.prepared = state
         self.machine.apply(ProducerEvent.PREPARE)
         return state
 
@@ -258,52 +284,20 @@ class ProducerInstance(JudgedProducer):
             error = TransactionAborted(f"prepare_transaction: {INIT_MAY_COME}", transactional_id=self._id)
             self._raise(Failure(error, ProducerEvent.DOUBT))
 
-    def require_still_open(self, deadline: Deadline) -> None:
-        """Check before a decision that the prepared transaction is still open; see the producer's method."""
-        state = self.transaction.prepared
-        if state is None or not state.has_transaction or now_s() - self._looked_at <= OLD_S:
-            return
-        try:
-            self._evidence.require_open(state, deadline)
-        except Fenced as error:
-            self._raise(Failure(error, ProducerEvent.DOUBT))
-        self._looked_at = now_s()
+    def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        self._evidence.require_open(state, deadline)
 
-    def note_end(self, step: EndStep) -> None:
-        """Take the next step for the last transaction's end: the producer goes on, or becomes doubtful."""
-        assert self.pending_end is not None
-        if step is EndStep.KNOWN:
-            self.pending_end = None
-        elif step in {EndStep.SETTLE, EndStep.RECORD} and self.machine.state is ProducerState.READY:
-            self.doubt(f"{_END_UNKNOWN}: {self.pending_end.ended.state}")
-
-    @property
-    def undecided_in(self) -> frozenset[tuple[str, int]]:
-        """Partitions where an aborted or unprepared transaction may be open, even if its coordinator forgot it."""
-        if self.pending_end is not None:
-            return frozenset() if self.pending_end.ended.committed else self.pending_end.ended.partitions
-        # The abort was not answered: settling may find it done at the coordinator, which then shows no partitions.
-        if self.transaction.given_up is not None:
-            return self.transaction.given_up.partitions
-        return frozenset() if self.transaction.prepared is not None else self.transaction.deliveries.partitions
-
-    @property
-    def begun_for_s(self) -> float:
-        """Seconds since this transaction's first write; 0 if there is none."""
-        first = self.transaction.first_write_at
-        return 0.0 if first is None else now_s() - first
-
-    @judged_whole
+    @whole
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit the prepared transaction."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
         self.machine.apply(event)
-        if (state := self.transaction.prepared) is not None and state.has_transaction:
+        if (state := self.prepared) is not None and state.has_transaction:
             self.pending_end = PendingEnd(Ended(state, committed=True))
         self._judge(Phase.COMMIT, took_s)
-        self.transaction.prepared = None
+        self.prepared = None
 
-    @judged_whole
+    @whole
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort, after a short wait for messages in flight. If some remain, the producer is thrown away instead.
 
@@ -320,7 +314,7 @@ class ProducerInstance(JudgedProducer):
             self._raise(Failure(error, ProducerEvent.DOUBT))
         ended = None
         if self.transaction.deliveries.produced or self.transaction.sent_offsets:
-            ended = self._evidence.ended(self.transaction, bulk=self._bulk, deadline=deadline)
+            ended = self._evidence.ended(self.transaction, self.prepared, bulk=self._bulk, deadline=deadline)
             self.transaction.given_up = ended
         self.epoch_may_rise |= self.machine.state is ProducerState.FAILED or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
@@ -328,7 +322,7 @@ class ProducerInstance(JudgedProducer):
         self.machine.apply(event)
         self.pending_end = None if ended is None else PendingEnd(ended)
         self._judge(Phase.ABORT, took_s)
-        self.transaction.prepared = None
+        self.prepared = None
 
     def close(self) -> None:
         """Destroy the librdkafka instance without ending its transaction."""

@@ -15,11 +15,12 @@ Message: TypeAlias = Any  # kafka-python's requests and responses have no types
 
 _FIRST_OF_NATIVE: Final = 12
 """From this version on a Produce request adds its partitions to the transaction by itself."""
-_BROKER_WAITS_MS: Final = 30_000
 _ALL: Final = -1
 
 
-def produce(kafka_id: str, ids: tuple[int, int], request: ToSend, topic_ids: Mapping[str, str]) -> Message:
+def produce(
+    kafka_id: str, ids: tuple[int, int], request: ToSend, topic_ids: Mapping[str, str], replicas_s: float
+) -> Message:
     """The Produce request for some batches.
 
     Args:
@@ -27,6 +28,7 @@ def produce(kafka_id: str, ids: tuple[int, int], request: ToSend, topic_ids: Map
         ids: The transaction's producer id and epoch.
         request: The batches.
         topic_ids: The id of each topic, as Kafka prints it. Brokers that take ids refuse a topic that was made again.
+        replicas_s: How long the broker may wait for its replicas before it answers.
     """
     data = ProduceRequest.TopicProduceData
     partitions: dict[str, list[Message]] = {}
@@ -36,7 +38,7 @@ def produce(kafka_id: str, ids: tuple[int, int], request: ToSend, topic_ids: Map
     return ProduceRequest(
         transactional_id=kafka_id,
         acks=_ALL,
-        timeout_ms=_BROKER_WAITS_MS,
+        timeout_ms=round(replicas_s * 1000),
         topic_data=[
             data(name=topic, topic_id=_uuid(topic_ids[topic]), partition_data=of_topic)
             for topic, of_topic in partitions.items()

@@ -7,18 +7,26 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.network import CallersNetwork, Message, Network, NotYet
 from dualwrite.kafka.coordinator.routing import Topic, Topics
 from dualwrite.kafka.producer.native.messages import produce, produced
 from dualwrite.kafka.producer.native.wire.core import Delivered, ProduceCore, ToSend
+from dualwrite.runtime.deadline import Deadline, now_s
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
+MakeNetwork = Callable[[Mapping[str, object]], CallersNetwork]
+MakeBrokers = Callable[[KafkaConfig, Callable[[Mapping[str, object]], Network]], Brokers]
+
 _LOOK_UP_AGAIN_S: Final = 0.02
 _LOOK_UP_S: Final = 5.0
+_SERVE_AFTER_S: Final = 0.001
+_LARGEST_ANSWER: Final = 100_000_000
+"""As librdkafka's and Java's default. Four bytes that are no length would otherwise cost up to two gigabytes of memory."""
+_REFRESH_S: Final = 300.0
+"""After this time a topic is looked up again: it may have more partitions. As librdkafka's and Java's default."""
 
 
 class Sender:
@@ -29,21 +37,32 @@ class Sender:
     Args:
         config: How to connect.
         kafka_id: The transactional id.
+        make_brokers: Makes the access to the brokers; for simulators.
+        make_network: Makes the connections; for simulators.
     """
 
-    def __init__(self, config: KafkaConfig, kafka_id: str) -> None:
+    def __init__(
+        self,
+        config: KafkaConfig,
+        kafka_id: str,
+        *,
+        make_brokers: MakeBrokers = Brokers,
+        make_network: MakeNetwork = CallersNetwork,
+    ) -> None:
         self._id = kafka_id
+        self._make_network = make_network
         self._network: CallersNetwork | None = None
-        self._brokers = Brokers(config, self._connect)
+        self._brokers = make_brokers(config, self._connect)
         self._topics = Topics(self._brokers)
         self._written: dict[str, Topic] = {}
+        self._found_at: dict[str, float] = {}
         self._ids = (-1, -1)
         self._core: ProduceCore | None = None
-        self._looked_up_at = 0.0
+        self._looked_up_at = self._served_at = 0.0
         self.delivered: list[Delivered] = []
 
     def _connect(self, arguments: Mapping[str, object]) -> Network:
-        self._network = CallersNetwork(arguments)
+        self._network = self._make_network({**arguments, "receive_message_max_bytes": _LARGEST_ANSWER})
         return self._network
 
     @property
@@ -62,19 +81,30 @@ class Sender:
         self._written = {}
         self.delivered = []
 
-    def topic(self, name: str, deadline: Deadline) -> Topic | None:
-        """The topic with its partitions; None if there is none. Asked for once in a transaction.
+    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
+        """The topic with its partitions; None if there is none. The same in all of a transaction, unless asked for afresh.
+
+        Args:
+            name: Its name.
+            deadline: Limits the wait.
+            fresh: Whether to ask the brokers in any case.
 
         Raises:
             Unavailable: No broker answered.
             ConfigurationError: We may not describe it.
         """
-        if name in self._written:
+        if name in self._written and not fresh:
             return self._written[name]
-        [found] = until_answered([name], partial(self._find, deadline), deadline, f"describe topic {name!r}").values()
-        if found[0] is not None:
-            self._learn(name, found[0])
-        return found[0]
+        fresh = fresh or name not in self._found_at or now_s() >= self._found_at[name] + _REFRESH_S
+        found = None if fresh else self._topics.known(name)
+        if found is None:
+            find = partial(self._find, deadline, fresh=fresh)
+            [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+        if found is not None:
+            if fresh:
+                self._found_at[name] = now_s()
+            self._learn(name, found)
+        return found
 
     def _find(
         self, deadline: Deadline, names: list[str], *, fresh: bool = False
@@ -84,19 +114,30 @@ class Sender:
 
     def _learn(self, name: str, topic: Topic) -> None:
         assert self._core is not None
-        if self._written.setdefault(name, topic).topic_id != topic.topic_id:
+        former = self._written.get(name, topic)
+        # Messages that no partition has taken may go to the new topic, if each would go to the same partition there.
+        alike = former.leaders.keys() == topic.leaders.keys() and not self._core.may_have_written(name)
+        if former.topic_id != topic.topic_id and not alike:
             self._core.note_recreated(name)
-        else:
-            self._core.learn(
-                name, {number: None if lead is None else lead.node for number, lead in topic.leaders.items()}
-            )
+            return
+        self._written[name] = topic
+        self._core.learn(name, {number: None if lead is None else lead.node for number, lead in topic.leaders.items()})
 
     def pump(self) -> None:
-        """Send what may be sent now, and take the answers that are there. Does not wait."""
-        if self._core is not None and self._network is not None:
-            self._send(flush=False)
-            self._network.serve(0)
-            self._network.serve(0)  # the first one finds out that the socket takes bytes, the second one writes
+        """Send what may be sent now, and take the answers that are there. Does not wait.
+
+        Looks into the sockets only if there is something to send, or if the last look was a millisecond ago.
+        """
+        if self._core is None or self._network is None:
+            return
+        if self._send(flush=False) or now_s() >= self._served_at + _SERVE_AFTER_S:
+            self._serve(0)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Send what may be sent, and wait for an answer, or for the next thing to do."""
+        self._prepare_to_send(deadline)
+        self._send(flush=True)
+        self._wait(deadline)
 
     def flush(self, deadline: Deadline) -> bool:
         """Send everything, and wait for the acknowledgements.
@@ -107,19 +148,27 @@ class Sender:
         core = self._core
         assert core is not None
         while not core.is_flushed and core.refusal is None and not deadline.expired:
-            core.give_up(now_s())
-            if core.outdated and now_s() >= self._looked_up_at + _LOOK_UP_AGAIN_S:
-                self._look_up(deadline)
+            self._prepare_to_send(deadline)
             self._send(flush=True)
             if not core.is_flushed and core.refusal is None:
                 self._wait(deadline)
         return core.is_flushed
 
+    def _prepare_to_send(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        self._core.give_up(now_s())
+        if self._core.outdated and now_s() >= self._looked_up_at + _LOOK_UP_AGAIN_S:
+            self._look_up(deadline)
+
     def drain(self, deadline: Deadline) -> None:
         """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
         while self._core is not None and self._core.in_flight and not deadline.expired:
-            assert self._network is not None
-            self._network.serve(deadline.remaining_s())
+            self._serve(deadline.remaining_s())
+
+    def _serve(self, seconds: float) -> None:
+        assert self._network is not None
+        self._network.serve(seconds)
+        self._served_at = now_s()
 
     def close(self) -> None:
         """Close the connections."""
@@ -127,13 +176,12 @@ class Sender:
 
     def _wait(self, deadline: Deadline) -> None:
         assert self._core is not None
-        assert self._network is not None
         waits = [deadline.remaining_s()]
         if (at := self._core.next_at()) is not None:
             waits.append(max(0.0, at - now_s()))
         if self._core.outdated:
             waits.append(_LOOK_UP_AGAIN_S)
-        self._network.serve(min(waits))
+        self._serve(min(waits))
 
     def _look_up(self, deadline: Deadline) -> None:
         assert self._core is not None
@@ -152,13 +200,16 @@ class Sender:
                 self._learn(name, topic[0])
         self._looked_up_at = now_s()
 
-    def _send(self, *, flush: bool) -> None:
+    def _send(self, *, flush: bool) -> bool:
+        """Post the requests that may be sent now; returns whether there were any."""
         assert self._core is not None
         assert self._network is not None
-        core = self._core
+        core, sent = self._core, False
         for request in core.requests(now_s(), flush=flush):
-            message = produce(self._id, self._ids, request, self.topic_ids)
+            message = produce(self._id, self._ids, request, self.topic_ids, core.limits.replicas_s)
             self._network.post(request.node, message, self._taker(core, request))
+            sent = True
+        return sent
 
     def _taker(self, core: ProduceCore, request: ToSend) -> Callable[[Message | Exception], None]:
         topic_ids = self.topic_ids

@@ -10,10 +10,10 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.producer import transaction_timeout
 from dualwrite.kafka.producer.transaction_timeout import (
     GREATEST_TIMEOUT_MS,
-    NEVER_MS,
     choose_transaction_timeout_ms,
     warn_if_bounded,
 )
+from dualwrite.protocol.observations import NEVER_MS
 
 
 @pytest.mark.parametrize(

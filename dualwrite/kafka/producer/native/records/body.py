@@ -38,6 +38,8 @@ _CHECKED: Final = struct.Struct(">hiqqqhii")
 _LENGTH_ENDS_AT: Final = 12  # the batch length counts what is behind it
 HEADER_SIZE: Final = _PREFIX.size + _CHECKED.size
 """The bytes of a batch before its records."""
+MAX_RECORDS: Final = 2**31 - 1
+"""The most records in a batch: its header counts them in 32 bits."""
 _MAGIC: Final = 2
 _TRANSACTIONAL: Final = 0x10
 

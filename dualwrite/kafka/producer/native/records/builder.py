@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, RecordsBody
+from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, MAX_RECORDS, RecordsBody
 from dualwrite.kafka.producer.native.records.compression import Buffer, Codec
 from dualwrite.kafka.producer.native.records.varints import MINUS_ONE, SHORT, varint
 
@@ -24,13 +24,15 @@ class RecordsBuilder:
         codec: How :meth:`build` compresses the records.
         limit_bytes: The greatest size of the sealed batch, counted before compression: what is full does not depend on
             how well the records compress. A single record may be larger, and is then alone in its batch.
+        limit_records: The most records, at least 1.
     """
 
-    __slots__ = ("_base_ms", "_codec", "_count", "_limit", "_max_ms", "_records")
+    __slots__ = ("_base_ms", "_codec", "_count", "_limit", "_max_ms", "_most", "_records")
 
-    def __init__(self, codec: Codec, *, limit_bytes: int) -> None:
+    def __init__(self, codec: Codec, *, limit_bytes: int, limit_records: int = MAX_RECORDS) -> None:
         self._codec = codec
         self._limit = limit_bytes - HEADER_SIZE
+        self._most = limit_records
         self._records = bytearray()
         self._count = 0
         self._base_ms = 0
@@ -91,7 +93,7 @@ class RecordsBuilder:
         )
         length = SHORT[size] if (size := len(record)) < _SHORT else varint(size)
         records = self._records
-        if count and len(records) + len(length) + size > self._limit:
+        if count and (len(records) + len(length) + size > self._limit or count >= self._most):
             return False
         if timestamp_ms > self._max_ms or not count:
             if not 0 <= timestamp_ms <= _MAX_TIMESTAMP_MS:

@@ -11,15 +11,14 @@ import pyarrow.compute as pc
 
 from dualwrite.kafka.producer.native.records import column_varints
 from dualwrite.kafka.producer.native.records.column_varints import Bytes, Numbers
-from dualwrite.kafka.producer.native.records.varints import MINUS_ONE
+from dualwrite.kafka.producer.native.records.varints import MINUS_ONE, varint
 
 Column: TypeAlias = pa.Array | pa.ChunkedArray
 
 _BINARY: Final = pa.large_binary()  # 64-bit offsets: a column may be larger than 2 GiB, though no batch is
 _HEADERS: Final = pa.large_list(pa.struct([("key", _BINARY), ("value", _BINARY)]))
 _NULL: Final = -1
-LEAST_MORE: Final = 3
-"""The fewest bytes that a batch adds to a record: its length, its time and its offset."""
+_NO_HEADERS: Final = pa.scalar(b"\0", _BINARY)
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Rows:
         count: The number of rows.
         keys, values: None where all are null.
         headers: The headers of each row, already encoded behind their number; None where no row has any.
+        header_counts: Their number in each row.
         timestamp_ms: The timestamp of every row (ms since 1970), if they have no timestamps of their own.
         timestamps: The timestamp of each row (ms since 1970).
         lengths: The bytes of each record, without what depends on its batch: its own length, its time and its offset.
@@ -60,6 +60,7 @@ class Rows:
     keys: _Part | None
     values: _Part | None
     headers: _Part | None
+    header_counts: Numbers | None
     timestamp_ms: int
     timestamps: Numbers | None
     lengths: Numbers
@@ -86,53 +87,52 @@ class Rows:
         if not 0 <= timestamp_ms < 2**63:
             raise _impossible(timestamp_ms)
         parts = _Part.of(keys, "keys"), _Part.of(values, "values")
-        encoded = _headers(headers)
+        encoded, header_counts = _headers(headers)
         lengths = np.ones(count, np.int64)  # the attributes
         for part in parts:
             lengths += 1 if part is None else part.sizes
         lengths += 1 if encoded is None else encoded.lengths
-        return cls(count, *parts, encoded, timestamp_ms, _times(timestamps, timestamp_ms), lengths)
+        return cls(count, *parts, encoded, header_counts, timestamp_ms, _times(timestamps, timestamp_ms), lengths)
 
-    def times(self, start: int, count: int) -> tuple[int, int]:
-        """The first and the highest timestamp (ms since 1970) of a batch of these rows."""
-        if self.timestamps is None:
-            return self.timestamp_ms, self.timestamp_ms
-        return int(self.timestamps[start]), int(self.timestamps[start : start + count].max())
+    def part(self, start: int, end: int) -> Rows:
+        """The lengths and timestamps of some of the rows, without what is in them."""
+        times = None if self.timestamps is None else self.timestamps[start:end]
+        return Rows(end - start, None, None, None, None, self.timestamp_ms, times, self.lengths[start:end])
 
-    def lengths_in_batch(self, start: int, end: int) -> Numbers:
-        """The length of each record, as the rows of one batch."""
-        offsets = np.arange(end - start)
-        delays = self._delays(start, end)
-        return (
-            self.lengths[start:end]
-            + column_varints.sizes(offsets)
-            + (len(delays) if isinstance(delays, bytes) else column_varints.sizes(delays))
+    def content_bytes(self, row: int) -> int:
+        """The bytes of a row's key, value and headers with their lengths, without their number."""
+        count = 0 if self.header_counts is None else int(self.header_counts[row])
+        around = 1 + sum(
+            1 if part is None else len(varint(int(part.lengths[row]))) for part in (self.keys, self.values)
         )
+        return int(self.lengths[row]) - around - len(varint(count))
 
-    def records(self, start: int, lengths: Numbers) -> pa.Buffer:
-        """The records of some rows, which have these lengths in their batch."""
-        count = len(lengths)
-        here = slice(start, start + count)
-        fields: list[Numbers | bytes] = [lengths, b"\0", self._delays(start, start + count), np.arange(count)]
+    def delays(self, firsts: Numbers, counts: Numbers) -> Numbers | bytes:
+        """How long after the first record of its batch each was created, in ms; as bytes if all are the same."""
+        return b"\0" if self.timestamps is None else self.timestamps - np.repeat(self.timestamps[firsts], counts)
+
+    def times(self, firsts: Numbers) -> tuple[list[int], list[int]]:
+        """The first and the highest timestamp (ms since 1970) of each batch."""
+        if self.timestamps is None:
+            return [self.timestamp_ms] * len(firsts), [self.timestamp_ms] * len(firsts)
+        return self.timestamps[firsts].tolist(), np.maximum.reduceat(self.timestamps, firsts).tolist()
+
+    def records(self, lengths: Numbers, delays: Numbers | bytes, offsets: Numbers) -> tuple[memoryview, Numbers]:
+        """All records, with these lengths, delays and offsets in their batches; and where each begins and the last ends."""
+        fields: list[Numbers | bytes] = [lengths, b"\0", delays, offsets]
         columns = []
         for part in (self.keys, self.values):
             if part is None:
                 fields.append(MINUS_ONE)
             else:
-                fields.append(part.lengths[here])
-                columns += [_array(*column_varints.rows(fields, count)), part.content.slice(start, count)]
+                fields.append(part.lengths)
+                columns += [_array(*column_varints.rows(fields, self.count)), part.content]
                 fields = []
-        if self.headers is None:
-            fields.append(b"\0")  # their number
         if fields:
-            columns.append(_array(*column_varints.rows(fields, count)))
-        if self.headers is not None:
-            columns.append(self.headers.content.slice(start, count))
-        return _joined(columns).buffers()[2]
-
-    def _delays(self, start: int, end: int) -> Numbers | bytes:
-        """How long after the batch's first record each was created, in ms; as bytes if all are the same."""
-        return b"\0" if self.timestamps is None else self.timestamps[start:end] - self.timestamps[start]
+            columns.append(_array(*column_varints.rows(fields, self.count)))
+        columns.append(_NO_HEADERS if self.headers is None else self.headers.content)
+        joined = _joined(columns)
+        return memoryview(joined.buffers()[2]), np.frombuffer(joined.buffers()[1], np.int64)[: self.count + 1]
 
 
 def contiguous(column: Column, name: str) -> pa.Array:
@@ -173,13 +173,13 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     )
 
 
-def _headers(column: Column | None) -> _Part | None:
-    """The headers of each row, encoded behind their number."""
+def _headers(column: Column | None) -> tuple[_Part | None, Numbers | None]:
+    """The headers of each row, encoded behind their number; and their number."""
     if column is None:
-        return None
+        return None, None
     lists = _lists(column)
     if lists.null_count == len(lists):
-        return None
+        return None, None
     names, values = lists.flatten().flatten()
     if names.null_count:
         raise ValueError("a header has no name")
@@ -190,7 +190,7 @@ def _headers(column: Column | None) -> _Part | None:
     # The entries lie row by row: a row's are those between two of their ends.
     _, entry_offsets, content = entries.buffers()
     of_rows = _array(content, np.frombuffer(entry_offsets, np.int64)[ends])
-    return _Part.of(_joined([_numbers(counts), of_rows]), "headers")
+    return _Part.of(_joined([_numbers(counts), of_rows]), "headers"), counts
 
 
 def _lists(column: Column) -> pa.Array:

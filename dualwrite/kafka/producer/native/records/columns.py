@@ -6,24 +6,18 @@ with the columns. Import this module where columns are sent: pyarrow and numpy c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from dualwrite.kafka.producer.native.records import column_varints
-from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, RecordsBody
+from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, MAX_RECORDS, RecordsBody
 from dualwrite.kafka.producer.native.records.column_hashes import hashes
-from dualwrite.kafka.producer.native.records.column_rows import (
-    LEAST_MORE,
-    Column,
-    Rows,
-    byte_lengths,
-    contiguous,
-    widened,
-)
+from dualwrite.kafka.producer.native.records.column_rows import Column, Rows, byte_lengths, contiguous, widened
+from dualwrite.kafka.producer.native.records.column_varints import Numbers
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
 
@@ -31,19 +25,41 @@ Partitions: TypeAlias = npt.NDArray[np.int32]
 
 ANYWHERE: Final = -1
 """The partition of a row that may go anywhere."""
+_NO_LIMIT: Final = 2**62
+_LEAST_MORE: Final = 3
+"""The fewest bytes that a batch adds to a record: its length, its time and its offset."""
 
 
-def bodies(
+class RowTooLarge(Exception):
+    """A row is larger than a message may be.
+
+    Attributes:
+        row: Its number.
+        size: The bytes of its key, value and headers.
+    """
+
+    def __init__(self, row: int, size: int) -> None:
+        super().__init__(f"row {row} has {size} bytes")
+        self.row = row
+        self.size = size
+
+
+def batches(
     values: Column,
     keys: Column | None = None,
     headers: Column | None = None,
     timestamps: Column | None = None,
     *,
+    partitions: Partitions | None = None,
     timestamp_ms: int,
     codec: Codec,
     limit_bytes: int,
-) -> Iterator[RecordsBody]:
-    """The rows of some columns as batches: the batches that ``RecordsBuilder`` makes of the same rows.
+    limit_records: int = MAX_RECORDS,
+    max_message_bytes: int = _NO_LIMIT,
+) -> Iterator[tuple[int, RecordsBody]]:
+    """The rows of some columns as batches: in each partition, those that ``RecordsBuilder`` makes of the same rows.
+
+    A batch is compressed when it is asked for; its records are joined together with those of the other partitions.
 
     Args:
         values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
@@ -51,37 +67,94 @@ def bodies(
         headers: As many lists of headers, each a struct of ``key`` (text) and ``value`` (binary), or maps from key to
             value; None if no row has one. A null list is an empty one; the value of a header may be null.
         timestamps: When each message was created: integers, ms since 1970, none of them negative; None if none is known.
+        partitions: The partition of each row; :data:`ANYWHERE` for all if not given.
         timestamp_ms: When those messages were created whose own timestamp is null or not given.
         codec: How each batch is compressed.
         limit_bytes: The greatest size of a sealed batch, counted before compression. A single row may be larger, and is
             then alone in its batch.
+        limit_records: The most rows in a batch.
+        max_message_bytes: The greatest size of a row's key, value and headers.
 
     Yields:
-        The bodies, in the order of the rows. A body is made when it is asked for.
+        A partition, and a batch for it: partitions ascending, :data:`ANYWHERE` first, the rows of each in their order.
 
     Raises:
         TypeError: A column is of another type.
         ValueError: The columns differ in length, a header has no name, or a timestamp does not exist.
+        RowTooLarge: A row is; no batch was yielded.
     """
-    rows = Rows.of(values, keys, headers, timestamps, timestamp_ms)
-    return _bodies(rows, codec, limit_bytes - HEADER_SIZE)
+    order, found, firsts = _runs(len(values), partitions)
+
+    def sorted_(column: Column | None) -> Column | None:
+        return column if column is None or order is None else widened(column, "columns").take(order)
+
+    rows = Rows.of(sorted_(values), sorted_(keys), sorted_(headers), sorted_(timestamps), timestamp_ms)
+    for row in np.flatnonzero(rows.lengths > max_message_bytes).tolist():
+        if (size := rows.content_bytes(row)) > max_message_bytes:
+            raise RowTooLarge(row if order is None else int(order[row]), size)
+    return _batches(rows, found, firsts, codec, (limit_bytes - HEADER_SIZE, limit_records))
 
 
-def _bodies(rows: Rows, codec: Codec, limit: int) -> Iterator[RecordsBody]:
+def _runs(count: int, partitions: Partitions | None) -> tuple[Numbers | None, list[int], Numbers]:
+    """The order that brings the rows of each partition together, if it is another; the partitions, and their first rows."""
+    if not count or partitions is None:
+        return None, [ANYWHERE][:count], np.zeros(min(count, 1), np.int64)
+    # numpy sorts numbers of 16 bits by their digits, in a fraction of the time.
+    small = partitions.astype(np.int16) if partitions.max() <= np.iinfo(np.int16).max else partitions
+    order = np.argsort(small, kind="stable")
+    in_order = partitions[order]
+    firsts = np.append(0, np.flatnonzero(np.diff(in_order)) + 1)
+    return (order if len(firsts) > 1 else None), in_order[firsts].tolist(), firsts
+
+
+def _batches(
+    rows: Rows, partitions: list[int], firsts: Numbers, codec: Codec, limits: tuple[int, int]
+) -> Iterator[tuple[int, RecordsBody]]:
+    if not rows.count:
+        return
+    counts = np.diff(firsts, append=rows.count)
+    lengths, delays, offsets = _laid_out(rows, firsts, counts)
+    limit_bytes, limit_records = limits
+    whole = np.add.reduceat(lengths + column_varints.sizes(lengths), firsts)
+    if counts.max() > limit_records or whole.max() > limit_bytes:
+        cuts = [list(_cuts(rows, *part, limits)) for part in zip(firsts, firsts + counts, strict=True)]
+        partitions = [partition for partition, found in zip(partitions, cuts, strict=True) for _ in found]
+        firsts = np.concatenate(cuts)
+        counts = np.diff(firsts, append=rows.count)
+        lengths, delays, offsets = _laid_out(rows, firsts, counts)
+    content, ends = rows.records(lengths, delays, offsets)
+    bounds = [*ends[firsts].tolist(), int(ends[-1])]
+    for partition, count, base_ms, max_ms, (begin, end) in zip(
+        partitions, counts.tolist(), *rows.times(firsts), pairwise(bounds), strict=True
+    ):
+        number, compressed = codec.compress(content[begin:end])
+        yield partition, RecordsBody(count, number, base_ms, max_ms, compressed, end - begin)
+
+
+def _laid_out(rows: Rows, firsts: Numbers, counts: Numbers) -> tuple[Numbers, Numbers | bytes, Numbers]:
+    """The length, the delay and the offset of each row in batches that begin at these rows."""
+    offsets = np.arange(rows.count) - np.repeat(firsts, counts)
+    delays = rows.delays(firsts, counts)
+    lengths = rows.lengths + column_varints.sizes(offsets)
+    lengths += len(delays) if isinstance(delays, bytes) else column_varints.sizes(delays)
+    return lengths, delays, offsets
+
+
+def _cuts(rows: Rows, first: int, end: int, limits: tuple[int, int]) -> Iterator[int]:
+    """The first row of each batch of a partition whose rows are too many for one."""
+    limit, limit_records = limits
     # The records of so many rows are at least as large as this, wherever they stand in a batch.
-    least = np.zeros(rows.count + 1, np.int64)
-    np.cumsum(rows.lengths + LEAST_MORE, out=least[1:])
-    start = 0
-    while start < rows.count:
-        most = max(start + 1, int(np.searchsorted(least, least[start] + limit, side="right")) - 1)
-        lengths = rows.lengths_in_batch(start, most)
+    least = np.cumsum(rows.lengths[first:end] + _LEAST_MORE)
+    start = first
+    while start < end:
+        yield start
+        before = int(least[start - first - 1]) if start > first else 0
+        most = first + int(np.searchsorted(least, before + limit, side="right"))
+        most = min(max(most, start + 1), start + limit_records)
+        part = rows.part(start, most)
+        lengths, _, _ = _laid_out(part, np.zeros(1, np.int64), np.array([most - start]))
         ends = np.cumsum(lengths + column_varints.sizes(lengths))
-        count = max(1, int(np.searchsorted(ends, limit, side="right")))
-        records = memoryview(rows.records(start, lengths[:count]))
-        base_ms, max_ms = rows.times(start, count)
-        number, compressed = codec.compress(records)
-        yield RecordsBody(count, number, base_ms, max_ms, compressed, len(records))
-        start += count
+        start += max(1, int(np.searchsorted(ends, limit, side="right")))
 
 
 def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner) -> Partitions:
@@ -107,32 +180,3 @@ def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner)
         partition = partitioner.partition(key, partition_count)
         found[lengths == length] = ANYWHERE if partition is None else partition
     return found
-
-
-def split(
-    columns: Sequence[Column | None], partitions: Partitions
-) -> Iterator[tuple[int, tuple[pa.Array | None, ...]]]:
-    """The rows of each partition, in their order.
-
-    Args:
-        columns: Columns of the same rows, as `bodies` takes them; None stands for a column that is not there.
-        partitions: The partition of each row.
-
-    Yields:
-        Each partition that has rows, and its rows of every column, for `bodies`; ascending, :data:`ANYWHERE` first.
-
-    Raises:
-        TypeError: A column is of a type that `bodies` does not take.
-    """
-    if not len(partitions):
-        return
-    # numpy sorts numbers of 16 bits by their digits, in a fraction of the time.
-    small = partitions.astype(np.int16) if partitions.max() <= np.iinfo(np.int16).max else partitions
-    order = np.argsort(small, kind="stable")
-    in_order = partitions[order]
-    firsts = [0, *(np.flatnonzero(np.diff(in_order)) + 1).tolist()]
-    if len(firsts) > 1:
-        columns = [None if column is None else widened(column, "columns").take(order) for column in columns]
-    for first, end in zip(firsts, [*firsts[1:], len(order)], strict=True):
-        rows = tuple(None if column is None else column.slice(first, end - first) for column in columns)
-        yield int(in_order[first]), rows

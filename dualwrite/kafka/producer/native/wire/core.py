@@ -13,7 +13,7 @@ from typing import Final
 from dualwrite.kafka.producer.native.records.body import RecordsBody
 from dualwrite.kafka.producer.native.records.builder import Header, RecordsBuilder
 from dualwrite.kafka.producer.native.wire.answers import Code, Meaning, Request, meaning_of
-from dualwrite.kafka.producer.native.wire.partition import Batch, PartitionQueue
+from dualwrite.kafka.producer.native.wire.partition import MAX_IN_FLIGHT, Batch, PartitionQueue
 
 Partition = tuple[str, int]
 _WAITS_FOR_A_TOPIC: Final = frozenset(
@@ -26,12 +26,14 @@ class Limits:
     """The limits of sending, in seconds and bytes.
 
     Attributes:
-        linger_s: How long a batch collects records before it is sent.
+        linger_s: How long a batch collects records before it is sent; longer while another one of its partition is in flight.
         delivery_s: How long a batch may take to be acknowledged (``message.timeout.ms``).
         topic_s: How long a topic or partition may be unknown to its leader (``topic.metadata.propagation.max.ms``).
         first_backoff_s: The pause before the first repetition; it doubles with each further one.
         longest_backoff_s: The longest pause.
         request_bytes: The batches of one request, together; a larger batch is sent alone.
+        in_flight: The batches of one partition that may wait for their acknowledgement, 1 to 5.
+        replicas_s: How long a broker may wait for its replicas before it answers (``request.timeout.ms``).
     """
 
     linger_s: float = 0.005
@@ -40,6 +42,8 @@ class Limits:
     first_backoff_s: float = 0.002
     longest_backoff_s: float = 1.0
     request_bytes: int = 1_000_000
+    in_flight: int = MAX_IN_FLIGHT
+    replicas_s: float = 30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +99,7 @@ class ProduceCore:
     Attributes:
         refusal: The first reason for which the transaction must be aborted; nothing is sent any more then.
         queued_bytes: The bytes of keys and values that are not acknowledged.
+        queued_messages: The number of messages that are not acknowledged.
         outdated: Topics of which a partition with messages has no known leader: look them up.
     """
 
@@ -106,8 +111,14 @@ class ProduceCore:
         self._leaders: dict[Partition, int] = {}
         self.refusal: Refusal | None = None
         self.queued_bytes = 0
+        self.queued_messages = 0
         self.in_flight = 0
         self.outdated: set[str] = set()
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of sending."""
+        return self._limits
 
     @property
     def is_flushed(self) -> bool:
@@ -120,14 +131,20 @@ class ProduceCore:
         return frozenset(key for key, queue in self._queues.items() if queue.sent)
 
     @property
-    def unacknowledged(self) -> frozenset[Partition]:
-        """Partitions with a batch that was sent and not acknowledged: a late copy may still be on its way."""
-        return frozenset(key for key, queue in self._busy.items() if not queue.is_acknowledged)
+    def late(self) -> frozenset[Partition]:
+        """Partitions with a batch of which a request was not answered: a copy may still be on its way."""
+        return frozenset(key for key, queue in self._busy.items() if queue.may_come_late)
 
     @property
     def first_offsets(self) -> Mapping[Partition, int | None]:
         """By partition that was sent to, the offset of the transaction's first record; None where it is not known."""
         return {key: queue.first_offset for key, queue in self._queues.items() if queue.sent}
+
+    def callbacks(self) -> Iterator[tuple[Partition, object]]:
+        """The callbacks of all messages that are not acknowledged, with their partitions."""
+        for key, queue in self._busy.items():
+            for callback in queue.callbacks():
+                yield key, callback
 
     def collects_in(self, partition: Partition) -> bool:
         """Whether a batch is open there for further records."""
@@ -149,16 +166,18 @@ class ProduceCore:
         self.queued_bytes += self._queue(partition).append(
             value, key, headers, timestamp_ms, now=now, callback=callback
         )
+        self.queued_messages += 1
 
     def add(self, partition: Partition, body: RecordsBody, now: float) -> None:
         """Take a whole batch."""
         self._queue(partition).add(body, now)
         self.queued_bytes += body.raw_size
+        self.queued_messages += body.count
 
     def _queue(self, partition: Partition) -> PartitionQueue:
         queue = self._queues.get(partition)
         if queue is None:
-            queue = self._queues[partition] = PartitionQueue(self._make_builder)
+            queue = self._queues[partition] = PartitionQueue(self._make_builder, self._limits.in_flight)
             if partition not in self._leaders:
                 self._forget_leader(partition)
         self._busy[partition] = queue
@@ -186,12 +205,12 @@ class ProduceCore:
             now: The time, in seconds on the owner's clock.
             flush: Whether to send what still collects, too.
         """
-        due_since = now if flush else now - self._limits.linger_s
+        due_since = now - self._limits.linger_s
         while self.refusal is None:
             by_node: dict[int, dict[Partition, Batch]] = {}
             for key, queue in self._busy.items():
                 node = self._leaders.get(key)
-                if node is not None and (batch := queue.next_to_send(now, due_since)) is not None:
+                if node is not None and (batch := queue.next_to_send(now, due_since, flush=flush)) is not None:
                     by_node.setdefault(node, {})[key] = batch
             if not by_node:
                 return
@@ -239,6 +258,7 @@ class ProduceCore:
             meaning = queue.note_answer(batch, code, meaning_of(Request.PRODUCE, code), base_offset, again_at)
             if meaning is Meaning.DONE:
                 self.queued_bytes -= batch.queued_bytes
+                self.queued_messages -= batch.body.count
                 delivered.append(Delivered(key, batch, base_offset))
                 if queue.is_empty:
                     del self._busy[key]
@@ -263,6 +283,10 @@ class ProduceCore:
             oldest = queue.oldest
             if key[0] == topic and oldest is not None and now > oldest.closed_at + self._limits.topic_s:
                 self._refuse(Meaning.ABORT, Code.UNKNOWN_TOPIC_OR_PARTITION, key)
+
+    def may_have_written(self, topic: str) -> bool:
+        """Whether a message of the transaction may stand in the topic by an answer, or by one that may still come."""
+        return any(key[0] == topic and queue.may_have_written for key, queue in self._queues.items())
 
     def note_recreated(self, topic: str) -> None:
         """The topic was deleted and made again since the transaction's first message to it: refuse the transaction."""

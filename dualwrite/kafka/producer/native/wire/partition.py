@@ -13,7 +13,7 @@ Source: KIP-98, ``ProducerStateManager``, ``ProducerAppendInfo.checkSequence``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +37,7 @@ class Batch:
         callbacks: By index in the batch, what to call with the offset.
         ready_at: When it may be sent, again or for the first time.
         attempts: How often it was sent.
+        answers: How many of these requests were answered, in whatever way.
         in_flight: Whether it waits for an answer.
         sent_behind: Whether a batch before it was unacknowledged when it was sent last.
         last_code: The error code of the last answer; None if there was none.
@@ -49,6 +50,7 @@ class Batch:
     callbacks: Sequence[tuple[int, object]] = ()
     ready_at: float = 0.0
     attempts: int = 0
+    answers: int = 0
     in_flight: bool = False
     sent_behind: bool = False
     last_code: int | None = None
@@ -67,14 +69,16 @@ class PartitionQueue:
 
     Args:
         make_builder: Makes the builder of the next batch.
+        in_flight: The batches that may wait for their acknowledgement, at most :data:`MAX_IN_FLIGHT`.
 
     Attributes:
         first_offset: The offset of the transaction's first record here; None until it is known.
         sent: Whether a batch was ever sent: the partition may be part of the transaction.
     """
 
-    def __init__(self, make_builder: Callable[[], RecordsBuilder]) -> None:
+    def __init__(self, make_builder: Callable[[], RecordsBuilder], in_flight: int = MAX_IN_FLIGHT) -> None:
         self._make_builder = make_builder
+        self._in_flight = in_flight
         self._batches: deque[Batch] = deque()
         self._open: _Open | None = None
         self._next_sequence = 0
@@ -88,14 +92,26 @@ class PartitionQueue:
         return not self._batches and self._open is None
 
     @property
-    def is_acknowledged(self) -> bool:
-        """Whether nothing that was sent waits for an acknowledgement."""
-        return not any(batch.attempts for batch in self._batches)
+    def may_come_late(self) -> bool:
+        """Whether a request with a batch was not answered: a copy of the batch may still be on its way."""
+        return any(batch.attempts > batch.answers for batch in self._batches)
+
+    @property
+    def may_have_written(self) -> bool:
+        """Whether a batch was acknowledged, or one waits for its answer."""
+        return self._knows_us or any(batch.in_flight for batch in self._batches)
 
     @property
     def collects(self) -> bool:
         """Whether a batch is open for further records."""
         return self._open is not None
+
+    def callbacks(self) -> Iterator[object]:
+        """The callbacks of the messages that are not acknowledged, in the messages' order."""
+        opened = () if self._open is None else self._open.callbacks
+        for callbacks in (*(batch.callbacks for batch in self._batches), opened):
+            for _, callback in callbacks:
+                yield callback
 
     @property
     def oldest(self) -> Batch | None:
@@ -145,17 +161,21 @@ class PartitionQueue:
         self._batches.append(Batch(body, self._next_sequence, now, queued_bytes, callbacks))
         self._next_sequence = (self._next_sequence + body.count) % _SEQUENCES
 
-    def next_to_send(self, now: float, due_since: float) -> Batch | None:
+    def next_to_send(self, now: float, due_since: float, *, flush: bool) -> Batch | None:
         """The batch to send now; None if none may be sent.
 
         Args:
             now: The time.
-            due_since: A batch that was opened at this time or before has collected for long enough.
+            due_since: A batch that was opened at this time or before has collected for long enough, if nothing is in flight:
+                without a linger, a loop over a few messages would otherwise send a request for each of the first ones.
+            flush: Whether to send what still collects, too.
         """
         batch = self._unsent()
         if batch is not None:
             return batch if batch.ready_at <= now else None
-        if self._open is None or self._open.since > due_since or not self._takes(len(self._batches)):
+        if self._open is None or not self._takes(len(self._batches)):
+            return None
+        if not flush and (self._batches or self._open.since > due_since):
             return None
         self.close_open(now)
         return self._batches[-1]
@@ -171,7 +191,7 @@ class PartitionQueue:
 
     def _takes(self, before: int) -> bool:
         """Whether a batch may be sent behind so many that are not acknowledged."""
-        return before < (MAX_IN_FLIGHT if self._knows_us else 1)
+        return before < (self._in_flight if self._knows_us else 1)
 
     def ready_at(self) -> float | None:
         """When the next batch may be sent again; None if that depends on answers alone."""
@@ -204,6 +224,10 @@ class PartitionQueue:
         """
         batch.in_flight = False
         batch.last_code = code
+        batch.answers += 1
+        if code == Code.TOPIC_AUTHORIZATION_FAILED and batch.attempts == 1 and not self._knows_us:
+            # Checked before the partition becomes part of the transaction: no marker comes here, and none is needed.
+            self.sent = False
         if code == Code.OUT_OF_ORDER_SEQUENCE_NUMBER and batch.sent_behind:
             meaning, ready_at = Meaning.AGAIN, 0.0
         if meaning is Meaning.DONE:

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
+from dualwrite.runtime.deadline import Deadline
 
 LONG_S = 30.0
 

@@ -13,8 +13,9 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.producer.librdkafka.failures import Phase, failure_of, kafka_error, kafka_exception_behind
-from dualwrite.kafka.producer.librdkafka.handle import IdLogger
+from dualwrite.kafka.producer.failure import Phase
+from dualwrite.kafka.producer.librdkafka.failures import failure_of, kafka_error, kafka_exception_behind
+from dualwrite.kafka.producer.librdkafka.handle import ClientLog
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})
@@ -116,6 +117,7 @@ def test_a_transaction_timeout_above_the_brokers_names_the_brokers_setting():
         (KafkaError._UNKNOWN_TOPIC, "create the topic"),
         (KafkaError._UNKNOWN_PARTITION, "partition that the topic has"),
         (KafkaError.ILLEGAL_GENERATION, "poll the consumer again"),
+        (KafkaError.FENCED_MEMBER_EPOCH, "poll the consumer again"),
     ],
 )
 def test_what_would_fail_again_is_not_retryable_and_says_what_to_do(code, step):
@@ -161,7 +163,7 @@ def test_a_fatal_error_that_confluent_kafka_has_lost_is_fatal_all_the_same(wrapp
 
 def test_a_fatal_error_that_a_log_line_has_hidden_is_fatal_all_the_same():
     with pytest.raises(AttributeError) as raised:
-        del IdLogger("tx-1").log  # the words that the interpreter has for it
+        del ClientLog("tx-1").log  # the words that the interpreter has for it
     hidden = AttributeError(str(raised.value))
     found = failure_of(kafka_exception_behind(hidden), Phase.DELIVERY, transactional_id="tx-1")
     assert type(found.error) is TransactionAborted

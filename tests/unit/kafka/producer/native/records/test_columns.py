@@ -9,8 +9,9 @@ from harness.records import NOW_MS, PRODUCER, contents, headers, read, timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualwrite.kafka.producer.native.contents import OVERHEAD, size_of
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.columns import ANYWHERE, bodies, partition_rows, split
+from dualwrite.kafka.producer.native.records.columns import ANYWHERE, RowTooLarge, batches, partition_rows
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import NAMES, partitioner
 
@@ -23,21 +24,31 @@ TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa
 FEW_ROWS = st.lists(st.tuples(contents, contents, headers, st.just(NOW_MS) | timestamps), max_size=70)
 
 
-def by_builder(rows, codec=NONE, limit_bytes=NO_LIMIT):
+def by_builder(rows, codec=NONE, **limits):
     """The batches of value, key, headers and perhaps a timestamp, sealed."""
-    batches, builder = [], RecordsBuilder(codec, limit_bytes=limit_bytes)
+    limits = {"limit_bytes": NO_LIMIT, **limits}
+    batches, builder = [], RecordsBuilder(codec, **limits)
     for row in rows:
         *record, timestamp_ms = (*row, NOW_MS)[:4]
         if not builder.append(*record, timestamp_ms):
             batches.append(builder.build())
-            builder = RecordsBuilder(codec, limit_bytes=limit_bytes)
+            builder = RecordsBuilder(codec, **limits)
             assert builder.append(*record, timestamp_ms)
     return [body.sealed(*PRODUCER) for body in [*batches, *([builder.build()] if builder.count else [])]]
 
 
-def by_columns(*columns, codec=NONE, limit_bytes=NO_LIMIT):
-    made = bodies(*columns, timestamp_ms=NOW_MS, codec=codec, limit_bytes=limit_bytes)
-    return [body.sealed(*PRODUCER) for body in made]
+def by_columns(*columns, codec=NONE, **limits):
+    made = batches(*columns, timestamp_ms=NOW_MS, codec=codec, **{"limit_bytes": NO_LIMIT, **limits})
+    return [body.sealed(*PRODUCER) for _, body in made]
+
+
+def by_partition(columns, partitions, limit_bytes=NO_LIMIT):
+    """By partition, its batches; partitions ascend."""
+    made = batches(*columns, partitions=partitions, timestamp_ms=NOW_MS, codec=NONE, limit_bytes=limit_bytes)
+    found = [(partition, body.sealed(*PRODUCER)) for partition, body in made]
+    numbers = [partition for partition, _ in found]
+    assert numbers == sorted(numbers)
+    return {number: [batch for partition, batch in found if partition == number] for number in numbers}
 
 
 def column(draw, items, kind):
@@ -51,8 +62,15 @@ def column(draw, items, kind):
     return pa.chunked_array([pa.array(items[:cut], kind), pa.array(items[cut:], kind)], kind)
 
 
-@given(st.data(), FEW_ROWS, st.integers(61, 20_000) | st.just(NO_LIMIT), st.sampled_from(["none", "lz4"]))
-def test_the_batches_are_those_of_the_builder(data, rows, limit_bytes, codec):
+@given(
+    st.data(),
+    FEW_ROWS,
+    st.integers(61, 20_000) | st.just(NO_LIMIT),
+    st.integers(1, 20) | st.just(NO_LIMIT),
+    st.sampled_from(["none", "lz4"]),
+)
+def test_the_batches_are_those_of_the_builder(data, rows, limit_bytes, limit_records, codec):
+    limits = {"limit_bytes": limit_bytes, "limit_records": limit_records}
     kinds = st.sampled_from(BINARY_TYPES)
     columns = [
         column(data.draw, [value for value, _, _, _ in rows], data.draw(kinds)),
@@ -60,9 +78,7 @@ def test_the_batches_are_those_of_the_builder(data, rows, limit_bytes, codec):
         column(data.draw, [found for _, _, found, _ in rows], HEADER_TYPES[2]),
         column(data.draw, [None if time == NOW_MS else time for _, _, _, time in rows], pa.int64()),
     ]
-    assert by_columns(*columns, codec=Codec(codec), limit_bytes=limit_bytes) == by_builder(
-        rows, Codec(codec), limit_bytes
-    )
+    assert by_columns(*columns, codec=Codec(codec), **limits) == by_builder(rows, Codec(codec), **limits)
 
 
 @pytest.mark.parametrize("kind", HEADER_TYPES, ids=str)
@@ -126,7 +142,7 @@ def test_many_rows_are_read_back_from_every_codec(name):
     batches = by_columns(values, keys, codec=Codec(name), limit_bytes=100_000)
     assert len(batches) > 10
     assert [row for batch in batches for row in read(batch)] == rows
-    assert batches == by_builder([row[:3] for row in rows], Codec(name), 100_000)
+    assert batches == by_builder([row[:3] for row in rows], Codec(name), limit_bytes=100_000)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +169,7 @@ def test_columns_that_are_no_messages_are_refused(columns, error):
 @pytest.mark.parametrize("timestamp_ms", [-1, 2**63])
 def test_timestamps_that_do_not_exist_are_refused_at_once(timestamp_ms):
     with pytest.raises(ValueError, match="timestamp"):
-        bodies(pa.array([b"v"]), timestamp_ms=timestamp_ms, codec=NONE, limit_bytes=1000)
+        batches(pa.array([b"v"]), timestamp_ms=timestamp_ms, codec=NONE, limit_bytes=1000)
 
 
 @given(
@@ -178,27 +194,66 @@ def test_a_hundred_thousand_rows_go_where_their_keys_belong(name):
     assert partition_rows(pa.array(keys), 12, one).tolist() == expected
 
 
-@given(st.data(), st.lists(st.tuples(st.integers(-1, 5) | st.just(40_000), contents), max_size=40))
-def test_rows_are_split_by_partition_in_their_order(data, rows):
-    partitions = np.array([partition for partition, _ in rows], np.int32)
-    values = column(data.draw, [value for _, value in rows], pa.binary())
-    entries = pa.array([[("k", value)] for _, value in rows], HEADER_TYPES[2])
-    found = list(split((values, None, entries), partitions))
-    assert [partition for partition, _ in found] == sorted({partition for partition, _ in rows})
-    for partition, (its_values, keys, its_headers) in found:
-        expected = [value for other, value in rows if other == partition]
-        assert its_values.to_pylist() == expected
-        assert keys is None
-        assert by_columns(its_values, None, its_headers) == by_builder(
-            [(value, None, [("k", value)]) for value in expected]
-        )
+@given(
+    st.data(),
+    st.lists(st.tuples(st.integers(-1, 5) | st.just(40_000), contents, headers, timestamps), max_size=40),
+    st.integers(61, 5000) | st.just(NO_LIMIT),
+)
+def test_the_rows_of_each_partition_are_the_batches_of_the_builder(data, rows, limit_bytes):
+    partitions = np.array([row[0] for row in rows], np.int32)
+    values = column(data.draw, [value for _, value, _, _ in rows], pa.binary())
+    keys = column(data.draw, [value for _, value, _, _ in rows], pa.string() if not rows else pa.binary())
+    entries = pa.array([found for _, _, found, _ in rows], HEADER_TYPES[2])
+    times = column(data.draw, [time for _, _, _, time in rows], pa.int64())
+    expected = {
+        number: by_builder([(row[1], row[1], *row[2:]) for row in rows if row[0] == number], limit_bytes=limit_bytes)
+        for number in {row[0] for row in rows}
+    }
+    assert by_partition((values, keys, entries, times), partitions, limit_bytes) == expected
 
 
-def test_columns_of_every_type_are_split():
+def test_columns_of_every_type_are_brought_together_by_partition():
     values = pa.chunked_array([pa.array(["a", "b"]).dictionary_encode(), pa.array(["c"]).dictionary_encode()])
     columns = (values, pa.array(["k", None, ""]), None, pa.array([3, None, 1]))
-    (_, first), (_, second) = split(columns, np.array([5, 0, 5], np.int32))
-    assert by_columns(*first) == by_builder([(b"b", None, [], NOW_MS)])
-    assert by_columns(*second) == by_builder([(b"a", b"k", [], 3), (b"c", b"", [], 1)])
+    assert by_partition(columns, np.array([5, 0, 5], np.int32)) == {
+        0: by_builder([(b"b", None, [], NOW_MS)]),
+        5: by_builder([(b"a", b"k", [], 3), (b"c", b"", [], 1)]),
+    }
     with pytest.raises(TypeError):
-        next(split((pa.array([1.5, 2.5]),), np.array([0, 1], np.int32)))
+        by_partition((pa.array([1.5, 2.5]),), np.array([0, 1], np.int32))
+
+
+def test_batches_hold_so_many_rows_at_most():
+    values = pa.array([b"v"] * 10)
+    made = batches(
+        values,
+        partitions=np.array([0, 1] * 5, np.int32),
+        timestamp_ms=NOW_MS,
+        codec=NONE,
+        limit_bytes=NO_LIMIT,
+        limit_records=2,
+    )
+    assert [(partition, body.count) for partition, body in made] == [(0, 2), (0, 2), (0, 1), (1, 2), (1, 2), (1, 1)]
+
+
+@given(st.lists(st.tuples(contents, contents, headers), min_size=1, max_size=10), st.data())
+def test_a_row_that_is_too_large_is_named(rows, data):
+    columns = [
+        pa.array([row[place] for row in rows], kind) for place, kind in enumerate([pa.binary()] * 2 + HEADER_TYPES[2:])
+    ]
+    measured = [size_of(*row) - OVERHEAD for row in rows]
+    partitions = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))), np.int32)
+    largest = max(measured)
+
+    def made(limit):
+        return list(
+            batches(
+                *columns, partitions=partitions, timestamp_ms=1, codec=NONE, limit_bytes=99, max_message_bytes=limit
+            )
+        )
+
+    assert sum(body.count for _, body in made(largest)) == len(rows)
+    if largest:
+        with pytest.raises(RowTooLarge) as refused:
+            made(largest - 1)
+        assert refused.value.size == measured[refused.value.row] == largest

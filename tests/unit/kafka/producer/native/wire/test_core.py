@@ -64,6 +64,14 @@ def test_five_batches_are_in_flight_at_most():
     assert sequences(sent(to)) == [6]
 
 
+@pytest.mark.parametrize("in_flight", range(1, MAX_IN_FLIGHT))
+def test_a_user_may_want_fewer_in_flight(in_flight):
+    to = core(Limits(in_flight=in_flight))
+    know(to)
+    append(to, *[b"x"] * 9)
+    assert sequences(sent(to)) == list(range(1, in_flight + 1))
+
+
 def test_what_arrives_while_a_batch_is_in_flight_goes_together():
     to = core(records=100)
     append(to, b"a")
@@ -72,6 +80,21 @@ def test_what_arrives_while_a_batch_is_in_flight_goes_together():
     to.answered(first, {HERE: DONE}, 0.0)
     [rest] = sent(to, flush=False)
     assert rest.batches[HERE].body.count == 3
+
+
+def test_it_collects_behind_a_batch_in_flight_even_where_the_leader_takes_more():
+    to = core(records=100)
+    know(to)
+    append(to, b"a")
+    [first] = sent(to, flush=False)
+    append(to, b"b")
+    assert not sent(to, flush=False)
+    append(to, b"c")
+    to.answered(first, {HERE: DONE}, 0.0)
+    [rest] = sent(to, flush=False)
+    assert rest.batches[HERE].body.count == 2
+    append(to, b"d")
+    assert len(sent(to, flush=True)) == 1
 
 
 def test_a_batch_collects_for_the_linger_unless_it_is_full_or_flushed():
@@ -111,12 +134,46 @@ def test_a_batch_that_is_not_acknowledged_keeps_its_sequence_number_and_bytes():
     once = first.batches[HERE].body.sealed(7, 3, first.batches[HERE].sequence)
     to.unanswered(first, 0.0)
     assert to.outdated == {"t"}
-    assert to.unacknowledged == {HERE}
+    assert to.late == {HERE}
     to.learn("t", {0: 2})
     assert not sent(to, 0.9)
     [again] = sent(to, 1.0)
     assert again.node == 2
     assert again.batches[HERE].body.sealed(7, 3, again.batches[HERE].sequence) == once
+
+
+def test_no_copy_of_a_batch_comes_late_once_all_requests_with_it_are_answered():
+    to = core()
+    append(to, b"a")
+    assert not to.late
+    [first] = sent(to)
+    assert to.late == {HERE}
+    to.answered(first, {HERE: (Code.NOT_LEADER_OR_FOLLOWER, -1)}, 0.0)
+    assert not to.late
+    to.learn("t", {0: 2})
+    [second] = sent(to, to.next_at())
+    to.unanswered(second, 1.0)
+    to.learn("t", {0: 1})
+    [third] = sent(to, to.next_at())
+    to.answered(third, {HERE: (Code.MESSAGE_TOO_LARGE, -1)}, 5.0)
+    assert to.refusal.code == Code.MESSAGE_TOO_LARGE
+    assert to.late == {HERE}, "of the second request"
+    assert to.sent_to == {HERE}
+
+
+def test_a_partition_that_we_may_not_write_to_has_nothing_of_the_transaction():
+    to = core()
+    append(to, b"a")
+    append(to, b"a", where=THERE)
+    [first] = sent(to)
+    to.answered(first, {HERE: (Code.TOPIC_AUTHORIZATION_FAILED, -1), THERE: DONE}, 0.0)
+    assert to.sent_to == {THERE}
+    to = core()
+    know(to)
+    append(to, b"a")
+    [second] = sent(to)
+    to.answered(second, {HERE: (Code.TOPIC_AUTHORIZATION_FAILED, -1)}, 0.0)
+    assert to.sent_to == {HERE}, "it has an earlier batch"
 
 
 def test_batches_behind_a_failed_one_are_sent_again_behind_it():
@@ -241,6 +298,26 @@ def test_a_topic_that_was_made_again_is_another_one():
     append(to, b"a")
     to.note_recreated("t")
     assert to.refusal == Refusal(Meaning.ABORT, Code.UNKNOWN_TOPIC_ID, HERE)
+
+
+def test_a_topic_holds_nothing_of_a_transaction_that_it_has_refused_or_left_unanswered():
+    to = core()
+    assert not to.may_have_written("t")
+    append(to, b"a")
+    assert not to.may_have_written("t")
+    [one] = sent(to)
+    assert to.may_have_written("t"), "the answer may still come"
+    to.answered(one, {HERE: (Code.UNKNOWN_TOPIC_ID, -1)}, 0.0)
+    assert not to.may_have_written("t")
+    to.learn("t", {0: 1, 1: 1})
+    [one] = sent(to, to.next_at())
+    to.unanswered(one, 1.0)
+    assert not to.may_have_written("t"), "where a topic of another id is found, the former one is gone with all it had"
+    to.learn("t", {0: 1, 1: 1})
+    [one] = sent(to, to.next_at())
+    to.answered(one, {HERE: DONE}, 2.0)
+    assert to.may_have_written("t")
+    assert not to.may_have_written("another")
 
 
 def test_pauses_grow():

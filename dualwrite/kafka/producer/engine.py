@@ -1,0 +1,278 @@
+"""The port to a producer engine, and what all engines share.
+
+An engine sends the messages of one transactional id, one transaction at a time, and moves the producer's machine.
+:class:`dualwrite.kafka.producer.transactional.TransactionalProducer` checks the machine before it calls a verb; only the
+engine knows whether the verb has succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
+
+from dualwrite.errors import Fenced, TransactionAborted
+from dualwrite.kafka.producer.ends import PendingEnd, know_end
+from dualwrite.kafka.producer.failure import Failure
+from dualwrite.protocol.settling.known_end import EndStep, left_undecided
+from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import now_s
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from typing import Concatenate, ParamSpec
+
+    from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+    from dualwrite.protocol.settling.known_end import Ended
+    from dualwrite.protocol.tables.machine import Machine
+    from dualwrite.runtime.deadline import Deadline
+
+    Arguments = ParamSpec("Arguments")
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+AnyEngine = TypeVar("AnyEngine", bound="ProducerEngine")
+Result = TypeVar("Result")
+Text = str | bytes | None
+HeaderPairs = Sequence[tuple[str, Text]]
+Column: TypeAlias = Any  # a pyarrow.Array or ChunkedArray: importing pyarrow would cost every process 0.2 s
+
+OLD_S: Final = 1.0
+"""From this age on, extra requests that check the transaction no longer matter for its latency."""
+_END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
+
+
+class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
+    """Prefixes every line with the transactional id.
+
+    Args:
+        transactional_id: The id.
+    """
+
+    def __init__(self, transactional_id: str) -> None:
+        super().__init__(logger, {})
+        self._prefix = transactional_id.replace("%", "%%") + ": "
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Prefix one line."""
+        return self._prefix + str(msg), kwargs
+
+
+def whole(
+    verb: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Make the producer doubtful if an interruption (``KeyboardInterrupt``, a cancelled task) cuts a verb short.
+
+    The client may have done more than the machine knows, or a slow call may have escaped judgement.
+    """
+
+    @wraps(verb)
+    def uninterrupted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return verb(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._note_interrupted(verb.__name__, interruption)
+            raise
+
+    return uninterrupted
+
+
+class Transaction:
+    """The current transaction, as far as this process knows it.
+
+    Attributes:
+        first_write_at: When the first message or offset was taken, and the broker's timeout starts; None if there is none.
+        sent_offsets: Whether consumed offsets are a part of it.
+        looked_at: When it was last seen open, once it is prepared.
+        given_up: The transaction, once its abort was sent.
+    """
+
+    def __init__(self) -> None:
+        self.first_write_at: float | None = None
+        self.sent_offsets = False
+        self.looked_at = 0.0
+        self.given_up: Ended | None = None
+
+    @property
+    def sent_to(self) -> frozenset[tuple[str, int]]:
+        """The partitions that its messages may have been sent to."""
+        return frozenset()
+
+    def note_write(self) -> None:
+        """Note the time of the first message or offset."""
+        if self.first_write_at is None:
+            self.first_write_at = now_s()
+
+
+class ProducerEngine(ABC):
+    """One producer of one engine. Used by one thread at a time.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life. The engine applies the event of a verb that has succeeded, and ``FAIL`` or ``DOUBT``.
+        coordinator: Shows whether transactions have ended.
+
+    Attributes:
+        engine: Which engine it is.
+        transaction: The current transaction, or the last one.
+        prepared: The state of the transaction that is prepared, or whose commit was not answered.
+        pending_end: The last transaction while its end is unknown.
+        epoch_may_rise: Whether later transactions may have an epoch that settling takes for a settler's.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self, transactional_id: str, machine: Machine[ProducerState, ProducerEvent], coordinator: TransactionCoordinator
+    ) -> None:
+        self.machine = machine
+        self.log = IdLogger(transactional_id)
+        self.transaction = Transaction()
+        self.prepared: PreparedTxnState | None = None
+        self.pending_end: PendingEnd | None = None
+        self.epoch_may_rise = False
+        self._id = transactional_id
+        self._coordinator = coordinator
+
+    @abstractmethod
+    def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
+        """Connect and initialise: aborts an ongoing transaction and fences earlier producers.
+
+        Returns:
+            The transaction timeout that was agreed on, in milliseconds.
+        """
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a transaction, once the last one is known to have ended."""
+
+    @abstractmethod
+    def produce(
+        self,
+        topic: str,
+        *,
+        value: Text,
+        key: Text,
+        partition: int | None,
+        headers: HeaderPairs | None,
+        timestamp_ms: int | None,
+        on_delivery: Callable[[Any, Any], None] | None,
+        timeout_s: float,
+    ) -> None:
+        """Take one message."""
+
+    @abstractmethod
+    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
+        """Take many messages."""
+
+    @abstractmethod
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None,
+        *,
+        headers: Column | None,
+        partitions: Column | None,
+        timestamps: Column | None,
+        timeout_s: float,
+    ) -> None:
+        """Take the rows of Arrow's columns."""
+
+    @abstractmethod
+    def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+
+    @abstractmethod
+    def prepare(self, deadline: Deadline) -> PreparedTxnState:
+        """Make sure that every message is delivered, and name the transaction."""
+
+    @abstractmethod
+    def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Raise unless the prepared transaction is still open everywhere."""
+
+    @abstractmethod
+    def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Commit the prepared transaction."""
+
+    @abstractmethod
+    def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Abort the transaction."""
+
+    @abstractmethod
+    def serve(self, timeout_s: float) -> int:
+        """Take what has come in, and call delivery callbacks; returns the number of events."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect without ending the transaction, and apply ``CLOSE``."""
+
+    @property
+    @abstractmethod
+    def ids(self) -> tuple[int, int] | None:
+        """The producer id and epoch, where they are known."""
+
+    @property
+    def begun_for_s(self) -> float:
+        """Seconds since this transaction's first write; 0 if there is none."""
+        first = self.transaction.first_write_at
+        return 0.0 if first is None else now_s() - first
+
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Partitions where an aborted or unprepared transaction may be open, even if its coordinator forgot it."""
+        return left_undecided(
+            None if self.pending_end is None else self.pending_end.ended,
+            self.transaction.given_up,
+            is_prepared=self.prepared is not None,
+            sent_to=self.transaction.sent_to,
+        )
+
+    def require_still_open(self, deadline: Deadline) -> None:
+        """Check before a decision that the prepared transaction is still open; see the producer's method."""
+        state = self.prepared
+        if state is None or not state.has_transaction or now_s() - self.transaction.looked_at <= OLD_S:
+            return
+        try:
+            self._require_open(state, deadline)
+        except Fenced as error:
+            self._raise(Failure(error, ProducerEvent.DOUBT))
+        self.transaction.looked_at = now_s()
+
+    def note_end(self, step: EndStep) -> None:
+        """Take the next step for the last transaction's end: the producer goes on, or becomes doubtful."""
+        assert self.pending_end is not None
+        if step is EndStep.KNOWN:
+            self.pending_end = None
+        elif step in {EndStep.SETTLE, EndStep.RECORD} and self.machine.state is ProducerState.READY:
+            self.doubt(f"{_END_UNKNOWN}: {self.pending_end.ended.state}")
+
+    def doubt(self, why: str) -> None:
+        """Allow no further transaction: a request may still be on its way."""
+        self.machine.apply(ProducerEvent.DOUBT)
+        self.log.warning("this producer must be thrown away: %s", why)
+
+    def _note_interrupted(self, verb: str, interruption: BaseException) -> None:
+        del interruption
+        if self.machine.allows(ProducerEvent.DOUBT):
+            self.doubt(f"{verb} was interrupted")
+
+    def _require_end_known(self, deadline: Deadline) -> None:
+        if self.pending_end is None:
+            return
+        step = know_end(self._coordinator, self.pending_end, deadline)
+        self.note_end(step)
+        if step is not EndStep.KNOWN:
+            raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        if failure.event is ProducerEvent.DOUBT:
+            self.doubt(failure.error.what)
+        else:
+            self.machine.apply(failure.event)
+        raise failure.error from failure.error.__cause__

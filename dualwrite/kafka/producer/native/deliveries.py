@@ -1,0 +1,96 @@
+"""Tells the callbacks of messages what became of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer.engine import HeaderPairs, Text
+    from dualwrite.kafka.producer.native.wire.core import Delivered, Partition
+
+logger = logging.getLogger(__name__)
+
+_NO_OFFSET: Final = -1001
+"""The offset of a message that is not in the log, or whose offset the broker did not tell; as in librdkafka."""
+_CREATED: Final = 1
+DeliveryCallback: TypeAlias = Callable[[Any, Any], None]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A message whose delivery its sender wants to hear of.
+
+    Attributes:
+        callback: The sender's function: ``(error or None, message)``, as confluent-kafka has it.
+        value: The payload.
+        key: The key.
+        headers: The headers.
+        timestamp_ms: When it was created.
+    """
+
+    callback: DeliveryCallback
+    value: Text
+    key: Text
+    headers: HeaderPairs | None
+    timestamp_ms: int
+
+
+class Deliveries:
+    """Calls the callbacks of one transaction.
+
+    Attributes:
+        callback_error: The first exception that a callback raised.
+    """
+
+    def __init__(self) -> None:
+        self.callback_error: BaseException | None = None
+
+    def delivered(self, found: Iterable[Delivered]) -> int:
+        """Tell the callbacks of acknowledged batches; returns how many there were."""
+        told = 0
+        for one in found:
+            for index, awaited in one.batch.callbacks:
+                offset = one.base_offset + index if one.base_offset >= 0 else _NO_OFFSET
+                self._tell(awaited, one.partition, None, offset)
+                told += 1
+        return told
+
+    def failed(self, awaited: Iterable[tuple[Partition, object]], code: int) -> None:
+        """Tell the callbacks of messages that were not delivered."""
+        for partition, one in awaited:
+            self._tell(one, partition, code, _NO_OFFSET)
+
+    def _tell(self, awaited: object, partition: Partition, code: int | None, offset: int) -> None:
+        from confluent_kafka import KafkaError, Message  # noqa: PLC0415 - needed where callbacks are used, and not else
+
+        assert isinstance(awaited, Awaited)
+        error = None if code is None else KafkaError(code)
+        message = Message(
+            topic=partition[0],
+            partition=partition[1],
+            offset=offset,
+            value=_bytes(awaited.value),
+            key=_bytes(awaited.key),
+            headers=None if awaited.headers is None else list(awaited.headers),
+            timestamp=(_CREATED, awaited.timestamp_ms),
+            error=error,
+        )
+        try:
+            awaited.callback(error, message)
+        except BaseException as raised:
+            # Raised in the middle of a verb, it would hide the verb's own outcome.
+            logger.exception("a delivery callback raised")
+            self.callback_error = self.callback_error or raised
+
+    def raise_callback_error(self) -> None:
+        """Re-raise the exception of a callback, once."""
+        if self.callback_error is not None:
+            raised, self.callback_error = self.callback_error, None
+            raise raised
+
+
+def _bytes(text: Text) -> bytes | None:
+    return text.encode() if isinstance(text, str) else text

@@ -1,0 +1,481 @@
+"""One native producer driven by the state machine: every transaction has a producer id and epoch of its own.
+
+The engine's rules, beside those of the port:
+
+- ``InitProducerId`` is the one request that could hit a later transaction: without an answer to it the producer is doubtful.
+- ``EndTxn`` names its transaction, so it is sent again until it is answered. The answer names the next transaction.
+- A prepared transaction is acknowledged, batch by batch, by every partition that it was sent to.
+- An abort is sent whenever a message may have reached a broker. With a request unanswered a late copy of its batch may be on
+  its way, so the partitions must show the end before anything else is sent; see :mod:`dualwrite.kafka.producer.ends`.
+- Long before its last epoch a producer is thrown away: brokers have had faults there (KAFKA-18660, KAFKA-19367).
+
+Everything happens in the thread that calls. Source: KIP-890, KIP-939.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, Unavailable
+from dualwrite.kafka.coordinator.brokers import Brokers
+from dualwrite.kafka.producer.codes import Code
+from dualwrite.kafka.producer.ends import PendingEnd
+from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, Transaction, whole
+from dualwrite.kafka.producer.failure import Failure, Phase, ended_by_hand, not_open, other_producer
+from dualwrite.kafka.producer.native.contents import Unsendable
+from dualwrite.kafka.producer.native.deliveries import Awaited, Deliveries
+from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
+from dualwrite.kafka.producer.native.filling import Filling
+from dualwrite.kafka.producer.native.initialising import attempts, initialise, refusal_of_two_phase, tell_time_limit
+from dualwrite.kafka.producer.native.offsets import group_of, offsets_of
+from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.native.sender import Sender
+from dualwrite.kafka.producer.native.settings import native_settings
+from dualwrite.kafka.producer.native.statistics import Statistics
+from dualwrite.kafka.producer.native.wire.core import Partition, ProduceCore
+from dualwrite.protocol.identity import OFFSETS_TOPIC
+from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended
+from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import Deadline, GrowingPause, now_s
+from dualwrite.runtime.waiting import here
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.config import KafkaConfig
+    from dualwrite.kafka.coordinator.routing import Topic
+    from dualwrite.kafka.producer.engine import Column, HeaderPairs, Text
+    from dualwrite.kafka.producer.native.deliveries import DeliveryCallback
+    from dualwrite.kafka.producer.native.requests import Answered
+    from dualwrite.kafka.producer.native.settings import NativeSettings
+    from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.tables.machine import Machine
+
+
+_EPOCHS: Final = 30_000
+"""The epoch at which a producer is thrown away; a transaction can have 32,767 at most."""
+_DRAIN_S: Final = 1.0
+"""How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
+_ASK_S: Final = 2.0
+"""Limits the requests before an abort: an abort must not wait for a broker that is down."""
+_WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "produce", "produce_many", "produce_arrow", "prepare"})
+"""Verbs that wait between two steps alone. Of the others the broker may still carry out a request."""
+_PURGED: Final = -152
+"""librdkafka's code for a message that an abort has dropped."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The connections of one producer.
+
+    Attributes:
+        sender: Carries messages to the leaders.
+        requests: Asks the coordinators.
+    """
+
+    sender: Sender
+    requests: CoordinatorRequests
+
+
+def connect(config: KafkaConfig, kafka_id: str, *, like: Brokers | None = None) -> Wire:
+    """The connections of one producer; made when they are first used, to the brokers that ``like`` knows."""
+    sender = Sender(config, kafka_id, make_brokers=partial(Brokers, like=like))
+    return Wire(sender, CoordinatorRequests(sender.brokers, kafka_id))
+
+
+MakeWire = Callable[["KafkaConfig", str], Wire]
+
+
+class _Transaction(Transaction):
+    """The current transaction, with its messages on their way."""
+
+    def __init__(self, core: ProduceCore) -> None:
+        super().__init__()
+        self.core = core
+        self.deliveries = Deliveries()
+
+    @property
+    def sent_to(self) -> frozenset[Partition]:
+        """The partitions that a batch was sent to."""
+        return self.core.sent_to
+
+
+class NativeInstance(ProducerEngine):
+    """Carries out the verbs on the wire and moves the machine.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life.
+        coordinator: Shows whether transactions are open, and whether they have ended.
+        config: librdkafka's settings, as far as this engine knows them.
+        incarnation: Stamped into the prepared states.
+        bulk: Whether it is for many messages in a transaction.
+        make_wire: Makes the connections; for simulators.
+    """
+
+    engine = Engine.NATIVE
+
+    def __init__(
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        config: KafkaConfig,
+        *,
+        incarnation: int | None,
+        bulk: bool,
+        make_wire: MakeWire = connect,
+    ) -> None:
+        super().__init__(transactional_id, machine, coordinator)
+        self._config = config
+        self._incarnation = incarnation
+        self._bulk = bulk
+        self._make_wire = make_wire
+        self._wire: Wire | None = None
+        self._settings: NativeSettings | None = None
+        self._filling: Filling | None = None
+        self._ids: tuple[int, int] | None = None
+        self._renews = True
+        self._statistics = Statistics(transactional_id, 0.0, None)
+        self._may_read_groups = True
+
+    @property
+    def ids(self) -> tuple[int, int] | None:
+        """The producer id, and the epoch of the current or next transaction; None before ``init_transactions``."""
+        return self._ids
+
+    @whole
+    def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
+        """Connect, and get the producer id: aborts an ongoing transaction and fences earlier producers."""
+        maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
+        ways = attempts(asked_timeout_ms, maximum_ms, two_phase_commit=self._config.two_phase_commit)
+        # Refuse settings before anything is sent: with the shortest time limit that there may be.
+        self._settings = native_settings(self._config, bulk=self._bulk, transaction_timeout_ms=ways[-1].timeout_ms)
+        self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
+        self._wire = self._make_wire(self._config, self._id)
+        initialised = initialise(self._wire.requests, ways, deadline)
+        if refused := refusal_of_two_phase(initialised, self._id):
+            self._raise(Failure(refused, ProducerEvent.DOUBT))
+        self._ids = self._answered(initialised.answered, Phase.INIT).ids
+        cluster_id = self._coordinator.cluster_id(deadline)
+        granted = initialised.granted
+        tell_time_limit(granted, asked_timeout_ms, maximum_ms, cluster_id=cluster_id, transactional_id=self._id)
+        self._renews = self._ids[1] < _EPOCHS
+        self.machine.apply(event)
+        self.log.info("ready as producer %d:%d, native transactions", *self._ids)
+        return granted.timeout_ms
+
+    def _answered(self, answered: Answered | None, phase: Phase, subject: str | None = None) -> Answered:
+        if answered is None or answered.code != Code.NONE:
+            code = None if answered is None else answered.code
+            self._raise(failure_of(code, phase, transactional_id=self._id, subject=subject))
+        return answered
+
+    @whole
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a transaction. Nothing is sent."""
+        self._require_end_known(deadline)
+        assert self._settings is not None
+        settings = self._settings
+        core = ProduceCore(settings.limits, settings.make_builder)
+        self.transaction = _Transaction(core)
+        self.prepared = None
+        if self._filling is None:
+            self._filling = Filling(core, settings, self._find_topic)
+        else:
+            self._filling.begin(core)
+        self._sender.begin(self._own_ids, core)
+        self.machine.apply(ProducerEvent.BEGIN)
+
+    @property
+    def _sender(self) -> Sender:
+        assert self._wire is not None
+        return self._wire.sender
+
+    @property
+    def _own_ids(self) -> tuple[int, int]:
+        assert self._ids is not None
+        return self._ids
+
+    @property
+    def _open(self) -> _Transaction:
+        assert isinstance(self.transaction, _Transaction)
+        return self.transaction
+
+    @whole
+    def produce(
+        self,
+        topic: str,
+        *,
+        value: Text,
+        key: Text,
+        partition: int | None,
+        headers: HeaderPairs | None,
+        timestamp_ms: int | None,
+        on_delivery: DeliveryCallback | None,
+        timeout_s: float,
+    ) -> None:
+        """Take one message, and send what may be sent."""
+        assert self._filling is not None
+        created_ms = timestamp_ms or int(time.time() * 1000)
+        awaited = None if on_delivery is None else Awaited(on_delivery, value, key, headers, created_ms)
+        deadline = self._begin_writing(timeout_s)
+        try:
+            self._filling.append(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=created_ms,
+                now=now_s(),
+                callback=awaited,
+            )
+        except Unsendable as error:
+            self._raise_unsendable(error, topic)
+        self._go_on(deadline)
+
+    @whole
+    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
+        """Take many messages; send them as batches fill up."""
+        assert self._filling is not None
+        self._take_all(topic, self._filling.append_many(topic, values, keys), timeout_s)
+
+    @whole
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None,
+        *,
+        headers: Column | None,
+        partitions: Column | None,
+        timestamps: Column | None,
+        timeout_s: float,
+    ) -> None:
+        """Take the rows of Arrow's columns; send each batch once it is made."""
+        assert self._filling is not None
+        taking = self._filling.append_columns(topic, values, keys, headers, partitions, timestamps=timestamps)
+        self._take_all(topic, taking, timeout_s)
+
+    def _take_all(self, topic: str, taking: Iterator[None], timeout_s: float) -> None:
+        deadline = self._begin_writing(timeout_s)
+        try:
+            for _ in taking:
+                self._go_on(deadline)
+                deadline = self._begin_writing(timeout_s)
+        except Unsendable as error:
+            self._raise_unsendable(error, topic)
+        self._go_on(deadline)
+
+    def _begin_writing(self, timeout_s: float) -> Deadline:
+        self.transaction.note_write()
+        self._until = deadline = Deadline(timeout_s)
+        return deadline
+
+    def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
+        """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
+        assert self._settings is not None
+        patience, between = Deadline(self._settings.limits.topic_s), GrowingPause()
+        try:
+            while (found := self._sender.topic(name, self._until, fresh=fresh)) is None and not patience.expired:
+                between.wait(patience)
+        except DualWriteError as error:
+            self._raise(Failure(error, ProducerEvent.FAIL))
+        return found
+
+    def _raise_unsendable(self, error: Unsendable, topic: str) -> NoReturn:
+        self._raise(unsendable(error, transactional_id=self._id, topic=topic))
+
+    def _go_on(self, deadline: Deadline) -> None:
+        """Send what may be sent, and wait while too much is queued."""
+        assert self._filling is not None
+        self._sender.pump()
+        self._report()
+        while self._filling.is_full and self._open.core.refusal is None:
+            if deadline.expired:
+                error = Unavailable(
+                    "produce: the queue stayed full",
+                    transactional_id=self._id,
+                    next_step="abort; the brokers take messages too slowly, or not at all",
+                )
+                self._raise(Failure(error, ProducerEvent.FAIL))
+            self._sender.wait(deadline)
+            self._report()
+        self._require_no_refusal(Phase.DELIVERY)
+
+    def _report(self) -> int:
+        found, self._sender.delivered = self._sender.delivered, []
+        self._statistics.note(found)
+        self._statistics.tell(self._open.core, now_s())
+        return self._open.deliveries.delivered(found)
+
+    def _require_no_refusal(self, phase: Phase) -> None:
+        core = self._open.core
+        if core.refusal is not None:
+            # What else is in flight may be refused for a better reason, and an end outweighs an abort.
+            self._sender.drain(Deadline(_DRAIN_S))
+            self._report()
+            self._raise(refused(core.refusal, phase, transactional_id=self._id))
+
+    @whole
+    def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+        assert self._wire is not None
+        group = group_of(group_metadata)
+        committed = offsets_of(offsets)
+        if not committed:
+            self.machine.apply(ProducerEvent.SEND_OFFSETS)
+            return
+        self._begin_writing(deadline.remaining_s())
+        self._open.sent_offsets = True
+        answered = self._wire.requests.commit_offsets(self._own_ids, group, committed, deadline)
+        self._answered(answered, Phase.SEND_OFFSETS, subject=group.group_id)
+        self.machine.apply(ProducerEvent.SEND_OFFSETS)
+
+    @whole
+    def prepare(self, deadline: Deadline) -> PreparedTxnState:
+        """Send what is left, wait until everything is acknowledged, and name the transaction."""
+        transaction = self._open
+        flushed = self._sender.flush(deadline)
+        self._report()
+        transaction.deliveries.raise_callback_error()
+        self._require_no_refusal(Phase.DELIVERY)
+        if not flushed:
+            error = Unavailable(
+                "prepare_transaction: not every message was acknowledged in time",
+                transactional_id=self._id,
+                next_step="nothing was decided: abort, and run the work again",
+            )
+            self._raise(Failure(error, ProducerEvent.FAIL))
+        try:
+            state = self._state(deadline)
+            transaction.looked_at = transaction.first_write_at or now_s()
+            if state.has_transaction and (self._bulk or self.begun_for_s > OLD_S):
+                self._require_open(state, deadline)
+                transaction.looked_at = now_s()
+        except DualWriteError as error:
+            self._raise(Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL))
+        self.prepared = state
+        self.machine.apply(ProducerEvent.PREPARE)
+        return state
+
+    def _state(self, deadline: Deadline) -> PreparedTxnState:
+        """The state of the transaction, with every partition that it was sent to."""
+        offsets: dict[Partition, int | None] = dict(self._open.core.first_offsets)
+        topic_ids = dict(self._sender.topic_ids)
+        if self._open.sent_offsets:
+            of_groups = self._groups_offsets(deadline)
+            offsets.update(of_groups)
+            if of_groups:
+                topic_ids.update(self._coordinator.topic_ids([OFFSETS_TOPIC], deadline))
+        if not offsets and not self._open.sent_offsets:
+            return PreparedTxnState()
+        return PreparedTxnState.native(*self._own_ids, self._incarnation, offsets, topic_ids)
+
+    def _groups_offsets(self, deadline: Deadline) -> Mapping[Partition, int | None]:
+        """Where consumed offsets were written. Without the right to read that topic, what is left open there goes unnoticed."""
+        if not self._may_read_groups:
+            return {}
+        view = self._coordinator.describe([self._id], deadline)[self._id]
+        written = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
+        try:
+            return self._coordinator.producer_open_offsets(*self._own_ids, written, deadline)
+        except ConfigurationError as error:
+            self._may_read_groups = False
+            self.log.warning("cannot check whether its consumed offsets have ended: %s", error)
+            return {}
+
+    def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition."""
+        view = self._coordinator.describe([self._id], deadline)[self._id]
+        if view.producer_id != state.producer_id or view.epoch > state.epoch + 1:
+            shown = (view.producer_id, view.epoch)
+            raise other_producer(shown, (state.producer_id, state.epoch), transactional_id=self._id)
+        if view.status is not TransactionStatus.ONGOING or view.epoch != state.epoch:
+            raise not_open(view.status, transactional_id=self._id)
+        firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
+        found = self._coordinator.producer_open_offsets(state.producer_id, state.epoch, state.partitions, deadline)
+        for partition in sorted(found):
+            start = found[partition]
+            # It begins after its first message where a tool ended it in between.
+            if start is None or start > firsts.get(partition, start):
+                raise ended_by_hand(partition, transactional_id=self._id)
+
+    @whole
+    def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Commit the prepared transaction."""
+        state = self.prepared
+        if state is not None and state.has_transaction:
+            self._end(Ended(state, committed=True), deadline)
+        self._note_ended(event)
+
+    @whole
+    def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Abort, after a short wait for the answers to what was sent."""
+        transaction = self._open
+        core = transaction.core
+        self._sender.drain(Deadline(min(_DRAIN_S, deadline.remaining_s())))
+        self._report()
+        transaction.deliveries.failed(core.callbacks(), _PURGED)
+        if core.sent_to or transaction.sent_offsets:
+            transaction.given_up = ended = self._given_up(Deadline(min(_ASK_S, deadline.remaining_s())))
+            self._end(ended, deadline)
+        self._note_ended(event)
+        transaction.deliveries.raise_callback_error()
+
+    def _given_up(self, deadline: Deadline) -> Ended:
+        """The transaction that is about to be aborted. Where a late copy of a batch may come, it is not known completely."""
+        complete = not self._open.core.late
+        if self.prepared is not None:
+            return Ended(self.prepared, committed=False, complete=complete)
+        try:
+            return Ended(self._state(deadline), committed=False, complete=complete)
+        except DualWriteError as error:
+            self.log.info("aborting a transaction that is only partly known: %s", error)
+            core = self._open.core
+            state = PreparedTxnState.native(
+                *self._own_ids, self._incarnation, core.first_offsets, self._sender.topic_ids
+            )
+            return Ended(state, committed=False, complete=False)
+
+    def _end(self, ended: Ended, deadline: Deadline) -> None:
+        assert self._wire is not None
+        answered = self._wire.requests.end(self._own_ids, deadline, committed=ended.committed)
+        self._ids = self._answered(answered, Phase.COMMIT if ended.committed else Phase.ABORT).ids
+        self.pending_end = PendingEnd(ended)
+
+    def _note_ended(self, event: ProducerEvent) -> None:
+        self.machine.apply(event)
+        self.prepared = None
+        if self._renews and self._own_ids[1] >= _EPOCHS:
+            self.doubt("its epochs are nearly used up")
+
+    def _note_interrupted(self, verb: str, interruption: BaseException) -> None:
+        """A cancelled task leaves at a wait, between two steps: what was sent is known, and an abort ends it."""
+        if verb not in _WHOLE_BETWEEN_WAITS or not isinstance(interruption, here().cancelled):
+            super()._note_interrupted(verb, interruption)
+        elif self.machine.allows(ProducerEvent.FAIL):
+            self.machine.apply(ProducerEvent.FAIL)
+
+    def serve(self, timeout_s: float) -> int:
+        """Send what may be sent, take answers for so long, and call delivery callbacks."""
+        if not isinstance(self.transaction, _Transaction):
+            return 0
+        self._sender.pump()
+        told = self._report()
+        if timeout_s and not told and self.transaction.core.in_flight:
+            self._sender.wait(Deadline(timeout_s))
+            told = self._report()
+        self.transaction.deliveries.raise_callback_error()
+        return told
+
+    def close(self) -> None:
+        """Close the connections without ending the transaction."""
+        self.machine.apply(ProducerEvent.CLOSE)
+        if self._wire is not None:
+            self._wire.sender.close()

@@ -1,0 +1,69 @@
+"""Statistics of one producer, for ``stats_cb``: librdkafka's names and units for those that mean the same here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer.native.settings import StatisticsCallback
+    from dualwrite.kafka.producer.native.wire.core import Delivered, ProduceCore
+
+logger = logging.getLogger(__name__)
+
+
+class Statistics:
+    """Counts what one producer sends, and calls ``stats_cb`` in the thread that uses the producer, whenever it is due.
+
+    Args:
+        transactional_id: Named in the statistics.
+        interval_s: The least time between two calls, in seconds; 0 for none.
+        callback: Called with JSON text.
+    """
+
+    def __init__(self, transactional_id: str, interval_s: float, callback: StatisticsCallback | None) -> None:
+        self._id = transactional_id
+        self._interval_s = interval_s if callback is not None else 0.0
+        self._callback = callback
+        self._next_at: float | None = None
+        self._messages = self._bytes = self._batches = 0
+
+    def note(self, delivered: Iterable[Delivered]) -> None:
+        """Count acknowledged batches."""
+        for one in delivered:
+            self._batches += 1
+            self._messages += one.batch.body.count
+            self._bytes += one.batch.body.size
+
+    def tell(self, core: ProduceCore, now: float) -> None:
+        """Call the callback if it is due. Its exceptions are logged.
+
+        Args:
+            core: The current transaction's messages.
+            now: The time, in seconds on the producer's clock.
+        """
+        if not self._interval_s or (self._next_at is not None and now < self._next_at):
+            return
+        first, self._next_at = self._next_at is None, now + self._interval_s
+        if first or self._callback is None:
+            return
+        found = {
+            "name": self._id,
+            "type": "producer",
+            "engine": "native",
+            "ts": int(now * 1_000_000),
+            "time": int(time.time()),
+            "msg_cnt": core.queued_messages,
+            "msg_size": core.queued_bytes,
+            "txmsgs": self._messages,
+            "txmsg_bytes": self._bytes,
+            "batches": self._batches,
+            "requests_in_flight": core.in_flight,
+        }
+        try:
+            self._callback(json.dumps(found))
+        except Exception:
+            logger.exception("%s: stats_cb raised", self._id)
