@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import URL, Dialect, Engine, create_engine, exc, make_url
 
 from dualwrite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 LIVENESS: Final[Mapping[str, int]] = {
     "connect_timeout": 10,
@@ -21,7 +24,12 @@ LIVENESS: Final[Mapping[str, int]] = {
 """libpq settings that detect the loss of a server's machine or network within half a minute, not hours."""
 
 
-def engine_of(engine: Engine | str) -> Engine:
+_AWAITED: Final = {("postgresql", "psycopg"), ("sqlite", "aiosqlite")}
+_AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
+_BLOCKING: Final = {"sqlite+aiosqlite": "sqlite", "postgresql+psycopg_async": "postgresql+psycopg"}
+
+
+def engine_of(engine: Engine | URL | str) -> Engine:
     """The engine itself, or a new one for a URL.
 
     A new engine connects on first use and detects lost servers; the caller disposes of it.
@@ -38,9 +46,48 @@ def engine_of(engine: Engine | str) -> Engine:
         return create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
 
 
+def async_engine_of(engine: object) -> AsyncEngine:
+    """The engine itself, or a new one for a URL, as :func:`engine_of`.
+
+    Raises:
+        ConfigurationError: The argument is neither (an ``Engine``, say), the URL's driver is not installed, or the engine's
+            driver is not supported.
+    """
+    from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine  # noqa: PLC0415 - for those that use it
+
+    if isinstance(engine, (str, URL)):
+        with _refused():
+            url = _with_driver(make_url(engine), _AWAITING)
+            engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+    if not isinstance(engine, AsyncEngine):
+        kind = type(engine).__name__
+        raise ConfigurationError(
+            f"{kind} is not an asynchronous engine",
+            next_step="give create_async_engine() the same database with postgresql+psycopg:// or sqlite+aiosqlite://"
+            if isinstance(engine, Engine)
+            else "give a SQLAlchemy AsyncEngine or a database URL",
+        )
+    if (found := (engine.dialect.name, engine.dialect.driver)) not in _AWAITED:
+        raise ConfigurationError(
+            f"{'+'.join(found)} is not supported by an AsyncDualWriter",
+            next_step="use postgresql+psycopg://... (psycopg 3) or sqlite+aiosqlite:///...",
+        )
+    return engine
+
+
+def blocking_twin(engine: AsyncEngine) -> Engine:
+    """An engine for threads, which connects to the same URL. The caller disposes of it."""
+    return engine_of(_with_driver(engine.url, _BLOCKING))
+
+
+def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
+    name = drivers.get(url.drivername)
+    return url if name is None else url.set(drivername=name)
+
+
 def _unprepared(url: URL) -> Mapping[str, None]:
     """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
-    return {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
+    return {"prepare_threshold": None} if url.get_driver_name().startswith("psycopg") else {}
 
 
 def liveness_of(url: URL) -> Mapping[str, int]:
@@ -54,9 +101,9 @@ def _no_engine(given: object) -> ConfigurationError:
     kind = type(given).__name__
     if hasattr(given, "sync_engine"):  # SQLAlchemy's asyncio part may not be installed
         return ConfigurationError(
-            f"{kind} cannot be used: there is no asyncio interface",
-            next_step="give create_engine() the same database with postgresql+psycopg:// or sqlite://, and run dual writes in "
-            "threads: await asyncio.to_thread(...)",
+            f"{kind} cannot be used by a writer for threads",
+            next_step="give it to AsyncDualWriter; or give create_engine() the same database with postgresql+psycopg:// or "
+            "sqlite://",
         )
     return ConfigurationError(f"{kind} is not an engine", next_step="give a SQLAlchemy Engine or a database URL")
 

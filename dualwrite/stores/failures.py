@@ -16,6 +16,7 @@ from sqlalchemy import exc, make_url
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.stores.tables import (
     BATCH_VIEW,
+    CONSUMED_TABLE,
     INCIDENT_TABLE,
     LEDGER_TABLE,
     RUN_TABLE,
@@ -89,6 +90,9 @@ _BY_SQLITE_MESSAGE: Final = {
 # PgBouncer's refusal of BEGIN shows in its text only: its SQLSTATE (08P01) has many meanings.
 _POOLER_WORDS: Final = "transaction blocks not allowed in statement pooling mode"
 
+# Django's errors, which wrap the driver's without its SQLSTATE.
+_DJANGO: Final = "django.db.utils"
+
 # libpq gives no SQLSTATE for a refused connection.
 _LOGIN_WORDS: Final = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
 
@@ -133,8 +137,10 @@ def conflict_behind(error: BaseException, transactional_id: str) -> TransactionA
 
     Returns:
         The error for a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the
-        driver's own connection; None for everything else: the user's error stays.
+        driver's own connection, or through Django; None for everything else: the user's error stays.
     """
+    if type(error).__module__ == _DJANGO and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, exc.DBAPIError):
         meaning = meaning_of(error)
         of_sqlite = isinstance(error.orig, sqlite3.Error)
@@ -259,7 +265,7 @@ def _grants(engine: Engine | None, schema: str | None) -> str:
     prefix = f'"{schema}".' if schema is not None else ""
     usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None else ""
     written = ", ".join(
-        f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE)
+        f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE)
     )
     return (
         f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "

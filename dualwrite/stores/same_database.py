@@ -32,7 +32,7 @@ class SameDatabase:
         self._own = own
 
     def check(self, connection: Connection) -> None:
-        """Refuse a connection to another database. It must be outside a transaction, and stays so.
+        """Refuse a connection to another database. A transaction that it is in goes on.
 
         Raises:
             ConfigurationError: It leads to another database, or its ``search_path`` finds other tables there.
@@ -61,7 +61,9 @@ class SameDatabase:
     def _identity_of(self, connection: Connection) -> Identity | None:
         if connection.dialect.name != self._dialect.name:
             return None
+        joined = connection.in_transaction()
         try:
             return self._dialect.identity(connection, self._tables)
         finally:
-            connection.rollback()
+            if not joined:
+                connection.rollback()

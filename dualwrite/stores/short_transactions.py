@@ -9,9 +9,8 @@ from sqlalchemy import exc
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
+from dualwrite.runtime.waiting import elsewhere
 from dualwrite.stores.dialects.committing import rollback
-from dualwrite.stores.dialects.postgresql import PostgreSQL
-from dualwrite.stores.dialects.sqlite import SQLite
 from dualwrite.stores.failures import Meaning, map_database_error, meaning_of
 
 if TYPE_CHECKING:
@@ -38,9 +37,14 @@ def dialect_of(
         ConfigurationError: The database or driver is not supported.
     """
     found = (engine.dialect.name, engine.dialect.driver)
+    # SQLAlchemy's part for a database is large: load that of the engine's alone.
     if found == ("postgresql", "psycopg"):
+        from dualwrite.stores.dialects.postgresql import PostgreSQL  # noqa: PLC0415 - as above
+
         return PostgreSQL(paused_owner_timeout_s)
     if found == ("sqlite", "pysqlite"):
+        from dualwrite.stores.dialects.sqlite import SQLite  # noqa: PLC0415 - as above
+
         return SQLite()
     raise ConfigurationError(
         f"{'+'.join(found)} is not supported", next_step="use postgresql+psycopg://... (psycopg 3) or sqlite:///..."
@@ -107,7 +111,7 @@ class ShortTransactions:
             reraise=True,
         )
         try:
-            result: Result = retrying(self._once, begin, work, answer_s)
+            result: Result = elsewhere(lambda: retrying(self._once, begin, work, answer_s))
         except exc.SQLAlchemyError as error:
             raise self._mapped(error) from error
         return result

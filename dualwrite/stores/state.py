@@ -17,6 +17,7 @@ from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.dialects import committing
+from dualwrite.stores.dialects.closing import roll_back_before_closing
 from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
@@ -33,10 +34,10 @@ from dualwrite.stores.tables import declare_tables
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.runtime.deadline import Deadline
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, StateRow
+    from dualwrite.runtime.deadline import Deadline
 
 Result = TypeVar("Result")
 _DECIDED: Final = "dualwrite.decided"
@@ -76,6 +77,7 @@ class SqlStateStore:
     ) -> None:
         self._owns_engine = isinstance(engine, str)
         self._engine = engine_of(engine)
+        roll_back_before_closing(self._engine)
         self._schema = schema
         self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
         self._tables = declare_tables(schema)
@@ -129,12 +131,12 @@ class SqlStateStore:
 
     def check_same_database(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.check_same_database`."""
-        _refuse_transaction(connection)
+        refuse_transaction(connection)
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.begin`."""
-        _refuse_transaction(connection)
+        refuse_transaction(connection)
         with self._mapped():
             try:
                 self._dialect.begin(connection, self._tables)
@@ -142,8 +144,18 @@ class SqlStateStore:
                 if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
                     committing.rollback(connection)
                 raise
-            connection.info[_DECIDED] = set()
+            self._begin_decisions(connection)
             committing.refuse_commits(connection)
+
+    @staticmethod
+    def _begin_decisions(connection: Connection) -> None:
+        connection.info[_DECIDED] = set()
+
+    @staticmethod
+    def _decided(connection: Connection) -> str | None:
+        """The id whose decision the transaction holds, if there is one."""
+        names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
+        return next(iter(names)) if len(names) == 1 else None
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
         """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
@@ -219,9 +231,7 @@ class SqlStateStore:
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.commit`."""
-        names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
-        name = next(iter(names)) if len(names) == 1 else None
-        committing.commit(connection, self._dialect, name, answer_s=answer_s)
+        committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
 
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
@@ -394,7 +404,12 @@ def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit
 
 
-def _refuse_transaction(connection: Connection) -> None:
+def refuse_transaction(connection: Connection) -> None:
+    """Refuse a connection that is in a transaction already.
+
+    Raises:
+        IllegalStateError: It is.
+    """
     if connection.in_transaction():
         raise IllegalStateError(
             "the connection is already in a transaction",

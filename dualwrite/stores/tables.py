@@ -29,9 +29,12 @@ INCIDENT_TABLE: Final = "dualwrite_incident"
 SLOT_TABLE: Final = "dualwrite_slot"
 LEDGER_TABLE: Final = "dualwrite_ledger"
 RUN_TABLE: Final = "dualwrite_run"
+CONSUMED_TABLE: Final = "dualwrite_consumed"
 VERSION_TABLE: Final = "dualwrite_version"
 BATCH_VIEW: Final = "dualwrite_batch"
-OWN_TABLES: Final = frozenset({STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, VERSION_TABLE})
+OWN_TABLES: Final = frozenset(
+    {STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, VERSION_TABLE}
+)
 MAX_ID_LENGTH: Final = 255
 """The longest transactional id, sink name and batch id, in characters."""
 
@@ -48,6 +51,7 @@ class Tables:
         slot: Leases, in their own table so that a heartbeat never collides with a decision.
         ledger: The partitions and batches that jobs have already written.
         run: The run of each batch that may still write.
+        consumed: The offsets of consumer groups that keep them as rows.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -58,6 +62,7 @@ class Tables:
     slot: Table
     ledger: Table
     run: Table
+    consumed: Table
     batch: Table
 
 
@@ -73,6 +78,7 @@ def declare_tables(schema: str | None = None) -> Tables:
         slot=_slot(metadata),
         ledger=_ledger(metadata),
         run=_run(metadata),
+        consumed=_consumed(metadata),
         batch=_batch(schema),
     )
 
@@ -173,6 +179,23 @@ def _run(metadata: MetaData) -> Table:
         Column("token", String(32), nullable=False),
         Column("begun_at", UtcDateTime(), nullable=False),
         PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
+    )
+
+
+def _consumed(metadata: MetaData) -> Table:
+    return Table(
+        CONSUMED_TABLE,
+        metadata,
+        Column("group_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("topic", String(MAX_ID_LENGTH), nullable=False),
+        Column("partition_id", Integer, nullable=False),
+        Column("topic_id", String(32)),
+        Column("next_offset", BigInteger, nullable=False),
+        Column("epoch", BigInteger, nullable=False),
+        Column("owner", String(MAX_ID_LENGTH), nullable=False),
+        Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
+        CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
     )
 
 

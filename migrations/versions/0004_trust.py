@@ -1,6 +1,7 @@
 """The run that may still write a batch, its destination, a digest of its rows, and when its last run failed.
 
-Also the index for searches by prefix, the time when a loss was reported, and the epoch from which on only settlers act.
+Also the index for searches by prefix, the time when a loss was reported, the epoch from which on only settlers act, and the
+offsets of consumer groups that keep them as rows.
 """
 
 from __future__ import annotations
@@ -39,9 +40,24 @@ def upgrade(op: Operations, schema: str | None) -> None:
     )
     op.add_column("dualwrite_incident", sa.Column("told_at", sa.DateTime(timezone=True)), schema=schema)
     op.add_column("kafka_transaction_state", sa.Column("settle_fence", sa.Integer), schema=schema)
+    op.create_table(
+        "dualwrite_consumed",
+        sa.Column("group_id", sa.String(255), nullable=False),
+        sa.Column("topic", sa.String(255), nullable=False),
+        sa.Column("partition_id", sa.Integer, nullable=False),
+        sa.Column("topic_id", sa.String(32)),
+        sa.Column("next_offset", sa.BigInteger, nullable=False),
+        sa.Column("epoch", sa.BigInteger, nullable=False),
+        sa.Column("owner", sa.String(255), nullable=False),
+        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
+        sa.CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
+        schema=schema,
+    )
 
 
 def downgrade(op: Operations, schema: str | None) -> None:
+    op.drop_table("dualwrite_consumed", schema=schema)
     op.drop_column("kafka_transaction_state", "settle_fence", schema=schema)
     op.drop_column("dualwrite_incident", "told_at", schema=schema)
     op.drop_index("kafka_transaction_state_names", "kafka_transaction_state", schema=schema)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,8 @@ from harness.databases import ODD_SCHEMA, Database, emptied, prepare, sqlite_url
 from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing import EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers import postgresql_binaries
 
 
@@ -73,3 +74,15 @@ def connection(store: SqlStateStore) -> Iterator[Connection]:
     """A user's connection, for dual writes."""
     with store.engine.connect() as made:
         yield made
+
+
+@pytest.fixture(params=["librdkafka", "native"])
+def producer_engine(request: pytest.FixtureRequest) -> str:
+    """Both engines, for every test that makes producers."""
+    return str(request.param)
+
+
+@pytest.fixture
+def values(dualwrite_kafka: EmbeddedKafka, dualwrite_topic: str) -> Callable[[], list[bytes | None]]:
+    """Reads the committed values of the topic."""
+    return lambda: [record.value for record in read_committed(dualwrite_kafka.client_config(), dualwrite_topic)]

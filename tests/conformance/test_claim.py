@@ -11,10 +11,10 @@ import pytest
 from harness.databases import CLUSTER, Database, Thread, prepared
 from sqlalchemy import Connection, event
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.state import SqlStateStore
 
 

@@ -1,13 +1,14 @@
 """Every way into both sides keeps one promise, whatever engine runs it: a batch is there once, and whole where it says so.
 
-A new engine adds its ways to ``SINKS``; the interface is :class:`harness.sinks.Sink`.
+A new engine adds its ways to ``SINKS``, and to ``BATCHES``, where streams are left to a thorough run; the interface is
+:class:`harness.sinks.Sink`.
 """
 
 from dataclasses import replace
 
 import pytest
 from harness.spark import numbers as made
-from harness.spark_sinks import SINKS
+from harness.spark_sinks import BATCHES, SINKS
 from harness.spark_source import nothing_is_left
 
 from dualwrite import recover
@@ -17,11 +18,12 @@ ROWS = 20
 REFUSED = r"table 'numbers' does not take the (?=.*few).*\(row \d+ of partition \d, key '1[5-9]'\)"
 
 
-@pytest.fixture(params=SINKS)
+@pytest.fixture
 def sink(request):
     return request.param(request)
 
 
+@pytest.mark.parametrize("sink", SINKS, indirect=True)
 def test_rows_equal_messages_and_a_second_run_changes_nothing(sink, numbers):
     for _ in range(2):
         sink.write(numbers, ROWS)
@@ -29,6 +31,7 @@ def test_rows_equal_messages_and_a_second_run_changes_nothing(sink, numbers):
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("sink", BATCHES, indirect=True)
 def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_completes_the_batch(sink, numbers):
     """Of the whole batch, where that is decided as one. What has failed is settled by a recovery, too."""
     numbers.execute("ALTER TABLE numbers ADD CONSTRAINT few CHECK (id < 15)")
@@ -45,6 +48,7 @@ def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_complete
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("sink", BATCHES, indirect=True)
 def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them(sink, numbers):
     """Another process writes them. The transactions of the dead one end at the latest when the batch runs again."""
     sink.write(numbers, ROWS, killed_at="write.prepared")
@@ -54,6 +58,7 @@ def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("sink", BATCHES, indirect=True)
 def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(sink, numbers):
     """It would find its batch written, write nothing, and report that as success."""
     numbers.execute("CREATE TABLE others (LIKE numbers)")

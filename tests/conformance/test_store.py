@@ -21,6 +21,7 @@ from dualwrite.errors import (
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.state import SqlStateStore
 
 INSERT = text("INSERT INTO orders (id, customer) VALUES (:id, :customer)")
@@ -265,6 +266,12 @@ def test_nobody_elses_commit_gets_through_and_what_it_would_have_committed_is_go
     insert(connection, 3)
     connection.commit()
     assert orders(database) == [3]
+    store.begin(connection)
+    insert(connection, 4)
+    with pytest.raises(IllegalStateError, match="committed inside the block"):
+        connection.commit()
+    store.rollback(connection)
+    assert orders(database) == [3]
 
 
 def test_a_rollback_after_a_listener_stopped_somebody_elses_commit_leaves_nothing_open(
@@ -367,6 +374,26 @@ def test_savepoints_are_the_users(database: Database, store: SqlStateStore, conn
     assert store.decide(connection, "orders", 1, prepared(1))[0]
     store.commit(connection)
     assert orders(database) == [1, 2, 3]
+
+
+def test_the_next_dual_write_of_a_connection_follows_its_own_savepoints(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    former: list[SavepointWatch] = []
+    for _ in range(2):
+        store.begin(connection)
+        store.read_incarnation(connection, "orders")
+        watch = store.watch_savepoints(connection, "orders")
+        savepoint = connection.begin_nested()
+        watch.add(lambda _: None)
+        assert watch.holds
+        assert not any(one.holds for one in former)
+        savepoint.commit()
+        assert len(watch.take()) == 1
+        watch.finish()
+        store.rollback(connection)
+        former.append(watch)
 
 
 def test_a_missing_table_names_the_command(database: Database, store: SqlStateStore, connection: Connection) -> None:

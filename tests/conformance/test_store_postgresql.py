@@ -12,10 +12,10 @@ from harness.databases import CLUSTER, Database, Thread, prepare, prepared, wait
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.short_transactions import ShortTransactions
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres

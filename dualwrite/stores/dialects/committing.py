@@ -1,21 +1,22 @@
 """Sends COMMIT or PREPARE TRANSACTION and reports its true outcome; rolls back connections in any state.
 
-Refuses any other COMMIT of a dual write's transaction.
+Refuses any other COMMIT of a dual write's transaction. A *joined* transaction belongs to other code, which ends it through
+SQLAlchemy: it is ended below SQLAlchemy here, so that both agree afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
-from sqlalchemy import event, exc
+from sqlalchemy import Connection, event, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
 from dualwrite.stores.dialects.dialect import Dialect, Standing
 from dualwrite.stores.failures import Meaning, driver_words, meaning_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,22 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
+# A listener stays on its connection: SQLAlchemy takes longer to find and remove it than to call it.
+_listening: Final[WeakSet[Connection]] = WeakSet()
+_refusing: Final[WeakSet[Connection]] = WeakSet()
+
+
 def refuse_commits(connection: Connection) -> None:
     """Refuse every COMMIT of the connection's transaction until :func:`commit` or :func:`rollback`."""
-    event.listen(connection, "commit", _refuse)
+    if connection not in _listening:
+        event.listen(connection, "commit", _refuse)
+        _listening.add(connection)
+    _refusing.add(connection)
 
 
 def _refuse(connection: Connection) -> None:
+    if connection not in _refusing:
+        return
     # Roll back at once: later work must not join the refused transaction.
     _roll_back_driver(connection.connection.dbapi_connection)
     raise IllegalStateError(
@@ -38,8 +49,7 @@ def _refuse(connection: Connection) -> None:
 
 
 def _stop_refusing(connection: Connection) -> None:
-    if event.contains(connection, "commit", _refuse):
-        event.remove(connection, "commit", _refuse)
+    _refusing.discard(connection)
 
 
 def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
@@ -68,6 +78,7 @@ def commit(
     *,
     prepare_as: str | None = None,
     answer_s: float | None = None,
+    joined: bool = False,
 ) -> None:
     """Commit the connection's transaction, or prepare it. It is durable on return, and only then.
 
@@ -77,6 +88,7 @@ def commit(
         transactional_id: The transaction's Kafka id, for errors.
         prepare_as: Prepare the transaction under this name instead: plain ASCII without quotes.
         answer_s: Seconds to wait for the answer; None waits forever.
+        joined: Called by SQLAlchemy while it commits the transaction; leave its own state of the transaction to it.
 
     Raises:
         TransactionAborted: The transaction has certainly been rolled back.
@@ -84,17 +96,18 @@ def commit(
             for any interruption (``KeyboardInterrupt``) while waiting. The connection was thrown away.
     """
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
+    roll_back, throw_away = (rollback_joined, discard_joined) if joined else (rollback, discard)
     _stop_refusing(connection)
     driver = _driver_of(connection)
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
-        rollback(connection)
+        roll_back(connection)
         raise TransactionAborted(
             f"the database connection was lost before {verb} was sent", transactional_id=transactional_id
         )
     if standing is Standing.FAILED:
         # The server would answer COMMIT with a silent ROLLBACK, and the driver would report success.
-        rollback(connection)
+        roll_back(connection)
         raise TransactionAborted(
             f"a statement failed before, so {verb} would have been a ROLLBACK",
             transactional_id=transactional_id,
@@ -102,26 +115,28 @@ def commit(
             retryable=False,
         )
     if standing is Standing.ENDED:
-        discard(connection)
+        throw_away(connection)
         raise TransactionInDoubt(
             f"other code ended the database transaction before {verb} was sent",
             transactional_id=transactional_id,
         )
     try:
         with dialect.bounded(connection, answer_s):
-            if prepare_as is None:
+            if joined:
+                _commit_driver(connection, driver)
+            elif prepare_as is None:
                 connection.commit()
             else:
                 connection.exec_driver_sql(f"PREPARE TRANSACTION '{prepare_as}'")
                 connection.rollback()  # only SQLAlchemy's state: the database has nothing left to roll back
     except BaseException as error:
         if dialect.certainly_rolled_back(driver, error):
-            rollback(connection)
+            roll_back(connection)
             retryable = isinstance(error, exc.SQLAlchemyError) and meaning_of(error) in _RETRYABLE
             raise TransactionAborted(
                 f"{verb} failed: {driver_words(error)}", transactional_id=transactional_id, retryable=retryable
             ) from error
-        discard(connection, error)
+        throw_away(connection, error)
         raise TransactionInDoubt(
             f"the answer to {verb} is missing: {driver_words(error)}", transactional_id=transactional_id
         ) from error
@@ -141,6 +156,27 @@ def rollback(connection: Connection) -> None:
         discard(connection, error)
         return
     _roll_back_driver(driver)
+
+
+def rollback_joined(connection: Connection) -> None:
+    """Roll back what the database has of a joined transaction. Never raises. Its own code ends it in SQLAlchemy."""
+    _roll_back_driver(_driver_of(connection))
+
+
+def discard_joined(connection: Connection, error: BaseException | None = None) -> None:
+    """Close the driver's connection of a joined transaction for good. Never raises."""
+    if not connection.closed:
+        connection.invalidate(error)
+
+
+def _commit_driver(connection: Connection, driver: DBAPIConnection) -> None:
+    """Send COMMIT below SQLAlchemy, and raise its errors."""
+    try:
+        driver.commit()
+    except connection.dialect.loaded_dbapi.Error as error:
+        raise exc.DBAPIError.instance(
+            None, None, error, connection.dialect.loaded_dbapi.Error, dialect=connection.dialect
+        ) from error
 
 
 def _driver_of(connection: Connection) -> DBAPIConnection | None:

@@ -57,6 +57,15 @@ class Dialect(Protocol):
         """
         ...
 
+    def join(self, connection: Connection, tables: Tables) -> None:
+        """Make a transaction that other code has begun one that can hold a decision. Statements may have been executed in it.
+
+        Raises:
+            IllegalStateError: It has gone too far for that.
+            ConfigurationError, SQLAlchemyError: As :meth:`begin`.
+        """
+        ...
+
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits.
 

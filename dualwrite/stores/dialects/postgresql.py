@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from sqlalchemy import Integer, Numeric, Text, case, func, literal_column, select, text
+from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, func, literal_column, select, text
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.dialects.awaited import own_connection
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.watchdog import WATCHDOG
 from dualwrite.stores.dialects.witness import PsycopgWitness
@@ -24,7 +25,7 @@ from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Insert, Table
+    from sqlalchemy import Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.dialects.witness import Witness
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # libpq's PQtransactionStatus, by number: the driver that names the values may not be installed.
 _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
+_IDLE: Final = 0
 _ACTIVE: Final = 1
 _OLDEST: Final = (13,)  # pg_current_xact_id
 
@@ -55,6 +57,9 @@ _CERTAIN: Final = frozenset(
 )
 
 _STARTED: Final = "dualwrite.transaction_started"
+_JOINED_LATE: Final = "dualwrite.joined_after_a_statement"
+_FRESH: Final = frozenset({"read committed", "read uncommitted"})
+"""The isolation levels at which each statement sees what was committed before it."""
 _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
 )
@@ -75,7 +80,7 @@ _IDENTITY: Final = text(
 
 
 class _Psycopg(Protocol):
-    """The part of ``psycopg.Connection`` used here."""
+    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
 
     autocommit: bool
     read_only: bool | None
@@ -92,7 +97,26 @@ class _PGconn(Protocol):
 
 
 def _driver(connection: Connection) -> _Psycopg:
-    return cast("_Psycopg", connection.connection.dbapi_connection)
+    return cast("_Psycopg", connection.connection.driver_connection)
+
+
+def _status(driver: DBAPIConnection) -> int:
+    return cast("_Psycopg", own_connection(driver)).pgconn.transaction_status
+
+
+def _usable_driver(connection: Connection) -> _Psycopg:
+    """The driver's connection, which commits by COMMIT alone and may write."""
+    driver = _driver(connection)
+    if driver.autocommit:
+        raise ConfigurationError(
+            "the connection is in autocommit: each statement would be committed by itself",
+            next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
+        )
+    if driver.read_only:
+        raise ConfigurationError(
+            "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
+        )
+    return driver
 
 
 def _limit(name: str, timeout_ms: int) -> str:
@@ -108,12 +132,17 @@ def _limit_idle(timeout_s: float | None) -> str:
     return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
 
 
+# Not bound values, which would be sent with each decision.
+_LOCAL: Final[ColumnElement[bool]] = literal_column("true")
+_NOTHING: Final[ColumnElement[int]] = literal_column("0")
+
+
 def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
     """As :func:`_limit`, for a bound value."""
     name = "idle_in_transaction_session_timeout"
     present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
-    lower = (present_ms == 0) | (present_ms > timeout_ms)  # NULL if there is no limit to set
-    return case((lower, func.set_config(name, timeout_ms.cast(Text()), True)))
+    lower = (present_ms == _NOTHING) | (present_ms > timeout_ms)  # NULL if there is no limit to set
+    return case((lower, func.set_config(literal_column(f"'{name}'"), timeout_ms.cast(Text()), _LOCAL)))
 
 
 def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
@@ -122,21 +151,25 @@ def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[o
     The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 the setting does not exist:
     NULL.
     """
-    name = "transaction_timeout"
+    name: ColumnElement[str] = literal_column("'transaction_timeout'")
     of_session_ms = literal_column(
-        f"nullif(extract(epoch FROM current_setting('{name}', true)::interval) * 1000, 0)"
+        f"nullif(extract(epoch FROM current_setting({name}, true)::interval) * 1000, 0)"
         " - extract(epoch FROM clock_timestamp() - now()) * 1000",
         Numeric(),
     )
     chosen = (
         select(
-            func.greatest(1, func.least(timeout_ms, of_session_ms)).cast(Integer()).cast(Text()).label("chosen"),
-            func.set_config(name, "0", True).label("disarmed"),
+            func.greatest(literal_column("1"), func.least(timeout_ms, of_session_ms))
+            .cast(Integer())
+            .cast(Text())
+            .label("chosen"),
+            func.set_config(name, literal_column("'0'"), _LOCAL).label("disarmed"),
         )
-        .where(func.current_setting(name, True).is_not(None), timeout_ms.is_not(None))
+        .where(func.current_setting(name, _LOCAL).is_not(None), timeout_ms.is_not(None))
         .subquery("transaction_limit")
     )
-    return select(func.set_config(name, chosen.c.chosen, True)).where(chosen.c.disarmed == "0").scalar_subquery()
+    armed = select(func.set_config(name, chosen.c.chosen, _LOCAL)).where(chosen.c.disarmed == literal_column("'0'"))
+    return armed.scalar_subquery()
 
 
 class PostgreSQL:
@@ -157,19 +190,16 @@ class PostgreSQL:
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
-        driver = _driver(connection)
-        if driver.autocommit:
-            raise ConfigurationError(
-                "the connection is in autocommit: each statement would be committed by itself",
-                next_step="use an engine without isolation_level='AUTOCOMMIT'",
-            )
-        if driver.read_only:
-            raise ConfigurationError(
-                "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
-            )
-        if driver.pgconn.transaction_status in {1, 2, 3}:
+        if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
             raise IllegalStateError("the driver's connection is already in a transaction")
         connection.begin()
+        connection.info[_STARTED] = None
+        connection.info[_JOINED_LATE] = False
+
+    def join(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. :meth:`check_start` refuses a snapshot that is too old."""
+        del tables
+        connection.info[_JOINED_LATE] = _usable_driver(connection).pgconn.transaction_status != _IDLE
         connection.info[_STARTED] = None
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
@@ -202,20 +232,27 @@ class PostgreSQL:
             logger.warning("PostgreSQL runs with fsync=off: committed data may be lost when its machine crashes")
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Whether the transaction is read-only, and when it began; also limits its idle time."""
+        """Whether the transaction is read-only, its isolation, and when it began; also limits its idle time."""
         return [
             literal_column("current_setting('transaction_read_only')"),
+            literal_column("current_setting('transaction_isolation')"),
             literal_column("now()"),
             literal_column(self._limit_idle),
         ]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        read_only, started, _ = values
+        read_only, isolation, started, _ = values
         if read_only == "on":
             raise ConfigurationError(
                 "the transaction is read-only",
                 next_step="connect to the primary, with a role whose default_transaction_read_only is off",
+            )
+        if connection.info[_JOINED_LATE] and isolation not in _FRESH:
+            # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
+            raise IllegalStateError(
+                f"the transaction is {str(isolation).upper()}, and its snapshot is older than the dual write",
+                next_step="join the session to the dual write before its first statement: call join(session)",
             )
         connection.info[_STARTED] = started
 
@@ -273,7 +310,8 @@ class PostgreSQL:
 
     def witness(self, connection: Connection) -> Witness:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return PsycopgWitness(connection)
+        # A statement before the dual write may have opened a savepoint past SQLAlchemy.
+        return PsycopgWitness(connection, doubtful=bool(connection.info.get(_JOINED_LATE)))
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
@@ -281,14 +319,14 @@ class PostgreSQL:
 
     def standing(self, driver: DBAPIConnection) -> Standing:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return _STANDINGS[cast("_Psycopg", driver).pgconn.transaction_status]
+        return _STANDINGS[_status(driver)]
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         state = sqlstate_of(getattr(error, "orig", None))
         if state in _CERTAIN:
             return True
-        status = cast("_Psycopg", driver).pgconn.transaction_status
+        status = _status(driver)
         if status == _ACTIVE:
             return False
         if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, event, exc
-from sqlalchemy.orm import Session
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
@@ -16,7 +16,7 @@ from dualwrite.stores.failures import map_database_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy.orm import SessionTransaction
+    from sqlalchemy.orm import Session, SessionTransaction
 
     from dualwrite.ports.savepoints import Message
     from dualwrite.stores.dialects.dialect import Dialect
@@ -27,7 +27,28 @@ _STEP: Final = (
 )
 
 
-_watched: WeakSet[Connection] = WeakSet()
+_watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()
+# The listeners stay on their connection: SQLAlchemy takes longer to find and remove them than to call them.
+_listening: Final[WeakSet[Connection]] = WeakSet()
+
+
+def _listen(connection: Connection) -> None:
+    if connection not in _listening:
+        event.listen(connection, "before_cursor_execute", _before)
+        event.listen(connection, "after_cursor_execute", _after)
+        _listening.add(connection)
+
+
+def _before(connection: Connection, cursor: object, statement: str, *others: object) -> None:
+    del cursor
+    if (watch := _watched.get(connection)) is not None:
+        watch.before(statement, many=_is_executemany(others))
+
+
+def _after(connection: Connection, cursor: object, statement: str, *others: object) -> None:
+    del cursor
+    if (watch := _watched.get(connection)) is not None:
+        watch.after(statement, many=_is_executemany(others))
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
@@ -40,6 +61,27 @@ def _open_now(session: Session, transaction: SessionTransaction) -> None:
         session.connection()
 
 
+def _watch_sessions() -> None:
+    from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where the application uses it
+
+    if not event.contains(Session, "after_transaction_create", _open_now):
+        event.listen(Session, "after_transaction_create", _open_now)  # on all sessions: users bind their own
+
+
+def _has_sessions() -> bool:
+    return "sqlalchemy.orm" in sys.modules
+
+
+def _open_savepoints(connection: Connection) -> Sequence[str]:
+    """The names of the savepoints that SQLAlchemy has opened on the connection, the outermost first."""
+    names = []
+    nested = connection.get_nested_transaction()
+    while nested is not None:
+        names.append(nested._savepoint)  # noqa: SLF001 - SQLAlchemy tells listeners the name, but only as it opens one
+        nested = nested._previous_nested  # noqa: SLF001 - as above
+    return names[::-1]
+
+
 class SavepointWatch:
     """Watches one connection during one dual write. Implements :class:`dualwrite.ports.savepoints.SavepointWatch`."""
 
@@ -48,18 +90,34 @@ class SavepointWatch:
         self._dialect = dialect
         self._id = transactional_id
         self._savepoints: Savepoints[Message] = Savepoints()
+        for name in _open_savepoints(connection):
+            self._savepoints.apply(Move.OPEN, name)
         self._witness = dialect.witness(connection)
         self._unanswered: str | None = None
         self._lost_track: str | None = None
-        if not event.contains(Session, "after_transaction_create", _open_now):
-            event.listen(Session, "after_transaction_create", _open_now)  # on all sessions: users bind their own
-        _watched.add(connection)
-        event.listen(connection, "before_cursor_execute", self._before)
-        event.listen(connection, "after_cursor_execute", self._after)
+        self._sees_sessions = False
+        if _has_sessions():
+            self.expect_session()
+        _listen(connection)
+        _watched[connection] = self
+
+    def expect_session(self) -> None:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        _watch_sessions()
+        self._sees_sessions = True
 
     @property
     def direct(self) -> bool:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        if not self._sees_sessions and _has_sessions():
+            # A session made since then may have begun a savepoint that it has not sent yet.
+            self.expect_session()
+            raise TransactionAborted(
+                "sqlalchemy.orm was imported inside the block, for the first time in this process: a savepoint may have been "
+                "missed",
+                transactional_id=self._id,
+                next_step="run the work again; import sqlalchemy.orm before the block",
+            )
         return self._savepoints.idle and not self._witness.doubtful and self._lost_track is None
 
     @property
@@ -112,25 +170,23 @@ class SavepointWatch:
 
     def stop(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
-        _watched.discard(self._connection)
-        for name, listener in (("before_cursor_execute", self._before), ("after_cursor_execute", self._after)):
-            if event.contains(self._connection, name, listener):
-                event.remove(self._connection, name, listener)
+        if _watched.get(self._connection) is self:
+            del _watched[self._connection]
         self._witness.stop()
 
-    def _before(self, connection: object, cursor: object, statement: str, *others: object) -> None:
-        del connection, cursor
+    def before(self, statement: str, *, many: bool) -> None:
+        """Note that the connection is about to execute a statement, perhaps many times."""
         self._judge_unanswered()
         self._unanswered = statement
-        self._witness.expect(many=_is_executemany(others))
+        self._witness.expect(many=many)
 
-    def _after(self, connection: object, cursor: object, statement: str, *others: object) -> None:
-        del connection, cursor
+    def after(self, statement: str, *, many: bool) -> None:
+        """Follow the statement that the connection has executed."""
         self._unanswered = None
         self._witness.seen()
         try:
             moves = self._moves_of(statement)
-            if moves and _is_executemany(others):
+            if moves and many:
                 raise NotUnderstood("a savepoint in executemany()")
             for move, name in moves:
                 self._savepoints.apply(move, name)

@@ -1,4 +1,4 @@
-"""SQLite through the standard library's driver: a file on a local disk.
+"""SQLite through the standard library's driver, or aiosqlite over it: a file on a local disk.
 
 All three of the driver's ways of transaction control work: the legacy one, SQLAlchemy's recipe with a ``begin`` event,
 and ``autocommit=False`` (Python 3.12). Every transaction begins with the write lock (``BEGIN IMMEDIATE``): a deferred
@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import exc, literal_column, update
 from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.dialects.awaited import ask, is_awaited, own_connection
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.witness import SqliteWitness
 
@@ -41,6 +42,10 @@ def _driver(connection: Connection) -> sqlite3.Connection:
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
 
 
+def _in_transaction(driver: DBAPIConnection | sqlite3.Connection) -> bool:
+    return bool(cast("sqlite3.Connection", own_connection(driver)).in_transaction)
+
+
 def _autocommit(driver: sqlite3.Connection) -> object:
     """The driver's ``autocommit`` attribute (Python 3.12): True, False, or a number for the legacy mode."""
     return getattr(driver, "autocommit", None)
@@ -55,21 +60,49 @@ class SQLite:
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Waits for the write lock up to the driver's ``timeout``."""
         driver = _driver(connection)
-        if _autocommit(driver) is True:
+        autocommit = ask(driver, _autocommit)
+        if autocommit is True:
             raise _in_autocommit()
-        if _autocommit(driver) is not False and driver.in_transaction:
+        if autocommit is not False and _in_transaction(driver):
             raise IllegalStateError("the driver's connection is already in a transaction")
-        _check_settings(connection, driver, tables)
+        self._check_settings(connection, tables)
         connection.begin()
-        if driver.in_transaction:
-            # The driver or a listener has begun it, perhaps without the write lock. A write takes it, even of no row.
-            state = tables.state
-            connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
+        self._take_write_lock(connection, tables)
+
+    def join(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Not inside a savepoint, whose end may be a COMMIT here.
+
+        The driver's legacy mode sends no BEGIN before SAVEPOINT, and SQLite commits when such a savepoint is released.
+        """
+        if connection.in_nested_transaction():
+            raise IllegalStateError(
+                "on SQLite, a dual write cannot be joined inside a savepoint",
+                next_step="call join(session), or produce, before begin_nested()",
+            )
+        driver = _driver(connection)
+        if ask(driver, _autocommit) is True:
+            raise _in_autocommit()
+        self._check_settings(connection, tables)
+        self._take_write_lock(connection, tables)
+
+    def _take_write_lock(self, connection: Connection, tables: Tables) -> None:
+        driver = _driver(connection)
+        if _in_transaction(driver):
+            # The driver or a listener has begun it, perhaps without the write lock.
+            self._lock_by_write(connection, tables)
         elif driver.isolation_level is None:
             raise _in_autocommit()
         else:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def _check_settings(self, connection: Connection, tables: Tables) -> None:
+        _check_settings(connection, _driver(connection), tables)
+
+    def _lock_by_write(self, connection: Connection, tables: Tables) -> None:
+        """A write takes it, even of no row."""
+        state = tables.state
+        connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
@@ -126,13 +159,13 @@ class SQLite:
             yield
             return
         driver = _driver(connection)
-        present_ms = int(driver.execute("PRAGMA busy_timeout").fetchone()[0])
-        driver.execute(f"PRAGMA busy_timeout = {min(present_ms, int(seconds * 1000))}").fetchall()
+        present_ms = int(_rows(driver, "PRAGMA busy_timeout")[0][0])
+        _rows(driver, f"PRAGMA busy_timeout = {min(present_ms, int(seconds * 1000))}")
         try:
             yield
         finally:
-            with suppress(sqlite3.ProgrammingError):  # closed meanwhile
-                driver.execute(f"PRAGMA busy_timeout = {present_ms}").fetchall()
+            with suppress(sqlite3.ProgrammingError, sqlite3.OperationalError):  # closed meanwhile
+                _rows(driver, f"PRAGMA busy_timeout = {present_ms}")
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
@@ -159,12 +192,14 @@ class SQLite:
     def standing(self, driver: DBAPIConnection) -> Standing:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         try:
-            return Standing.OPEN if cast("sqlite3.Connection", driver).in_transaction else Standing.ENDED
-        except sqlite3.ProgrammingError:  # closed
+            return Standing.OPEN if _in_transaction(driver) else Standing.ENDED
+        except (sqlite3.ProgrammingError, ValueError):  # closed
             return Standing.BROKEN
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. A lock or constraint failure of COMMIT leaves it open."""
+        if is_awaited(driver) and not isinstance(error, Exception):
+            return False  # the driver's thread goes on with the COMMIT that its task no longer awaits
         if self.standing(driver) is Standing.OPEN:
             return True
         orig = getattr(error, "orig", None)
@@ -193,8 +228,8 @@ def _check_settings(connection: Connection, driver: sqlite3.Connection, tables: 
 
 def _make_durable(driver: sqlite3.Connection, name: str) -> None:
     """Raise ``synchronous`` to FULL: below that, a power failure may lose a commit."""
-    if _pragma(driver, "synchronous", name) < _FULL and not driver.in_transaction:
-        driver.execute(f"PRAGMA {_quoted(name)}.synchronous = FULL")
+    if _pragma(driver, "synchronous", name) < _FULL and not _in_transaction(driver):
+        _rows(driver, f"PRAGMA {_quoted(name)}.synchronous = FULL")
     if _pragma(driver, "synchronous", name) < _FULL:
         raise ConfigurationError(
             f"SQLite's synchronous is below FULL for {name!r}: committed data may be lost when the machine crashes",
@@ -215,7 +250,7 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
         )
     kept = [name for name, file in files.items() if file]
     for name in kept:
-        journal = str(driver.execute(f"PRAGMA {_quoted(name)}.journal_mode").fetchone()[0])
+        journal = str(_rows(driver, f"PRAGMA {_quoted(name)}.journal_mode")[0][0])
         if journal in {"off", "memory"}:
             raise ConfigurationError(
                 f"SQLite's journal_mode is {journal!r} for {name!r}: a crash in a commit would leave half of it",
@@ -231,11 +266,18 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
 
 def _files(driver: sqlite3.Connection) -> dict[str, str]:
     """The file of each attached database; '' if it is in memory."""
-    return {str(name): str(file) for _, name, file in driver.execute("PRAGMA database_list") if name != "temp"}
+    return {str(name): str(file) for _, name, file in _rows(driver, "PRAGMA database_list") if name != "temp"}
 
 
 def _pragma(driver: sqlite3.Connection, pragma: str, name: str = "main") -> int:
-    return int(driver.execute(f"PRAGMA {_quoted(name)}.{pragma}").fetchone()[0])
+    return int(_rows(driver, f"PRAGMA {_quoted(name)}.{pragma}")[0][0])
+
+
+def _rows(driver: sqlite3.Connection, statement: str) -> list[tuple[Any, ...]]:
+    """Through a cursor: an adapted connection of aiosqlite has no other way in all versions of SQLAlchemy."""
+    with closing(driver.cursor()) as cursor:
+        cursor.execute(statement)
+        return cursor.fetchall()
 
 
 def _quoted(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import suppress
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from sqlalchemy import text
@@ -15,7 +16,7 @@ from sqlalchemy import text
 from dualwrite.errors import IllegalStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Awaitable, Generator
 
     from sqlalchemy import Connection
 
@@ -59,7 +60,7 @@ class Witness(Protocol):
 
 
 class _Psycopg(Protocol):
-    """The part of ``psycopg.Connection`` used here."""
+    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
 
     @property
     def pgconn(self) -> _PGconn: ...
@@ -84,9 +85,9 @@ class PsycopgWitness:
     ``transaction()``.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self.doubtful = False
-        self._driver = cast("_Psycopg", connection.connection.dbapi_connection)
+    def __init__(self, connection: Connection, *, doubtful: bool) -> None:
+        self.doubtful = doubtful
+        self._driver = cast("_Psycopg", connection.connection.driver_connection)
         self._wait = self._driver.wait
         self._expected = 0.0
         self._driver.wait = self._noticing  # type: ignore[method-assign]
@@ -97,7 +98,15 @@ class PsycopgWitness:
         else:
             self.doubtful = True
         try:
-            return self._wait(gen, *args, **kwargs)
+            result = self._wait(gen, *args, **kwargs)
+        except BaseException:
+            self._expected = 0
+            raise
+        return self._awaited(result) if isawaitable(result) else result
+
+    async def _awaited(self, result: Awaitable[object]) -> object:
+        try:
+            return await result
         except BaseException:
             self._expected = 0
             raise
@@ -170,11 +179,13 @@ class SqliteWitness:
         """See :class:`Witness`."""
         del connection
         try:
-            return self._cursor.execute(_FIND, (number,)).fetchone() is not None
+            self._cursor.execute(_FIND, (number,))
+            return self._cursor.fetchone() is not None
         except sqlite3.OperationalError:
             return False
 
     def stop(self) -> None:
         """See :class:`Witness`."""
-        with suppress(sqlite3.ProgrammingError):  # an interrupted statement has closed the connection
+        # An interrupted statement has closed the connection; ValueError is aiosqlite's.
+        with suppress(sqlite3.ProgrammingError, ValueError):
             self._cursor.close()

@@ -10,8 +10,8 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists, func, select, update
 
-from dualwrite.runtime import failpoints
 from dualwrite.protocol.batches.entry import Destination, Entry, Recorded, Way, next_entry
+from dualwrite.runtime import failpoints
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.jobs.batch_refusals import check_partition_count, other_destination

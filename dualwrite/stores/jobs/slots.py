@@ -29,8 +29,8 @@ from sqlalchemy import (
     update,
 )
 
-from dualwrite.runtime import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
+from dualwrite.runtime import failpoints
 from dualwrite.stores.clock import database_now, database_now_plus
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error

@@ -145,6 +145,13 @@ def test_of_what_leaves_a_block_only_conflicts_become_ours(error: BaseException,
     assert (None if found is None else found.retryable) is retryable
 
 
+@pytest.mark.parametrize("state", ["40P01", "23505"])
+def test_a_conflict_that_django_has_wrapped_is_seen(state: str) -> None:
+    of_django = type("OperationalError", (Exception,), {"__module__": "django.db.utils"})()
+    of_django.__cause__ = psycopg.errors.lookup(state)("of the driver")
+    assert (conflict_behind(of_django, "orders") is not None) is (state == "40P01")
+
+
 def test_no_address_shows_a_secret() -> None:
     url = make_url("postgresql+psycopg://me:s3cret@host:5433/name?sslpassword=s3cret&password=s3cret")
     assert shown_url(url) == "postgresql+psycopg://me:***@host:5433/name"
@@ -159,7 +166,7 @@ def test_the_drivers_words_are_one_line() -> None:
 
 def test_an_engine_of_asyncio_is_refused_with_the_way_that_works() -> None:
     given = create_async_engine("postgresql+psycopg://user@nowhere/x")
-    with pytest.raises(ConfigurationError, match=r"AsyncEngine cannot be used.*asyncio\.to_thread"):
+    with pytest.raises(ConfigurationError, match=r"AsyncEngine cannot be used.*AsyncDualWriter"):
         engine_of(given)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Session is not an engine"):
         engine_of(Session())  # type: ignore[arg-type]
