@@ -13,12 +13,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def database_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Add ``--url`` and ``--schema``."""
+def database_options(command: Callable[P, R], *, required: bool = True) -> Callable[P, R]:
+    """Add ``--url`` and ``--schema``. If they are not required, the URL may be None."""
     command = click.option(
         "--url",
         envvar="DUALWRITE_DATABASE_URL",
-        required=True,
+        required=required,
         help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Prefer DUALWRITE_DATABASE_URL: other "
         "users can read the command line.",
     )(command)

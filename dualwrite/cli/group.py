@@ -14,6 +14,7 @@ COMMANDS: Final = {
     "migrate": ("dualwrite.cli.migrate", "Create or upgrade the library's tables."),
     "recover": ("dualwrite.cli.recover", "Settle what dead owners left behind."),
     "status": ("dualwrite.cli.status", "Show what is unsettled."),
+    "terminate": ("dualwrite.cli.terminate", "Abort an open transaction, unless the database has decided it."),
 }
 """For each command, the module that defines it under its own name, and its line in the help."""
 

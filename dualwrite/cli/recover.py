@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import click
 from rich.console import Console
@@ -12,7 +13,9 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from dualwrite.cli.connection import database_options, id_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.cli.report import forgotten_words, recovery_json, report_console, status_table
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover as recovery
+from dualwrite.recovery.foreign import complete_prepared
 from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
 
@@ -27,6 +30,12 @@ from dualwrite.recovery.recover import RecoveryReport
     help="Leave alone writers that began a transaction less than this many seconds ago: their owner may be alive, and recovery "
     "would fence it. Unless it is 0, also Spark tasks whose lease has not expired. Default: 0 for one id, 60 for several.",
 )
+@click.option(
+    "--state",
+    "foreign_state",
+    help="For a transactional.id that dualwrite did not make: the state that its own database holds (producer_id:epoch, as in "
+    "KIP-939, or nothing). The transaction that it names is committed, any other is aborted.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be done; change nothing.")
 @click.option(
     "--after-restore",
@@ -36,7 +45,7 @@ from dualwrite.recovery.recover import RecoveryReport
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Time limit, in seconds.")
-@database_options
+@partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors
 def recover(
@@ -44,11 +53,12 @@ def recover(
     transactional_id: str | None,
     prefix: str | None,
     open_for_s: float | None,
+    foreign_state: str | None,
     dry_run: bool,
     after_restore: bool,
     as_json: bool,
     timeout_s: float,
-    url: str,
+    url: str | None,
     schema: str | None,
     kafka: Mapping[str, object],
 ) -> None:
@@ -59,6 +69,13 @@ def recover(
     Exit code: 0 all is settled (with --dry-run: shown), 4 losses were found and recorded, 5 a server does not answer,
     6 there is no such id, 7 all is settled except what was left alone, 8 the database has gone back in time, 1 another error.
     """
+    if foreign_state is not None:
+        if transactional_id is None or dry_run or after_restore:
+            raise click.UsageError("--state needs a transactional id, and nothing else")
+        _complete_foreign(transactional_id, foreign_state, kafka, timeout_s)
+        return
+    if url is None:
+        raise click.UsageError("no database: give --url, or set DUALWRITE_DATABASE_URL")
     console = Console(stderr=True, quiet=as_json, soft_wrap=True)
     progress = Progress(
         SpinnerColumn(), TextColumn("settling"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -91,6 +108,14 @@ def recover(
     code = _exit_code(report)
     if code:
         raise SystemExit(code)
+
+
+def _complete_foreign(kafka_id: str, state: str, kafka: Mapping[str, object], timeout_s: float) -> None:
+    done = complete_prepared(kafka_id, PreparedTxnState.from_string(state), kafka=kafka, timeout_s=timeout_s)
+    if done is None:
+        click.echo(f"dualwrite: Kafka does not know {kafka_id!r}", err=True)
+        raise SystemExit(NO_SUCH_ID)
+    click.echo(f"{kafka_id}: {done.value}")
 
 
 def _print(report: RecoveryReport, *, dry_run: bool) -> None:

@@ -9,7 +9,9 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
+from dualwrite.protocol.identity import belongs
 from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
 from dualwrite.recovery.plan import IdStatus
@@ -67,10 +69,13 @@ def status_table(items: Sequence[IdStatus]) -> Table:
     table = Table(title=None, box=None, pad_edge=False)
     shows_prepared = any(item.prepared_for_s is not None for item in items)
     prepared = ["prepared for"] if shows_prepared else []
+    shows_engine = any(_engine_word(item) == Engine.NATIVE.value for item in items)
+    engine = ["engine"] if shows_engine else []
     for column in (
         "transactional id",
         "incarnation",
         "row",
+        *engine,
         "Kafka",
         "open for",
         "aborted in",
@@ -84,9 +89,10 @@ def status_table(items: Sequence[IdStatus]) -> Table:
             item.row.transactional_id,
             f"{item.incarnation} of {item.row.incarnation}",
             _row_word(item),
+            *([_engine_word(item)] if shows_engine else []),
             item.kafka_status.value,
             _seconds(item.open_for_s),
-            _seconds(item.aborted_in_s),
+            "never" if item.open_for_s is not None and item.aborted_in_s is None else _seconds(item.aborted_in_s),
             *([_seconds(item.prepared_for_s)] if shows_prepared else []),
             item.row.owner,
             will_do(item),
@@ -99,8 +105,12 @@ def _seconds(seconds: float | None, digits: int = 0) -> str:
     return "" if seconds is None else f"{seconds:.{digits}f} s"
 
 
+def _engine_word(item: IdStatus) -> str:
+    return item.row.prepared.engine.value if belongs(item.row.prepared, item.incarnation) else ""
+
+
 def _row_word(item: IdStatus) -> str:
-    if not item.row.prepared.has_transaction or item.row.prepared.incarnation != item.incarnation:
+    if not belongs(item.row.prepared, item.incarnation):
         return "-"
     return item.row.completed.value if item.row.completed else "decided"
 
@@ -113,6 +123,7 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "current_incarnation": item.row.incarnation,
         "kafka_id": item.row.kafka_id(item.incarnation),
         "row": _row_word(item),
+        "engine": _engine_word(item) or None,
         "prepared_transaction_state": str(item.row.prepared),
         "kafka": item.kafka_status.value,
         "open_for_s": item.open_for_s,

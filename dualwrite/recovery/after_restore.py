@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import is_drawn, parsed
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
+from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 

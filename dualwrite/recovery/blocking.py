@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from typing import Final
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.coordinator.routing import internal_partition
+from dualwrite.runtime.deadline import Deadline
 
 _OFFSETS: Final = "__consumer_offsets"
-_SIGN_BIT: Final = 0x8000_0000
 
 
 def blocking_transactions(
@@ -54,21 +54,5 @@ def blocking_transactions(
             raise ConfigurationError(f"there is no topic {', '.join(map(repr, missing))}")
         places = [(topic, partition) for topic in topics for partition in range(counts[topic])]
         if group is not None and _OFFSETS in counts:  # Kafka creates the topic with the first offset of any group
-            places.append((_OFFSETS, offsets_partition(group, counts[_OFFSETS])))
+            places.append((_OFFSETS, internal_partition(group, counts[_OFFSETS])))
         return coordinator.blocking(places, deadline, open_for_s=open_for_s)
-
-
-def offsets_partition(group: str, partitions: int) -> int:
-    """The partition of ``__consumer_offsets`` that holds a group's offsets: Java's ``String.hashCode``, as brokers use it.
-
-    Args:
-        group: The ``group.id``.
-        partitions: How many partitions ``__consumer_offsets`` has.
-    """
-    encoded = group.encode("utf-16-be")
-    hashed = 0
-    for high, low in zip(encoded[::2], encoded[1::2], strict=True):
-        hashed = (31 * hashed + (high << 8 | low)) & 0xFFFF_FFFF
-    if hashed == _SIGN_BIT:
-        return 0  # the least integer has no absolute value
-    return (hashed if hashed < _SIGN_BIT else (1 << 32) - hashed) % partitions

@@ -8,18 +8,20 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.errors import Fenced
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.observer import NO_OBSERVER, Observer
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back
-from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +34,13 @@ class OwnerContext:
         coordinator: Kafka.
         store: The database.
         owner: Our name, which no other owner ever has, so that we recognise our own claims; see :func:`unique_owner`.
+        observer: Observes what is done on them.
     """
 
     coordinator: TransactionCoordinator
     store: StateStore
     owner: str
+    observer: Observer = NO_OBSERVER
 
 
 def default_owner() -> str:
@@ -93,6 +97,39 @@ def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow]
             )
 
 
+def claim_writers(
+    context: OwnerContext,
+    transactional_ids: Sequence[str],
+    select: Callable[[], Sequence[StateRow]],
+    deadline: Deadline,
+    *,
+    raise_to: Mapping[str, int] | None = None,
+) -> Sequence[StateRow]:
+    """Claim all lanes of writers in one transaction: an owner that loses one of them loses all.
+
+    Args:
+        context: The servers.
+        transactional_ids: The ids of whole writers.
+        select: Reads the rows again: a lane may have been added just before the claim, and none after it.
+        deadline: Limits the whole call.
+        raise_to: As for :func:`claim_rows`.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`claim_rows`.
+    """
+    wanted = {name: floor for name, floor in (raise_to or {}).items() if name in transactional_ids}
+    claimed = {row.transactional_id: row for row in claim_rows(context, transactional_ids, deadline, raise_to=wanted)}
+    for row in select():
+        name, first = row.transactional_id, claimed.get(writer_of(row.transactional_id))
+        if name not in claimed and first is not None:
+            guard = (first.transactional_id, first.incarnation)
+            try:
+                [claimed[name]] = claim_rows(context, [name], deadline, guard=guard)
+            except Fenced as error:
+                logger.info("%s: left to the new owner of %s: %s", name, first.transactional_id, error)
+    return list(claimed.values())
+
+
 def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
     """Claim the first lane, then every other that has a row, and settle them.
 
@@ -120,7 +157,13 @@ def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline
     if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
         guard = (name, rows[name].incarnation)
         rows.update((row.transactional_id, row) for row in claim_rows(context, more, deadline, guard=guard))
-    report = settle(rows.values(), coordinator=context.coordinator, store=context.store, deadline=deadline)
+    report = settle(
+        rows.values(),
+        coordinator=context.coordinator,
+        store=context.store,
+        deadline=deadline,
+        observer=context.observer,
+    )
     failpoints.hit("claim.settled")
     report.raise_losses()
     return rows

@@ -12,11 +12,11 @@ from typing import Final
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
 
-from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep, next_doubt_step
 from dualwrite.recovery.claim import OwnerContext
+from dualwrite.runtime.deadline import Deadline, pause
 
 logger = logging.getLogger(__name__)
 

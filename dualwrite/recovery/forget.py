@@ -6,14 +6,14 @@ Every name ever used keeps its row, every loss its incident, and every batch of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
-from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery import recover
+from dualwrite.recovery.servers import rows_of
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.forgetting import Forgetting, before
 from dualwrite.stores.schema import check_schema
@@ -22,7 +22,6 @@ from dualwrite.stores.state import SqlStateStore
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.protocol.rows import StateRow
     from dualwrite.recovery.plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
@@ -101,7 +100,7 @@ def forget(
         check_schema(used, schema)
         store, forgetting = SqlStateStore(used, schema=schema), Forgetting(used, schema)
         now = forgetting.now()
-        rows = {row.transactional_id: row for row in _select(store, transactional_id, prefix)}
+        rows = {row.transactional_id: row for row in rows_of(store, transactional_id, prefix)}
         # Read before Kafka is asked: a row written since then is not deleted.
         found = recover.status(
             transactional_id, kafka=kafka, engine=used, schema=schema, prefix=prefix, timeout_s=timeout_s
@@ -137,12 +136,6 @@ def forget(
     finally:
         if used is not engine:
             used.dispose()
-
-
-def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
-    if transactional_id is None:
-        return store.find(prefix or "")
-    return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 
 def _is_unsettled(item: IdStatus) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from dualwrite.protocol.identity import shows_same_transaction
 from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.observations import Outcome, TransactionStatus
+from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.settle import Knowledge, SettleStep
 from dualwrite.recovery.settling.inspect import Unsettled
@@ -38,9 +39,11 @@ class IdStatus:
         needs_recovery: Whether settling would change anything in Kafka or in the database's tables, or would report a loss.
         prepared_for_s: Seconds since that incarnation prepared a database transaction that has not ended; None if there is
             none.
-        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None if none is open.
+        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None if none is open, or if the broker never
+            aborts it.
         went_back: The evidence that the database has lost commits; None if there is none.
         claim_lost: Whether it has lost a claim: then the id can only be claimed by a recovery with ``after_restore``.
+        decided_is_open: Whether its open Kafka transaction is the one that the database has decided.
     """
 
     row: StateRow
@@ -53,6 +56,7 @@ class IdStatus:
     aborted_in_s: float | None = None
     went_back: str | None = None
     claim_lost: bool = False
+    decided_is_open: bool = False
 
     @property
     def is_undecided(self) -> bool:
@@ -84,7 +88,7 @@ def describe(
     unfinished = item.known.is_pending or _left_unended(item.known)
     matters = is_open or step in _MATTERS or (unfinished and step is SettleStep.RETIRE)
     open_for_s = _seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None
-    timeout_s = None if view.timeout_ms is None else view.timeout_ms / 1000
+    timeout_s = None if view.timeout_ms in {None, NEVER_MS} else view.timeout_ms / 1000
     return IdStatus(
         row=item.row,
         incarnation=item.incarnation,
@@ -96,6 +100,7 @@ def describe(
         aborted_in_s=None if open_for_s is None or timeout_s is None else max(0.0, timeout_s - open_for_s),
         went_back=back[0] if back is not None else None,
         claim_lost=back is not None and back[1],
+        decided_is_open=is_open and step is SettleStep.COMMIT and shows_same_transaction(view, item.row.prepared),
     )
 
 

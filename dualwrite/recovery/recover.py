@@ -8,21 +8,20 @@ has been open for some time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.errors import DatabaseWentBack, Fenced
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.errors import DatabaseWentBack
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.observer import NO_OBSERVER, Observer
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back, other_cluster
-from dualwrite.protocol.naming import lane_id, writer_of
+from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.after_restore import (
     Forgotten,
@@ -31,15 +30,15 @@ from dualwrite.recovery.after_restore import (
     retire_without_rows,
     went_back,
 )
-from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
+from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
 from dualwrite.recovery.plan import IdStatus, Plan, describe
 from dualwrite.recovery.reported import note_told, untold
+from dualwrite.recovery.servers import connected_coordinator, connected_store, rows_of, whole_writers
 from dualwrite.recovery.settling.inspect import inspect
 from dualwrite.recovery.settling.settle import Loss, SettleReport, settle
-from dualwrite.stores.connecting import engine_of
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.jobs.slots import living_leases
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -101,8 +100,8 @@ def status(
         ConfigurationError: The tables, a row or a right is not as required.
         Unavailable: A server does not answer in time.
     """
-    with _connected(engine, schema) as store, _coordinator(kafka) as coordinator:
-        return _inspect(_select(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
+    with connected_store(engine, schema) as store, connected_coordinator(kafka) as coordinator:
+        return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
 
 
 def recover(
@@ -119,6 +118,7 @@ def recover(
     owner: str | None = None,
     on_settled: Callable[[str], None] = lambda _: None,
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
+    telemetry: Observer | None = None,
 ) -> RecoveryReport:
     """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest.
 
@@ -143,6 +143,7 @@ def recover(
         owner: The name of this recovery, for people who read the row.
         on_settled: Called with each settled id, from several threads.
         on_planned: Called with what will be settled, before any of it is.
+        telemetry: As for `DualWriter`.
 
     Returns:
         The report. Durable on return: everything decided is complete in Kafka, or is among the losses.
@@ -153,11 +154,12 @@ def recover(
 
     Source: KIP-939, "recovery recipe".
     """
-    with _connected(engine, schema) as store:
+    observer = observer_if_loaded() if telemetry is None else telemetry
+    with observer.recovering(), connected_store(engine, schema) as store:
         report = recover_rows(
-            lambda: _whole_writers(store, _select(store, transactional_id, prefix)),
+            lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
             store=store,
-            connect=partial(_coordinator, kafka),
+            connect=partial(connected_coordinator, kafka),
             open_for_s=_open_for_s(open_for_s, transactional_id),
             leased=partial(living_leases, store.engine, schema=schema),
             dry_run=dry_run,
@@ -166,11 +168,14 @@ def recover(
             owner=unique_owner(owner),
             on_settled=on_settled,
             on_planned=on_planned,
+            observer=observer,
         )
-        rows = _select(store, transactional_id, prefix)
+        rows = rows_of(store, transactional_id, prefix)
         report.unknown = transactional_id is not None and not rows and not report.forgotten
         if not dry_run:
             _tell(report, rows, store)
+            for loss in report.losses:
+                observer.lost(loss.as_error())
         return report
 
 
@@ -214,6 +219,7 @@ def recover_rows(
     owner: str,
     on_settled: Callable[[str], None] = lambda _: None,
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
+    observer: Observer = NO_OBSERVER,
 ) -> RecoveryReport:
     """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
@@ -223,7 +229,7 @@ def recover_rows(
     report = RecoveryReport()
     rows = select()
     with connect() as coordinator:
-        found = _inspect(rows, store, coordinator, deadline)
+        found = inspect_rows(rows, store, coordinator, deadline)
         if after_restore is not None:
             report.forgotten += find_forgotten(rows, coordinator, deadline, is_asked_for=after_restore)
     raise_to = next_incarnations(report.forgotten)
@@ -235,7 +241,7 @@ def recover_rows(
     on_planned(report.planned)
     if dry_run:
         return report
-    recovery = _Recovery(select, store, connect, deadline, owner, raise_to, on_settled)
+    recovery = _Recovery(select, store, connect, deadline, owner, raise_to, on_settled, observer)
     for done in _each(recovery.settle_batch, plan.batches(_BATCH)):
         report.settled.extend(name for name in done.ids if name in plan.wanted)
         report.rolled_forward.extend(done.report.rolled_forward)
@@ -268,16 +274,18 @@ class _Recovery:
     owner: str
     raise_to: Mapping[str, int]
     on_settled: Callable[[str], None]
+    observer: Observer
 
     def settle_batch(self, writers: Sequence[Sequence[str]]) -> _Done:
         """Claim and settle whole writers. A writer whose claim the database has lost is left out."""
         done = _Done()
         left = list(writers)
         with self.connect() as coordinator:
-            context = OwnerContext(coordinator, self.store, self.owner)
+            context = OwnerContext(coordinator, self.store, self.owner, self.observer)
             while left:
                 try:
-                    claimed = self._claim(context, left)
+                    ids = [name for writer in left for name in writer]
+                    claimed = claim_writers(context, ids, self.select, self.deadline, raise_to=self.raise_to)
                 except DatabaseWentBack as error:
                     others = [writer for writer in left if error.transactional_id not in writer]
                     if len(others) == len(left):
@@ -292,25 +300,10 @@ class _Recovery:
                         store=self.store,
                         deadline=self.deadline,
                         on_settled=self.on_settled,
+                        observer=self.observer,
                     )
                     break
         return done
-
-    def _claim(self, context: OwnerContext, writers: Sequence[Sequence[str]]) -> Sequence[StateRow]:
-        """Claim all lanes of a writer in one transaction: an owner that loses one of them loses all."""
-        ids = [name for writer in writers for name in writer]
-        raise_to = {name: self.raise_to[name] for name in ids if name in self.raise_to}
-        claimed = {row.transactional_id: row for row in claim_rows(context, ids, self.deadline, raise_to=raise_to)}
-        # From here on their owners can add no lane, but one may have been added before.
-        for row in self.select():
-            name, first = row.transactional_id, claimed.get(writer_of(row.transactional_id))
-            if name not in claimed and first is not None:
-                guard = (first.transactional_id, first.incarnation)
-                try:
-                    [claimed[name]] = claim_rows(context, [name], self.deadline, guard=guard)
-                except Fenced as error:
-                    logger.info("%s: left to the new owner of %s: %s", name, first.transactional_id, error)
-        return list(claimed.values())
 
 
 def _each(
@@ -318,30 +311,19 @@ def _each(
 ) -> Iterable[_Done]:
     if len(batches) <= 1:  # most recoveries, and they need no threads
         return [settle_batch(batch) for batch in batches]
+    calls = [partial(copy_context().run, settle_batch, batch) for batch in batches]  # so that spans have their parent
     with ThreadPoolExecutor(_WORKERS) as threads:
-        return list(threads.map(settle_batch, batches))
+        return list(threads.map(lambda call: call(), calls))
 
 
-def _select(store: SqlStateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
-    if transactional_id is None:
-        return store.find(prefix or "")
-    if prefix is not None:
-        raise TypeError("transactional_id and prefix exclude each other")
-    return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
-
-
-def _whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[StateRow]:
-    """The rows, and the other lanes of writers of which only some lanes were selected."""
-    names = {row.transactional_id for row in rows}
-    outside = {writer_of(name) for name in names} - names
-    firsts = store.read(list(outside)) if outside else []
-    lanes = [row for first in firsts for row in store.find(f"{first.transactional_id}#")]
-    return [*rows, *(row for row in [*firsts, *lanes] if row.transactional_id not in names)]
-
-
-def _inspect(
+def inspect_rows(
     rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
 ) -> list[IdStatus]:
+    """:func:`status` on servers at hand.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`status`.
+    """
     check_cluster(rows, coordinator.cluster_id(deadline))
     participants = store.participants(rows)
     prepared_at = {(found.row.transactional_id, found.incarnation): found.prepared_at for found in participants}
@@ -367,23 +349,3 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
     for row in rows:
         if row.cluster_id != cluster_id:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
-
-
-@contextmanager
-def _connected(engine: Engine | str, schema: str | None) -> Generator[SqlStateStore, None, None]:
-    used = engine_of(engine)
-    try:
-        check_schema(used, schema)
-        yield SqlStateStore(used, schema=schema)
-    finally:
-        if used is not engine:
-            used.dispose()
-
-
-@contextmanager
-def _coordinator(kafka: Mapping[str, object]) -> Generator[KafkaCoordinator, None, None]:
-    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
-    try:
-        yield coordinator
-    finally:
-        coordinator.close()

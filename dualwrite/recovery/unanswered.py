@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.known_end import PendingStep, next_pending_step
 from dualwrite.recovery.claim import OwnerContext
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 
 logger = logging.getLogger(__name__)
 

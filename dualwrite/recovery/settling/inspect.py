@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.protocol.identity import Partition, belongs, is_open, others_than
 from dualwrite.protocol.observations import TransactionView
 from dualwrite.protocol.rows import Participant, StateRow
@@ -23,8 +22,9 @@ from dualwrite.protocol.settling.settle import (
     next_step,
     proved,
 )
-from dualwrite.recovery.settling.inspect_native import UnsettledNative, inspect_native, native_of, unsettled_native
+from dualwrite.recovery.settling.inspect_native import UnsettledNative, inspect_native, unsettled_native
 from dualwrite.recovery.settling.rounds import Incarnation, by_step
+from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.errors import IllegalStateError
-from dualwrite.ports.coordinator import NativeCoordinator, TransactionCoordinator
+from dualwrite.ports.coordinator import NativeCoordinator
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import EndAnswer
 from dualwrite.protocol.rows import StateRow
@@ -24,6 +22,7 @@ from dualwrite.protocol.settling.settle_native import (
     proved,
 )
 from dualwrite.recovery.settling.rounds import Incarnation, by_step
+from dualwrite.runtime.deadline import Deadline
 
 UnsettledNative = Incarnation[NativeKnowledge]
 """An incarnation that has decided a native transaction."""
@@ -43,17 +42,6 @@ def unsettled_native(
     if not state.is_native or incarnation is None or not row.settled_incarnation < incarnation <= upto:
         return None
     return UnsettledNative(row, incarnation, initial(state, row.completed, undecided_in.get(incarnation, frozenset())))
-
-
-def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
-    """The coordinator, if it can end native transactions.
-
-    Raises:
-        IllegalStateError: It cannot.
-    """
-    if not isinstance(coordinator, NativeCoordinator):
-        raise IllegalStateError("this coordinator cannot end transactions of the native engine")
-    return coordinator
 
 
 class NativeInspection:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.store import StateStore
@@ -15,6 +14,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.lost_decisions import Known, Later, Lookup, known_of, look_up, lost_decision
 from dualwrite.recovery.settling.rounds import beginnings
+from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def lost_decisions(
     named = _named([row for row, _ in items], store)
     known = [known_of(named[row.transactional_id], incarnation) for row, incarnation in items]
     shown = [views[row.kafka_id(incarnation)] for row, incarnation in items]
-    answers = [look_up(*both) for both in zip(known, shown, strict=True)]
+    fences = _fences(items, known, store)
+    answers = [look_up(*one) for one in zip(known, shown, fences, strict=True)]
     later = _read_logs(known, answers, coordinator, deadline)
     found: dict[str, StateRow] = {}
     for (row, incarnation), of_incarnation, view, answer in zip(items, known, shown, answers, strict=True):
@@ -75,6 +76,27 @@ def _named(rows: Collection[StateRow], store: StateStore) -> dict[str, list[Prep
     for incident in store.incidents_of(named.keys()):
         named[incident.transactional_id].append(incident.state)
     return named
+
+
+def _fences(items: Sequence[tuple[StateRow, int]], known: Sequence[Known], store: StateStore) -> Sequence[int | None]:
+    """The fences of incarnations with a native transaction, read after the coordinator was asked.
+
+    A settler writes the fence before it raises the coordinator's epoch. Where the row names another transaction by now, a newer
+    owner has settled this one: as if it had been fenced from the beginning.
+    """
+    native = {row.transactional_id for (row, _), one in zip(items, known, strict=True) if _is_native(one)}
+    rows = {row.transactional_id: row for row in store.read(sorted(native))} if native else {}
+
+    def fence_of(row: StateRow) -> int | None:
+        now = rows.get(row.transactional_id)
+        same = now is not None and (now.namespace, now.prepared) == (row.namespace, row.prepared)
+        return now.settle_fence if now is not None and same else 0
+
+    return [fence_of(row) if _is_native(one) else None for (row, _), one in zip(items, known, strict=True)]
+
+
+def _is_native(known: Known) -> bool:
+    return known.newest is not None and known.newest.is_native
 
 
 def _read_logs(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.identity import Partition
-from dualwrite.protocol.observations import TransactionView
+from dualwrite.protocol.observations import LogProof, Outcome, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 
 
 class HasView(Protocol):
@@ -49,6 +49,26 @@ class Incarnation(Generic[Known]):
         """The producer id and epoch that the coordinator shows. Only after it was asked."""
         assert self.known.view is not None
         return self.known.view.producer_id, self.known.view.epoch
+
+
+def with_reason(detail: str, row: StateRow, outcome: Outcome, lost_because: Mapping[str, str]) -> str:
+    """The detail of an outcome; of a loss that is expected, with the reason."""
+    why = lost_because.get(row.transactional_id) if outcome is Outcome.LOST else None
+    return detail if why is None else f"{detail}; {why}"
+
+
+def warn_if_deleted(item: Incarnation[Known], proof: LogProof | None, logger: logging.Logger) -> None:
+    """Warn of a committed transaction whose records are not in the log any more.
+
+    Retention deletes records of open transactions, too. No outcome shows that readers have never had them.
+    """
+    if proof is LogProof.UNKNOWABLE:
+        logger.warning(
+            "%s: %s is committed, but its first records are no longer in the log: if it was open until now, retention or "
+            "compaction has deleted messages before any reader could have them",
+            item.kafka_id,
+            item.row.prepared,
+        )
 
 
 Steps = Mapping[Step, Callable[[list[Incarnation[Known]]], None]]

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     OutcomeUnverifiable,
 )
-from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.ports.coordinator import TransactionCoordinator, native_of
+from dualwrite.ports.observer import NO_OBSERVER, Observer
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.mismatch import gone_back
@@ -29,10 +28,12 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Participant, StateRow
 from dualwrite.protocol.settling.settle import SettleStep, looked, next_step, retired, to_end
 from dualwrite.recovery.settling.inspect import Inspection, Unsettled, unsettled
-from dualwrite.recovery.settling.inspect_native import UnsettledNative, native_of, unsettled_native
+from dualwrite.recovery.settling.inspect_native import UnsettledNative, unsettled_native
 from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
-from dualwrite.recovery.settling.rounds import beginnings, by_step, perform, repair
+from dualwrite.recovery.settling.rounds import beginnings, by_step, perform, repair, warn_if_deleted, with_reason
 from dualwrite.recovery.settling.settle_native import NativeSettling
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def settle(
     on_settled: Callable[[str], None] = lambda _: None,
     look_back: bool = True,
     undecided_in: Mapping[str, Mapping[int, frozenset[Partition]]] = MappingProxyType({}),
+    observer: Observer = NO_OBSERVER,
+    lost_because: Mapping[str, str] = MappingProxyType({}),
 ) -> SettleReport:
     """Settle every incarnation below each row's own, which the caller has just claimed.
 
@@ -107,6 +110,8 @@ def settle(
             compares the row with what it knows.
         undecided_in: By transactional id and incarnation, partitions in which its owner may have left an undecided transaction
             open. If the broker has forgotten to end it, nothing else shows these partitions.
+        observer: Observes this settling.
+        lost_because: By transactional id, why a loss of it is expected; recorded with the loss.
 
     Returns:
         The report. Losses are recorded, logged and returned, not raised: the caller finishes first.
@@ -116,7 +121,13 @@ def settle(
         DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not finish, and had already recorded a
             loss.
     """
-    return _Settling(coordinator, store, deadline, on_settled).run(list(rows), undecided_in, look_back=look_back)
+    claimed = list(rows)
+    with observer.settling([row.transactional_id for row in claimed]) as observed:
+        report = _Settling(coordinator, store, deadline, on_settled, lost_because).run(
+            claimed, undecided_in, look_back=look_back
+        )
+        observed.settled(report)
+    return report
 
 
 class _Settling(Inspection):
@@ -128,10 +139,12 @@ class _Settling(Inspection):
         store: StateStore,
         deadline: Deadline,
         on_settled: Callable[[str], None],
+        lost_because: Mapping[str, str],
     ) -> None:
         super().__init__(coordinator, deadline)
         self._store = store
         self._on_settled = on_settled
+        self._lost_because = lost_because
         self._report = SettleReport()
         self._between = GrowingPause()
         self._do: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
@@ -192,7 +205,7 @@ class _Settling(Inspection):
     def _settle_native(self, items: Sequence[UnsettledNative]) -> None:
         if not items:
             return
-        native = NativeSettling(native_of(self._coordinator), self._store, self._deadline)
+        native = NativeSettling(native_of(self._coordinator), self._store, self._deadline, self._lost_because)
         try:
             native.run(items)
         finally:
@@ -252,14 +265,17 @@ class _Settling(Inspection):
         return self._coordinator.end(named, committed=committed, deadline=self._deadline)
 
     def _record(self, items: list[Unsettled], outcome: Outcome) -> None:
-        self._store.record_outcomes([(item.row, outcome, _detail(item, outcome)) for item in items])
+        details = [(item, with_reason(_detail(item, outcome), item.row, outcome, self._lost_because)) for item in items]
+        self._store.record_outcomes([(item.row, outcome, detail) for item, detail in details])
         failpoints.hit("settle.recorded")
-        for item in items:
+        for item, detail in details:
             item.known = replace(item.known, recorded=outcome)
             if outcome is not Outcome.COMMITTED:
-                loss = Loss(item.row, outcome, _detail(item, outcome))
+                loss = Loss(item.row, outcome, detail)
                 logger.error("%s: %s", item.kafka_id, loss.detail)
                 self._report.losses.append(loss)
+            else:
+                warn_if_deleted(item, item.known.proof, logger)
 
     def _retire(self, items: list[Unsettled]) -> None:
         failpoints.hit("settle.before_retire")

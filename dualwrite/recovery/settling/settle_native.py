@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.ports.coordinator import NativeCoordinator
 from dualwrite.ports.store import Claims, Records
@@ -25,7 +24,17 @@ from dualwrite.protocol.settling.settle_native import (
     to_repair,
 )
 from dualwrite.recovery.settling.inspect_native import NativeInspection, UnsettledNative
-from dualwrite.recovery.settling.rounds import beginnings, by_step, named, perform, repair
+from dualwrite.recovery.settling.rounds import (
+    beginnings,
+    by_step,
+    named,
+    perform,
+    repair,
+    warn_if_deleted,
+    with_reason,
+)
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +52,19 @@ class NativeSettling(NativeInspection):
         coordinator: Kafka.
         store: The database.
         deadline: Limits all steps.
+        lost_because: By transactional id, why a loss of it is expected; recorded with the loss.
     """
 
-    def __init__(self, coordinator: NativeCoordinator, store: NativeStore, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        coordinator: NativeCoordinator,
+        store: NativeStore,
+        deadline: Deadline,
+        lost_because: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(coordinator, deadline)
         self._store = store
+        self._lost_because = lost_because
         self._between = GrowingPause()
         self.rolled_forward: list[str] = []
         """The transactional ids whose decided transaction was committed now."""
@@ -138,10 +155,15 @@ class NativeSettling(NativeInspection):
         self._coordinator.end_exactly(shown, committed=committed, deadline=self._deadline)
 
     def _record(self, items: list[UnsettledNative], outcome: Outcome) -> None:
-        details = [(item.row, outcome, _detail(item, outcome)) for item in items]
+        details = [
+            (item.row, outcome, with_reason(_detail(item, outcome), item.row, outcome, self._lost_because))
+            for item in items
+        ]
         self._store.record_outcomes(details)
         failpoints.hit("settle.recorded")
         for item in items:
+            if outcome is Outcome.COMMITTED:
+                warn_if_deleted(item, item.known.proof, logger)
             item.known = recorded(item.known, outcome)
         if outcome is not Outcome.COMMITTED:
             for row, _, detail in details:

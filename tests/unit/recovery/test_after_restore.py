@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from harness.simulated import TIMEOUT_S
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
@@ -16,6 +15,7 @@ from dualwrite.recovery.after_restore import (
     retire_without_rows,
     went_back,
 )
+from dualwrite.runtime.deadline import Deadline
 
 OURS, OTHERS = "0123456789ab", "ba9876543210"
 OPEN, UNKNOWN = TransactionStatus.ONGOING, TransactionStatus.NO_SUCH_ID

@@ -5,20 +5,7 @@ import pytest
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S
 from dualwrite.recovery import blocking
-from dualwrite.recovery.blocking import blocking_transactions, offsets_partition
-
-
-@pytest.mark.parametrize(
-    ("group", "hashed"),
-    [("", 0), ("a", 97), ("group", 98629247), ("polygenelubricants", 0), ("\N{GRINNING FACE}", 1772899)],
-)
-def test_offsets_lie_where_java_hashes_the_group_to(group, hashed):
-    assert offsets_partition(group, 2**31) == hashed
-
-
-@pytest.mark.parametrize(("group", "partition"), [("polygenelubricants", 0), ("polygenelubricantt", (2**31 - 1) % 50)])
-def test_a_negative_hash_counts_by_its_absolute_value_and_the_least_one_as_zero(group, partition):
-    assert offsets_partition(group, 50) == partition
+from dualwrite.recovery.blocking import blocking_transactions
 
 
 class Kafka:

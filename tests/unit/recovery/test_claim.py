@@ -6,10 +6,10 @@ import pytest
 from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_lanes, claim_rows, unique_owner
+from dualwrite.runtime.deadline import Deadline
 
 
 def claim(*ids, **kwargs):

@@ -3,12 +3,12 @@
 import pytest
 from harness.databases import prepared
 
-from dualwrite.runtime.deadline import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.commit_in_doubt import resolve_commit
+from dualwrite.runtime.deadline import Deadline, running_on
 
 OURS = prepared(1)
 

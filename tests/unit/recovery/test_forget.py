@@ -4,10 +4,11 @@ import pytest
 from harness.databases import age, prepared
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
-from dualwrite.runtime import ConfigurationError, Fenced, Unavailable, failpoints
+from dualwrite import ConfigurationError, Fenced, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.forget import forget
+from dualwrite.runtime import failpoints
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 

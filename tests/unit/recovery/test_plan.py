@@ -1,16 +1,17 @@
 """The plan of a recovery: which ids it settles, and which it leaves alone."""
 
+import time
 from dataclasses import replace
 from datetime import datetime, timezone
 
 import pytest
 
-from dualwrite.cli.report import will_do
+from dualwrite.cli.report import report_console, status_table, will_do
 from dualwrite.protocol.identity import own_partitions
-from dualwrite.protocol.observations import Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settling.settle import initial, looked, next_step
+from dualwrite.protocol.settling.settle import SettleStep, initial, looked, next_step
 from dualwrite.recovery.plan import describe
 from dualwrite.recovery.settling.inspect import Unsettled
 
@@ -47,3 +48,13 @@ def test_what_is_recorded_as_committed_is_left_alone():
     item = status_of(Outcome.COMMITTED)
     assert not item.needs_recovery
     assert will_do(item) == "nothing: idle"
+
+
+@pytest.mark.parametrize(("timeout_ms", "shown"), [(NEVER_MS, "never"), (NEVER_MS - 100, " s")])
+def test_a_transaction_without_a_time_limit_is_never_aborted_by_the_broker(capsys, timeout_ms, shown):
+    begun_30_days_ago_ms = int((time.time() - 30 * 86_400) * 1000)
+    view = TransactionView(TransactionStatus.ONGOING, 7, 0, begun_30_days_ago_ms, timeout_ms)
+    item = describe(Unsettled(ROW, 1, looked(initial(STATE, None), view)), SettleStep.COMMIT, None, None)
+    assert item.aborted_in_s == (None if shown == "never" else 0.0)
+    report_console().print(status_table([item]))
+    assert shown in capsys.readouterr().out.replace("2592000 s", "")

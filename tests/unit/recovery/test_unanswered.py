@@ -3,12 +3,12 @@
 import pytest
 from harness.databases import prepared
 
-from dualwrite.runtime.deadline import Deadline, running_on
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, Fenced, OutcomeUnverifiable, Unavailable
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.unanswered import prove_committed
+from dualwrite.runtime.deadline import Deadline, running_on
 
 STATE, NEWER = prepared(1), prepared(2)
 ROW = StateRow("orders", STATE, "0123456789ab", 3, 0, None, "c", "me", None)

@@ -4,12 +4,12 @@ import pytest
 from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.inspect import inspect
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from search import native as small
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
+from dualwrite.ports.coordinator import native_of
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.settling.inspect import inspect
-from dualwrite.recovery.settling.inspect_native import native_of, unsettled_native
+from dualwrite.recovery.settling.inspect_native import unsettled_native
+from dualwrite.runtime.deadline import Deadline
 from unit.recovery.settling.test_settle_native import HUNG, KNOWN, TIMED_OUT, SmallCoordinator, row_of
 
 GONE = replace(KNOWN, status=TransactionStatus.NO_SUCH_ID)

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 from harness.simulated import TIMEOUT_S
+from harness.simulated_native import NativeOwner, settle_row, settled
 from simulator.outside import SimulatedCoordinator
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.recovery.settling.look_back import lost_decisions, lost_detail
+from dualwrite.runtime.deadline import Deadline
 
 
 def looking(*, of=None, **kwargs):
@@ -137,3 +138,80 @@ def test_a_loss_is_described_by_the_place_where_it_was_seen(servers, restored):
     assert "incarnation 1 of producer 7:0," in lost_detail(nowhere)
     both = PreparedTxnState(7, 0, 1, (FirstOffset("a", 0, 5), FirstOffset("b", 1, 6)))
     assert "a[0]@5, b[1]@6" in lost_detail(replace(row, prepared=both))
+
+
+@pytest.fixture
+def native(servers):
+    """An owner that has decided and committed one native transaction, in the first partition."""
+    owner = NativeOwner(servers)
+    owner.produce("first")
+    owner.decide()
+    owner.end()
+    return owner
+
+
+def write(owner, value, partition=0, *, committed=True, decided=True):
+    owner.produce(value, partition)
+    state = owner.decide() if decided else owner.state()
+    owner.end(committed=committed)
+    return state
+
+
+def found_natively(servers, **kwargs):
+    return [found.prepared for found in servers.run(looking(upto_own=True, **kwargs))]
+
+
+def test_a_native_decision_in_other_partitions_is_found_by_its_epoch_alone(servers, native):
+    backup = native.row
+    newest = write(native, "second", partition=1)
+    assert found_natively(servers) == []
+    servers.database.rows["orders"] = backup
+    assert found_natively(servers) == [newest]
+
+
+def test_a_native_decision_is_found_in_the_log_where_the_last_transaction_was_aborted(servers, native):
+    backup = native.row
+    write(native, "aborted", decided=False, committed=False)
+    lost = write(native, "second")
+    write(native, "aborted", decided=False, committed=False)
+    servers.database.rows["orders"] = backup
+    [found] = found_natively(servers)
+    assert (found, found.first_offsets) == (lost, lost.first_offsets)
+
+
+def test_undecided_native_transactions_are_no_lost_decisions(servers, native):
+    for _ in range(2):
+        write(native, "aborted", decided=False, committed=False)
+    native.produce("left open")
+    assert found_natively(servers) == []
+
+
+@pytest.mark.parametrize("point", ["settle.retired", "repair.added", "repair.ended"])
+def test_a_settlers_fence_and_repair_are_no_lost_decisions(servers, native, point):
+    """The fence counts as it is after the coordinator was asked: another settler may have raised it since the claim."""
+    native.produce("second", 0)
+    native.produce("second", 1)
+    native.decide()
+    native.end(forgets=1)
+    write(native, "aborted", decided=False, committed=False)
+    before = native.row
+
+    def settles(here):
+        settle_row(here, before.transactional_id)
+
+    servers.start(settles, "settler").to(point).kill()
+    row = replace(native.row, incarnation=before.incarnation)
+    assert row.settle_fence is not None
+    assert servers.run(looking(of=[before], upto_own=True)) == []
+    assert settled(servers).losses == []
+    assert servers.visible(1) == ["second"]
+
+
+def test_a_lost_native_decision_is_recorded_once_when_the_restored_row_is_settled(servers, native):
+    backup = native.row
+    newest = write(native, "second", partition=1)
+    servers.database.rows["orders"] = backup
+    [loss] = settled(servers).losses
+    assert (loss.went_back, loss.row.prepared) == (True, newest)
+    servers.database.rows["orders"] = replace(servers.row(), settled_incarnation=0)
+    assert settled(servers).losses == []

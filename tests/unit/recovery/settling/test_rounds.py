@@ -6,11 +6,11 @@ from enum import Enum
 
 import pytest
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.recovery.settling.rounds import Incarnation, by_step, perform, repair
+from dualwrite.recovery.settling.rounds import Incarnation, by_step, perform, repair, warn_if_deleted
+from dualwrite.runtime.deadline import Deadline
 from unit.recovery.settling.test_settle_native import row_of
 
 
@@ -76,3 +76,9 @@ def test_a_repair_ends_only_what_it_could_add():
     assert repaired == [mine]
     assert ends == [([mine], True)]
     assert asked == {one.kafka_id: (7, 3, {("t", 0)}) for one in (mine, theirs)}
+
+
+@pytest.mark.parametrize("proof", [None, *LogProof])
+def test_a_committed_transaction_without_its_records_is_warned_of(caplog, proof):
+    warn_if_deleted(item(Step.FINISH), proof, logging.getLogger("dualwrite"))
+    assert ("has deleted messages" in caplog.text) == (proof is LogProof.UNKNOWABLE)

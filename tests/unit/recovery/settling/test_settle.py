@@ -7,7 +7,6 @@ from harness.simulated import TIMEOUT_S, TOPIC, NotReached, Servers, simulated
 from simulator.environment import delete_records, forget_marker, time_out
 from simulator.store import SimulatedStore
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,
@@ -20,6 +19,7 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending
 
 

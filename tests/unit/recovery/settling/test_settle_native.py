@@ -6,15 +6,17 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 import pytest
+from harness.simulated_native import NativeOwner
+from harness.simulated_native import settled as settled_on
 from search import native as small
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.observations import EndAnswer, Outcome, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.settle_native import initial
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
 
 Status = TransactionStatus
 KNOWN = small.State()
@@ -162,3 +164,14 @@ def test_a_settler_that_is_too_late_says_where_it_stood():
     coordinator, row = SmallCoordinator(KNOWN), row_of(small.prepared())
     with pytest.raises(Unavailable, match="the next step is to end the decided transaction"):
         settle([row], coordinator=coordinator, store=SmallStore(row), deadline=Deadline(0), look_back=False)
+
+
+def test_an_undecided_transaction_whose_marker_was_forgotten_is_found_in_the_topics_of_the_last_decision(servers):
+    owner = NativeOwner(servers)
+    owner.produce("decided")
+    owner.decide()
+    owner.end()
+    owner.produce("undecided", 1)
+    owner.end(committed=False, forgets=1)
+    assert settled_on(servers).mended == ["orders"]
+    assert (servers.visible(0), servers.visible(1)) == (["decided"], [])

@@ -1,0 +1,44 @@
+"""The tables and documents of the commands."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from rich.console import Console
+
+from dualwrite.cli.report import status_json, status_table
+from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.settle import SettleStep
+from dualwrite.recovery.plan import IdStatus
+
+SHARED = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
+NATIVE = PreparedTxnState.from_string("7:0;n;i=1;orders@c2FtcGxl:0=3")
+
+
+def item(prepared: PreparedTxnState, incarnation: int = 1) -> IdStatus:
+    now = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    row = StateRow("orders", prepared, "n", 2, 0, None, "c", "me", now)
+    return IdStatus(row, incarnation, TransactionStatus.ONGOING, 1.0, SettleStep.COMMIT, needs_recovery=True)
+
+
+def printed(*items: IdStatus) -> list[list[str]]:
+    console = Console(width=400)
+    with console.capture() as captured:
+        console.print(status_table(items))
+    return [line.split() for line in captured.get().splitlines()]
+
+
+def test_the_engine_of_a_decided_transaction_is_shown_where_one_is_native() -> None:
+    head, shared, native, undecided = printed(item(SHARED), item(NATIVE), item(NATIVE, 2))
+    assert "engine" in head
+    assert shared[4:6] == ["decided", "librdkafka"]
+    assert native[4:6] == ["decided", "native"]
+    assert undecided[4:6] == ["-", "Ongoing"]
+    assert "engine" not in printed(item(SHARED))[0]
+
+
+def test_scripts_read_the_engine_of_a_decided_transaction() -> None:
+    shown = [status_json(one)["engine"] for one in (item(SHARED), item(NATIVE), item(NATIVE, 2))]
+    assert shown == ["librdkafka", "native", None]
