@@ -25,35 +25,50 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
+    from dualwrite.apps.async_transaction import AsyncTransaction
+    from dualwrite.apps.async_writer import AsyncDualWriter
+    from dualwrite.apps.consumer.consumer import ConsumerProgress, ExactlyOnceConsumer
     from dualwrite.kafka.coordinator.blocking import BlockingTransaction
     from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.protocol.health import Health
     from dualwrite.recovery.blocking import blocking_transactions
     from dualwrite.recovery.forget import ForgetReport, forget
     from dualwrite.recovery.plan import IdStatus
     from dualwrite.recovery.recover import RecoveryReport, recover, status
     from dualwrite.recovery.settling.settle import Loss
+    from dualwrite.recovery.terminate import TerminationReport, terminate
     from dualwrite.stores.jobs.batches import Batch, read_batches
+    from dualwrite.telemetry.observer import Telemetry
+    from dualwrite.writing.sessions import BoundSessions
     from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
+    "AsyncDualWriter",
+    "AsyncTransaction",
     "Batch",
     "BlockingTransaction",
+    "BoundSessions",
     "CompletionPending",
     "ConfigurationError",
+    "ConsumerProgress",
     "DatabaseWentBack",
     "DecidedTransactionLost",
     "DualWriteError",
     "DualWriter",
+    "ExactlyOnceConsumer",
     "Fenced",
     "FirstOffset",
     "ForgetReport",
+    "Health",
     "IdStatus",
     "IllegalStateError",
     "Loss",
     "OutcomeUnverifiable",
     "PreparedTxnState",
     "RecoveryReport",
+    "Telemetry",
+    "TerminationReport",
     "Transaction",
     "TransactionAborted",
     "TransactionInDoubt",
@@ -64,16 +79,25 @@ __all__ = [
     "read_batches",
     "recover",
     "status",
+    "terminate",
 ]
 
 _LAZY = {
+    "AsyncDualWriter": "dualwrite.apps.async_writer",
+    "AsyncTransaction": "dualwrite.apps.async_transaction",
     "Batch": "dualwrite.stores.jobs.batches",
     "BlockingTransaction": "dualwrite.kafka.coordinator.blocking",
+    "BoundSessions": "dualwrite.writing.sessions",
+    "ConsumerProgress": "dualwrite.apps.consumer.consumer",
     "DualWriter": "dualwrite.writing.writer",
+    "ExactlyOnceConsumer": "dualwrite.apps.consumer.consumer",
     "ForgetReport": "dualwrite.recovery.forget",
+    "Health": "dualwrite.protocol.health",
     "IdStatus": "dualwrite.recovery.plan",
     "Loss": "dualwrite.recovery.settling.settle",
     "RecoveryReport": "dualwrite.recovery.recover",
+    "Telemetry": "dualwrite.telemetry.observer",
+    "TerminationReport": "dualwrite.recovery.terminate",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer.transactional",
     "blocking_transactions": "dualwrite.recovery.blocking",
@@ -81,6 +105,7 @@ _LAZY = {
     "read_batches": "dualwrite.stores.jobs.batches",
     "recover": "dualwrite.recovery.recover",
     "status": "dualwrite.recovery.recover",
+    "terminate": "dualwrite.recovery.terminate",
 }
 
 

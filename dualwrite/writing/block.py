@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sqlalchemy.orm import Session
-
+from dualwrite.ports.observer import NO_WRITE_OBSERVER, WriteObserver
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.recovery.reported import noting_told
 from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.serializing import NO_SERIALIZERS, Serializing
 from dualwrite.writing.transaction import Transaction
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
 
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lanes.lane import Lane
@@ -33,6 +34,8 @@ class Ending(Enum):
 
 def session_of_block(bind: Connection) -> Session:
     """The ORM session of a block. Its objects stay readable after the block has ended."""
+    from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where it is used
+
     return Session(bind=bind, expire_on_commit=False)
 
 
@@ -48,6 +51,8 @@ def dual_write(
     ending: Ending = Ending.COMMIT,
     permit: Callable[[Connection], None] = lambda _: None,
     savepoints: bool = True,
+    observer: WriteObserver = NO_WRITE_OBSERVER,
+    serializing: Serializing = NO_SERIALIZERS,
 ) -> Generator[Transaction, None, None]:
     """Run one dual write on a ready lane: the block's end commits both sides or hands them over; an exception aborts both.
 
@@ -62,6 +67,8 @@ def dual_write(
         permit: May still refuse the ending; see :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over`.
         savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
             middle of a COPY.
+        observer: Observes this dual write.
+        serializing: Makes the bytes of messages.
 
     Raises:
         DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
@@ -74,13 +81,14 @@ def dual_write(
         margin_s=margin_s,
         timeout_s=timeout_s,
         savepoints=savepoints,
+        observer=observer,
     )
     with noting_told(context.store):
         write.begin()
     try:
         try:
             write.lent = True
-            yield Transaction(write)
+            yield Transaction(write, serializing)
         except BaseException:
             write.lent = False
             write.abort()

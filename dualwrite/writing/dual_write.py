@@ -7,10 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sqlalchemy import event
-from sqlalchemy.orm import Session
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -23,16 +20,21 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.ports.observer import NO_WRITE_OBSERVER, WriteObserver
 from dualwrite.protocol.allowance import Allowance, allow
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.tables.write_phases import Phase
 from dualwrite.recovery.commit_in_doubt import resolve_commit
+from dualwrite.runtime import failpoints, waiting
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.sending import Sending
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
 
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
@@ -50,6 +52,7 @@ class DualWrite:
     Attributes:
         lent: Whether the user's code is running. The verbs then refuse: called there, they would end the dual write under its
             block, which could only report an outcome that is not true.
+        observer: Observes it.
         prepared: The identity of its Kafka transaction; None if it is not prepared.
     """
 
@@ -63,6 +66,7 @@ class DualWrite:
         margin_s: float,
         timeout_s: float,
         savepoints: bool = True,
+        observer: WriteObserver = NO_WRITE_OBSERVER,
     ) -> None:
         self._lane = lane
         self._context = context
@@ -70,12 +74,13 @@ class DualWrite:
         self._session_factory = session_factory
         self._margin_s = margin_s
         self._timeout_s = timeout_s
-        self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN)
+        self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN, moved=observer.moved)
         self._session: Session | None = None
         self._uses_savepoints = savepoints
         self._sending = Sending(lane.producer, lane.transactional_id)
         self._database_transaction: str | None = None
         self.lent = False
+        self.observer = observer
         self.prepared: PreparedTxnState | None = None
 
     def _refuse_while_lent(self) -> None:
@@ -109,6 +114,7 @@ class DualWrite:
         """See :attr:`dualwrite.writing.transaction.Transaction.session`."""
         self._machine.apply(WriteEvent.EXECUTE)
         if self._session is None:
+            self._sending.expect_session()
             self._session = self._session_factory(bind=self._connection)
             event.listen(self._session, "after_begin", self._refuse_other_connection)
         return self._session
@@ -128,6 +134,14 @@ class DualWrite:
     def holds(self) -> bool:
         """Whether a message sent now waits for a savepoint."""
         return self._sending.savepoints is not None and self._sending.savepoints.holds
+
+    def require_open(self) -> None:
+        """Raise if messages can no longer be sent.
+
+        Raises:
+            IllegalStateError: The block has ended.
+        """
+        self._machine.check(WriteEvent.PRODUCE)
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None = None) -> None:
         """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
@@ -194,19 +208,22 @@ class DualWrite:
         failpoints.hit("write.body_done")
         deadline = Deadline(self._timeout_s)
         try:
-            state = self._prepare()
-            answer = self._record(state, deadline, permit)
+            with waiting.interruptible():
+                state = self._prepare()
+                answer = self._record(state, deadline, permit)
         except Unavailable as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
         except BaseException:
             self.abort()
             raise
-        interruption = self._decide(state, answer, deadline)
-        if self._sending.begun:
-            self._lane.complete(state, deadline)
-        self._machine.apply(WriteEvent.COMPLETE)
-        failpoints.hit("write.completed")
+        with waiting.uninterrupted():
+            interruption = self._decide(state, answer, deadline)
+            if self._sending.begun:
+                self.observer.enter(Phase.COMPLETE)
+                self._lane.complete(state, deadline)
+            self._machine.apply(WriteEvent.COMPLETE)
+            failpoints.hit("write.completed")
         if interruption is not None:
             raise interruption
 
@@ -247,6 +264,7 @@ class DualWrite:
         failpoints.hit("batch.handed_over")
 
     def _prepare(self) -> PreparedTxnState:
+        self.observer.enter(Phase.PREPARE)
         if self._session is not None:
             self._session.flush()
         self._sending.finish()
@@ -334,7 +352,11 @@ class DualWrite:
 
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
         try:
-            verdict = resolve_commit(self._context, self.transactional_id, state, self._database_transaction, deadline)
+            verdict = waiting.elsewhere(
+                lambda: resolve_commit(
+                    self._context, self.transactional_id, state, self._database_transaction, deadline
+                )
+            )
         except DualWriteError as error:
             self._lane.discard()
             raise doubt from error
@@ -364,7 +386,12 @@ class DualWrite:
         self._refuse_while_lent()
         if self._machine.state is WriteState.ABORTED:
             return
+        self.observer.enter(Phase.ABORT)
         failpoints.hit("write.before_abort")
+        with waiting.uninterrupted():
+            self._abort()
+
+    def _abort(self) -> None:
         self._sending.stop()
         self._context.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from confluent_kafka import KafkaError
-
-from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.producer.librdkafka.failures import Phase, failure_of
+from dualwrite.errors import DualWriteError, IllegalStateError
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -37,9 +34,22 @@ def refuse_early(
     if keys is not None and len(keys) != len(values):
         raise ValueError(f"{len(values)} values, {len(keys)} keys")
     for value, key in zip(values, keys or repeat(None), strict=False):
-        if _size(value) + _size(key) > producer.max_message_bytes:
-            error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
-            raise failure_of(error, Phase.PRODUCE, transactional_id=producer.transactional_id, subject=topic).error
+        if (size := _size(value) + _size(key)) > producer.max_message_bytes:
+            raise _too_large(producer, topic, size)
+
+
+def _too_large(producer: TransactionalProducer, topic: str, size: int) -> DualWriteError:
+    # Loads the Kafka clients, which a writer in memory does not have.
+    from dualwrite.kafka.producer.codes import Code  # noqa: PLC0415 - as above
+    from dualwrite.kafka.producer.failure import Phase, advice_on, error_for  # noqa: PLC0415 - as above
+
+    return error_for(
+        advice_on(Code.MESSAGE_TOO_LARGE),
+        f"the message has {size} bytes, message.max.bytes is {producer.max_message_bytes} (MESSAGE_TOO_LARGE)",
+        Phase.PRODUCE,
+        transactional_id=producer.transactional_id,
+        subject=topic,
+    )
 
 
 def _size(part: str | bytes | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 
@@ -27,6 +27,11 @@ class Sending:
         self.begun = False
         self.refusal: DualWriteError | None = None
         self.savepoints: SavepointWatch | None = None
+
+    def expect_session(self) -> None:
+        """Watch the savepoints of ORM sessions too, before the first one is made."""
+        if self.savepoints is not None:
+            self.savepoints.expect_session()
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None) -> None:
         """Take a message; see :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
@@ -73,13 +78,29 @@ class Sending:
                 self._hand_over(message)
 
     def _require_no_refusal(self) -> None:
-        if self.refusal is None:
-            return
-        if isinstance(self.refusal, Fenced):
-            raise self.refusal
-        raise TransactionAborted(
-            f"the block went on after an error: {self.refusal.what}",
-            transactional_id=self._id,
-            next_step=self.refusal.next_step,
-            retryable=isinstance(self.refusal, Unavailable) or getattr(self.refusal, "retryable", False),
-        ) from self.refusal
+        if self.refusal is not None:
+            raise_aborted(self.refusal, self._id, "the block")
+
+
+def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -> NoReturn:
+    """Abort a dual write that went on after an error that it must not survive.
+
+    Args:
+        refusal: The first error.
+        transactional_id: The id of the dual write.
+        subject: The code that went on.
+
+    Raises:
+        TransactionAborted, Fenced: Always.
+    """
+    if isinstance(refusal, Fenced):
+        raise refusal
+    what, next_step = type(refusal).__name__, None
+    if isinstance(refusal, DualWriteError):
+        what, next_step = refusal.what, refusal.next_step
+    raise TransactionAborted(
+        f"{subject} went on after an error: {what}",
+        transactional_id=transactional_id,
+        next_step=next_step,
+        retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
+    ) from refusal

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dualwrite.writing.early import refuse_early
+from dualwrite.writing.serializing import NO_SERIALIZERS, Serializing
 
 if TYPE_CHECKING:
-    from confluent_kafka import KafkaError, Message, TopicPartition
+    from confluent_kafka import KafkaError, TopicPartition
+    from confluent_kafka import Message as KafkaMessage
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
+    from dualwrite.kafka.producer.engine import Column
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.ports.savepoints import Message
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
     from dualwrite.writing.dual_write import DualWrite
+    from dualwrite.writing.serializing import Bytes
 
 
 class Transaction:
@@ -24,8 +30,9 @@ class Transaction:
     leave the block normally, or raise.
     """
 
-    def __init__(self, dual_write: DualWrite) -> None:
+    def __init__(self, dual_write: DualWrite, serializing: Serializing = NO_SERIALIZERS) -> None:
         self._dual_write = dual_write
+        self._serializing = serializing
 
     @property
     def transactional_id(self) -> str:
@@ -64,16 +71,21 @@ class Transaction:
         """
         return self._dual_write.session
 
+    @property
+    def without_serializers(self) -> Transaction:
+        """This transaction without the writer's serializers: for messages that are passed on as they were read."""
+        return Transaction(self._dual_write)
+
     def produce(
         self,
         topic: str,
-        value: str | bytes | None = None,
-        key: str | bytes | None = None,
+        value: object = None,
+        key: object = None,
         *,
         partition: int | None = None,
         headers: Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]] | None = None,
         timestamp_ms: int | None = None,
-        on_delivery: Callable[[KafkaError | None, Message], None] | None = None,
+        on_delivery: Callable[[KafkaError | None, KafkaMessage], None] | None = None,
     ) -> None:
         """Hand one message to the producer. It is sent in the background and becomes visible after the database commit.
 
@@ -85,8 +97,8 @@ class Transaction:
 
         Args:
             topic: Topic name.
-            value: Payload; a string is encoded as UTF-8.
-            key: Key; decides the partition if none is given.
+            value: Payload: what the topic's value serializer takes; without one, bytes, or a string, encoded as UTF-8, or None.
+            key: Key, likewise; decides the partition if none is given.
             partition: Partition number.
             headers: Record headers.
             timestamp_ms: Record timestamp in ms since 1970; the broker's or librdkafka's clock if not given.
@@ -98,40 +110,100 @@ class Transaction:
             TransactionAborted: The producer refuses the message, or a savepoint was rolled back unseen; leave the block, both
                 sides abort.
             Fenced: Another owner took over.
+            KeySerializationError, ValueSerializationError: A serializer has failed, which is the cause. Nothing was produced,
+                and the block may go on without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
         """
-        self._dual_write.send(
+        self._dual_write.require_open()  # a serializer may register a schema
+        own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
+        all_headers = self._dual_write.observer.producing(topic, own_headers)
+        self._send(
+            topic,
+            1,
             lambda producer: producer.produce(
                 topic,
-                value,
-                key,
+                own_value,
+                own_key,
                 partition=partition,
-                headers=headers,
+                headers=all_headers,
                 timestamp_ms=timestamp_ms,
                 on_delivery=on_delivery,
             ),
-            lambda producer: refuse_early(producer, topic, [value], [key], on_delivery=on_delivery),
+            lambda producer: refuse_early(producer, topic, [own_value], [own_key], on_delivery=on_delivery),
         )
 
-    def produce_many(
-        self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
-    ) -> None:
+    def produce_many(self, topic: str, values: Sequence[object], keys: Sequence[object] | None = None) -> None:
         """Hand many messages to the producer: as `produce` for each, several times as fast.
 
         Args:
             topic: Topic name, the same for all.
-            values: Payloads; strings are encoded as UTF-8.
+            values: Payloads, as for `produce`. A serializer must not add headers.
             keys: One key for each value; if not given, the messages have no keys.
 
         Raises:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.
+            KeySerializationError, ValueSerializationError: As `produce`; none of them was produced.
             ValueError: The numbers of keys and values differ.
         """
-        if self._dual_write.holds:
-            values, keys = list(values), None if keys is None else list(keys)  # the caller may change its own lists
-        self._dual_write.send(
+        self._dual_write.require_open()
+        if self._dual_write.holds or not self._serializing.none:  # the caller may change its own lists meanwhile
+            keys, values = self._serializing.many(topic, keys, values)
+        self._produce_many(topic, cast("Sequence[Bytes]", values), cast("Sequence[Bytes] | None", keys))
+
+    def _produce_many(self, topic: str, values: Sequence[Bytes], keys: Sequence[Bytes] | None) -> None:
+        self._send(
+            topic,
+            len(values),
             lambda producer: producer.produce_many(topic, values, keys),
             lambda producer: refuse_early(producer, topic, values, keys),
         )
+
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None = None,
+        headers: Column | None = None,
+        partitions: Column | None = None,
+        *,
+        timestamps: Column | None = None,
+    ) -> None:
+        """Hand the rows of Arrow's columns to the producer: as `produce` for each, without serializers.
+
+        Columns are ``pyarrow.Array`` or ``ChunkedArray``. The native engine makes no Python object for a row.
+
+        Args:
+            topic: Topic name, the same for all.
+            values: Payloads: binary or text of any Arrow type; a null is a tombstone.
+            keys: As many keys, likewise; if not given, the messages have no keys.
+            headers: As many lists of headers, each a struct of ``key`` and ``value``, or maps from key to value.
+            partitions: As many partition numbers; where it is null, the key decides.
+            timestamps: As many timestamps: integers, ms since 1970; null is the current time.
+
+        Raises:
+            IllegalStateError, TransactionAborted, Fenced: As `produce`.
+            ValueError: The columns differ in length.
+            TypeError: A column is of another type.
+        """
+        self._send(
+            topic,
+            len(values),
+            lambda producer: producer.produce_arrow(topic, values, keys, headers, partitions, timestamps=timestamps),
+        )
+
+    def _send(
+        self,
+        topic: str,
+        count: int,
+        message: Message,
+        check: Callable[[TransactionalProducer], None] | None = None,
+    ) -> None:
+        observer = self._dual_write.observer
+
+        def observed(producer: TransactionalProducer) -> None:
+            message(producer)
+            observer.sent(topic, count)
+
+        self._dual_write.send(observed, check)
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).

@@ -6,48 +6,63 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Engine, exc
-from sqlalchemy.orm import Session
+from sqlalchemy import Engine
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
-    ConfigurationError,
     DatabaseWentBack,
     DecidedTransactionLost,
+    DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes, unique_owner
-from dualwrite.recovery.reported import noting_told, telling_at_open
+from dualwrite.recovery.reported import LOSSES, noting_told, telling_at_open
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.failures import conflict_behind, map_database_error
+from dualwrite.stores.joined import JoinedStore
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing import entered
+from dualwrite.writing.arguments import check_arguments, conflicts_named
 from dualwrite.writing.block import dual_write, session_of_block
+from dualwrite.writing.connections import borrowed, usable
 from dualwrite.writing.lanes.end_watcher import EndWatcher
 from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.lanes.lane_pool import Kept, Lanes
 from dualwrite.writing.lanes.losses import Losses, OnLoss
+from dualwrite.writing.lanes.turns import Ticket, Turns
+from dualwrite.writing.redo import Patience, run_again
+from dualwrite.writing.serializing import Serializers, Serializing
 from dualwrite.writing.transaction import Transaction
-from dualwrite.writing.lanes.turns import Turns
+from dualwrite.writing.vitals import Vitals
 
 if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self
 
+    from dualwrite.ports.observer import Observer, WriteObserver
+    from dualwrite.protocol.health import Health
     from dualwrite.protocol.rows import StateRow
+    from dualwrite.writing.sessions import BoundSessions
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 _LANES_FROM_THE_START = 2
+_PROBE_S = 5.0
 
 
 class DualWriter:
@@ -77,12 +92,19 @@ class DualWriter:
             transaction); None leaves the server's own setting. In seconds.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
+        producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
         owner: The writer's name for people who read the row; ``user@host:pid`` by default.
         on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
             block has ended in another way, for instance with `CompletionPending`. Its ``state`` names the transaction. Called
             in the thread that found it: one in the background, or one that begins a block of its own, which waits for the call
             and then goes on. An exception that it raises is logged. Without it, or if it has failed, :meth:`close` raises such
             a loss.
+        key_serializer: Makes the keys of ``tx.produce``: ``(object, SerializationContext) -> bytes``, as those of
+            confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by many threads
+            at once.
+        value_serializer: Makes the values, likewise.
+        telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
+            application has imported OpenTelemetry; without its SDK nothing is recorded.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -105,10 +127,14 @@ class DualWriter:
         paused_owner_timeout_s: float | None = 60.0,
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
+        producer_engine: EngineName = "auto",
         owner: str | None = None,
         on_loss: OnLoss | None = None,
+        key_serializer: Serializers = None,
+        value_serializer: Serializers = None,
+        telemetry: Observer | None = None,
     ) -> None:
-        _check_arguments(transactional_id, max_lanes)
+        check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
         self._config = KafkaConfig.parse(kafka)
         self._owns_engine = isinstance(engine, str)
@@ -120,6 +146,8 @@ class DualWriter:
         self._paused_owner_timeout_s = paused_owner_timeout_s
         self._session_factory = session_factory
         self._bulk = bulk
+        self._producer_engine = producer_engine
+        wanted_engine(producer_engine)
         self._owner = unique_owner(owner)
         self._pid = os.getpid()
         self._context: OwnerContext | None = None
@@ -133,7 +161,11 @@ class DualWriter:
         )
         self._watcher: EndWatcher | None = None
         self._claiming = Turns([None])
-        self._losses = Losses(on_loss)
+        self._serializing = Serializing(key_serializer, value_serializer)
+        self._observer = observer_if_loaded() if telemetry is None else telemetry
+        self._losses = Losses(on_loss, self._observer)
+        self._vitals = Vitals(transactional_id, self._probe)
+        self._unobserve: Callable[[], None] | None = None
 
     def open(self) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.
@@ -160,12 +192,16 @@ class DualWriter:
             schema=self._schema,
             paused_owner_timeout_s=self._paused_owner_timeout_s,
         )
-        self._context = OwnerContext(coordinator, store, self._owner)
+        self._context = OwnerContext(coordinator, store, self._owner, self._observer)
+        self._unobserve = self._observer.opened(self.health)
         # Its own connections: a broker works through the requests of one connection one by one.
-        self._watcher = EndWatcher(self.transactional_id, KafkaCoordinator(self._config), self._lanes.look_again)
+        asks = KafkaCoordinator(self._config, like=coordinator, one_thread=True)
+        self._watcher = EndWatcher(self.transactional_id, asks, self._lanes.look_again)
         try:
             self._claim_all(self._context, Deadline(self._timeout_s))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, LOSSES):
+                self._observer.lost(error)
             self.close()
             raise
 
@@ -198,6 +234,7 @@ class DualWriter:
                 # The other half is for settling, if the producer gets no answer.
                 call_timeout_s=self._timeout_s / 2,
                 bulk=self._bulk,
+                engine=self._producer_engine,
             )
 
         def first_lane() -> tuple[str, int]:
@@ -213,16 +250,18 @@ class DualWriter:
             losses=self._losses,
         )
 
-    @contextmanager
-    def transaction(self, connection: Connection | None = None) -> Generator[Transaction, None, None]:
+    def transaction(
+        self, connection: Connection | psycopg.Connection[Any] | None = None
+    ) -> AbstractContextManager[Transaction]:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
-                connection of another engine must lead to the same database, which is checked once for each connection.
+            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. It may
+                be a connection of another engine, or of psycopg 3 with ``autocommit=False``, if it leads to the same database,
+                which is checked once for each connection. After `TransactionInDoubt` it is closed.
 
-        Yields:
-            The transaction, usable until the block ends.
+        Returns:
+            A context manager, which gives the transaction; it is usable until the block ends.
 
         Raises:
             TransactionAborted: Neither side changed. Also raised when a deadlock or a serialization failure of a statement
@@ -244,34 +283,145 @@ class DualWriter:
         Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another,
         as web frameworks do with dependencies; two threads must not use it at the same time.
         """
+        return self._block(connection)
+
+    def bind(self, sessions: sessionmaker[Any] | scoped_session[Any] | type[Session]) -> BoundSessions:
+        """Let the sessions of a factory produce messages that commit with their rows.
+
+        The factory is used on as it is: its sessions, those that exist and those to come, need no change. One that produces
+        through the result joins a dual write of this writer; the others are left alone. Bind a factory once, and use the result
+        in every thread; the writer must be open when a session produces.
+
+        Args:
+            sessions: A ``sessionmaker``, a ``scoped_session`` of one (Flask-SQLAlchemy's ``db.session``), or a class
+                (SQLModel's ``Session``). Its sessions lead to the writer's database, and to no other in the same transaction.
+
+        Raises:
+            ConfigurationError: Its sessions are asynchronous or in two-phase mode, or it is no such factory.
+        """
+        from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
+
+        store = JoinedStore(self._engine, schema=self._schema, paused_owner_timeout_s=self._paused_owner_timeout_s)
+        return BoundSessions(
+            self.transactional_id,
+            sessions,
+            lambda connection: self._block(connection, store),
+            joins_first=self._engine if self._engine.dialect.name == "sqlite" else None,
+        )
+
+    @contextmanager
+    def _block(
+        self, connection: Connection | psycopg.Connection[Any] | None, joined: JoinedStore | None = None
+    ) -> Generator[Transaction, None, None]:
+        """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
         context = self._opened()
+        entered.refuse_blocking_a_loop(self.transactional_id)
         entered.refuse_nested(self, self.transactional_id)
-        if connection is not None:
-            _require_connection(connection)
-            context.store.check_same_database(connection)
-        ticket = self._lanes.ticket()
-        try:
+        if joined is not None:
+            context = replace(context, store=joined)
+        with usable(connection, self._engine) as given:
+            if given is not None:
+                context.store.check_same_database(given)
+            ticket = self._lanes.ticket()
             try:
                 entered.enter(self, ticket)
-                lane = self._lanes.take(ticket)
-                lane.ready(Deadline(self._timeout_s))
                 with (
-                    _conflicts_named(lane),
-                    _borrowed(connection, self._engine) as borrowed,
+                    self._observer.writing(self.transactional_id, self._engine.dialect.name) as observed,
+                    self._taken(ticket, observed) as lane,
+                    conflicts_named(lane.transactional_id),
+                    borrowed(given, self._engine_of_blocks) as own,
                     dual_write(
                         lane,
                         context,
-                        borrowed,
-                        session_factory=self._session_factory,
+                        own,
+                        session_factory=self._session_factory if joined is None else _no_session,
                         margin_s=self._margin_s,
                         timeout_s=self._timeout_s,
+                        observer=observed,
+                        serializing=self._serializing,
                     ) as transaction,
                 ):
                     yield transaction
             finally:
-                ticket.end()
-        finally:
-            ticket.end()  # the first one may have been interrupted
+                ticket.end()  # the first one may have been interrupted
+
+    def run(
+        self,
+        work: Callable[[Transaction], Result],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: Connection | psycopg.Connection[Any] | None = None,
+    ) -> Result:
+        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
+
+        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
+        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
+        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
+        and grow. The log names each attempt with its outcome.
+
+        Args:
+            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
+                elsewhere happens once for each attempt.
+            attempts: The maximum number of attempts.
+            within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
+            longest_pause_s: The longest pause between two attempts, in seconds.
+            connection: As for :meth:`transaction`.
+
+        Returns:
+            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
+
+        Raises:
+            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
+            ConfigurationError: An argument cannot work.
+            IllegalStateError: Also if the work is asynchronous, or a generator.
+
+        Every exception of the work is passed on unchanged, after the abort of both sides.
+        """
+        patience = Patience(attempts, within_s, longest_pause_s)
+        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
+
+    @contextmanager
+    def _taken(self, ticket: Ticket[Kept], observed: WriteObserver) -> Generator[Lane, None, None]:
+        lane = self._lanes.take(ticket)
+        try:
+            lane.ready(Deadline(self._timeout_s))
+            observed.lane(lane.transactional_id)
+            yield lane
+        except DualWriteError as error:
+            self._vitals.note(error)
+            raise
+        self._vitals.note(None)
+
+    def health(self) -> Health:
+        """Return the writer's knowledge of itself, for probes of a platform, at once. Any thread may call it at any time.
+
+        It asks no server. If the database or Kafka did not answer last, it has them asked in the background, at most once a
+        second, so that a later call shows whether they answer again.
+        """
+        # Lanes are there from the end of open() to the beginning of close().
+        is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
+        return self._vitals.health(self._lanes, is_open=is_open, untold_losses=self._losses.untold)
+
+    @property
+    def ready(self) -> bool:
+        """Whether dual writes are expected to work now: ``health().ready``.
+
+        That is: it is open and not fenced, it has no lane that could not be settled, no loss was reported only in the log, and
+        the database and Kafka answered last. ``health().problems`` says what is not so.
+        """
+        return self.health().ready
+
+    def _probe(self) -> None:
+        context = self._opened()
+        rows = context.store.read([self.transactional_id])
+        context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
+
+    @property
+    def _engine_of_blocks(self) -> Engine:
+        """The engine of blocks that bring no connection."""
+        return self._engine
 
     def close(self) -> None:
         """Wait for running transactions, settle and record what is left, and disconnect. May be called more than once.
@@ -291,6 +441,8 @@ class DualWriter:
                 self._lanes.close()
                 self._losses.raise_untold()
         finally:
+            if self._unobserve is not None:
+                self._unobserve()
             if self._watcher is not None:
                 self._watcher.close()
             if self._context is not None:
@@ -335,42 +487,5 @@ class DualWriter:
         return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
 
 
-def _check_arguments(transactional_id: str, max_lanes: int) -> None:
-    if not 1 <= len(transactional_id) <= 240 or "#" in transactional_id:  # noqa: PLR2004 - leaves room for a lane's number
-        raise ConfigurationError(
-            f"{transactional_id!r} cannot be a transactional id",
-            next_step="use 1 to 240 characters without '#', which separates the numbers of lanes",
-        )
-    if max_lanes < 1:
-        raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
-
-
-def _require_connection(connection: object) -> None:
-    if not isinstance(connection, Connection):
-        raise IllegalStateError(
-            f"transaction() takes a SQLAlchemy Connection, not {type(connection).__name__}",
-            next_step="give engine.connect(), or nothing; for the ORM use tx.session, or bind a session to tx.connection",
-        )
-
-
-@contextmanager
-def _conflicts_named(lane: Lane) -> Generator[None, None, None]:
-    try:
-        yield
-    except Exception as error:
-        if (conflict := conflict_behind(error, lane.transactional_id)) is not None:
-            raise conflict from error
-        raise
-
-
-@contextmanager
-def _borrowed(connection: Connection | None, engine: Engine) -> Generator[Connection, None, None]:
-    if connection is not None:
-        yield connection
-        return
-    try:
-        own = engine.connect()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine) from error
-    with own:
-        yield own
+def _no_session(**_: object) -> Session:
+    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")

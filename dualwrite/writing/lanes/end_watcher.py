@@ -9,9 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.settling.known_end import EndStep
+from dualwrite.runtime.deadline import Deadline, GrowingPause
+from dualwrite.runtime.waiting import Event
 
 if TYPE_CHECKING:
     from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -29,7 +30,7 @@ class _Watched:
     def __init__(self, pending: PendingEnd, note: Callable[[EndStep], None]) -> None:
         self.pending = pending
         self.note = note
-        self.done = threading.Event()
+        self.done = Event()
 
 
 class EndWatcher:
@@ -39,7 +40,7 @@ class EndWatcher:
 
     Args:
         name: The writer's name.
-        coordinator: Kafka; closed with the watcher.
+        coordinator: Kafka; only the watcher's thread uses it, and closes it at its end.
         on_noted: Called after each end that was noted: there may be something to settle.
     """
 
@@ -83,9 +84,14 @@ class EndWatcher:
         self._closed = True
         self._new.put(None)
         self._thread.join(_JOIN_S)
-        self._coordinator.close()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._coordinator.close()
+
+    def _watch(self) -> None:
         asked: list[_Watched] = []
         between = GrowingPause(*_WAITS_S)
         while not self._closed:

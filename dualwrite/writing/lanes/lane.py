@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     DatabaseWentBack,
     DecidedTransactionLost,
@@ -17,11 +15,11 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.kafka.producer.ends import know_end
+from dualwrite.kafka.producer.ends import end_at_rest, know_end
 from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.identity import Partition, is_older
 from dualwrite.protocol.mismatch import gone_back
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.observations import NEVER_MS, Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.known_end import EndStep
@@ -33,6 +31,8 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.reported import note_told
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
+from dualwrite.runtime import failpoints, waiting
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing.lanes.losses import FoundLoss, Losses
 from dualwrite.writing.lanes.turns import NoTurn, Turns
 
@@ -84,7 +84,8 @@ class Lane:
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
-        self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED)
+        self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED, moved=self._note_since)
+        self._unsettled_since: float | None = None
         self._forgotten: str | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
 
@@ -110,6 +111,24 @@ class Lane:
         """Whether a transaction of ours may be open in Kafka that no producer of ours will end."""
         state = self._machine.state
         return state is LaneState.UNSETTLED or (state is LaneState.STARTED and not self._is_usable())
+
+    def _note_since(self, state: LaneState) -> None:
+        self._unsettled_since = now_s() if state is LaneState.UNSETTLED else None
+
+    @property
+    def unsettled_s(self) -> float:
+        """For how long the lane has been unsettled, in seconds; 0 if it is settled, or its producer is not yet discarded."""
+        since = self._unsettled_since
+        return 0.0 if since is None else now_s() - since
+
+    @property
+    def time_left_s(self) -> float | None:
+        """The time until the broker aborts the open transaction, in seconds; None if none with a time limit is open."""
+        producer = self._producer
+        if producer is None or producer.state not in {ProducerState.BEGUN, ProducerState.PREPARED}:
+            return None
+        timeout_ms, begun_for_s = producer.transaction_timeout_ms, producer.begun_for_s
+        return None if timeout_ms == NEVER_MS or not begun_for_s else timeout_ms / 1000 - begun_for_s
 
     def _is_usable(self) -> bool:
         if self._producer is None:
@@ -141,6 +160,25 @@ class Lane:
             return
         if (pending := self.pending_end) is not None:
             self.note_end(know_end(self._context.coordinator, pending, deadline))
+
+    def prove_end(self, deadline: Deadline) -> bool:
+        """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
+
+        Returns:
+            Whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`know_end`.
+        """
+        self.know_end(deadline)
+        if self._unrecorded is None or not self._is_usable():
+            return False
+        state = self._unrecorded.prepared
+        step = end_at_rest(self._context.coordinator, state, deadline)
+        if step is EndStep.SETTLE:
+            logger.warning("%s: the log shows an abort of %s, which was committed", self.transactional_id, state)
+            self.discard()
+        return step is EndStep.KNOWN
 
     def note_end(self, step: EndStep) -> None:
         """Take the step that was found for :attr:`pending_end`.
@@ -214,8 +252,10 @@ class Lane:
             ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
         """
         self.know_end(deadline)
-        if self._is_usable():
-            return
+        if not self._is_usable():
+            waiting.elsewhere(lambda: self._make_usable(deadline))
+
+    def _make_usable(self, deadline: Deadline) -> None:
         if self._machine.state is not LaneState.SETTLED:
             self._settle_former(deadline)
         self._start(deadline)
@@ -272,7 +312,8 @@ class Lane:
             self.producer.commit_transaction()
         except DualWriteError as error:
             logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
-            self._complete_by_settling(state, deadline, error)
+            cause = error
+            waiting.elsewhere(lambda: self._complete_by_settling(state, deadline, cause))
             return
         if state.has_transaction:
             self._unrecorded = self.row
@@ -309,6 +350,7 @@ class Lane:
             deadline=deadline,
             look_back=not was_ours,
             undecided_in={self.transactional_id: self._undecided_in},
+            observer=self._context.observer,
         )
         failpoints.hit("claim.settled")
         self._undecided_in = {}
@@ -349,12 +391,21 @@ class Lane:
         return row
 
     def _start(self, deadline: Deadline) -> None:
-        """Make and initialise the producer. One whose initialisation may have been sent twice is not used."""
+        """Make and initialise the producer. One whose initialisation may still come, or come twice, is not used.
+
+        The next one has another Kafka id, under which a late copy finds nothing.
+        """
         while True:
             self._machine.apply(LaneEvent.START)
             producer = self._make_producer(self.row)
             self._producer = producer
-            producer.init_transactions()
+            try:
+                producer.init_transactions()
+            except Unavailable:
+                if not producer.doubtful or deadline.expired:
+                    raise
+                self._settle_former(deadline)
+                continue
             failpoints.hit("claim.initialized")
             if not producer.doubtful:
                 return
@@ -374,8 +425,7 @@ class Lane:
         """
         if self._unrecorded is None:
             return
-        self.know_end(Deadline(_KNOW_END_S))
-        if self._is_usable():
+        if self.prove_end(Deadline(_KNOW_END_S)):
             self._context.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing.lanes.turns import NoTurn, Place, Ticket, Turns
+
+if TYPE_CHECKING:
+    from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,14 @@ class Kept:
         worked: Whether it was usable when it was given out: then it is free again soon.
         failures: How often settling it has failed.
         given_up: Whether another owner settles it.
+        taken_at: When a block took it, in seconds on the clock of the process; None if none uses it.
     """
 
     lane: Lane
     worked: bool = False
     failures: int = 0
     given_up: bool = False
+    taken_at: float | None = None
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
@@ -78,7 +82,7 @@ class Lanes:
     ) -> None:
         self._name = name
         self._make_lane = make_lane
-        self._max_lanes = max_lanes
+        self.max_lanes = max_lanes
         self._timeout_s = timeout_s
         self._lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
@@ -97,12 +101,29 @@ class Lanes:
         """The lane that guards the others."""
         return self._turns.places[0].thing.lane
 
+    @property
+    def all(self) -> Sequence[Kept]:
+        """The lanes as they are now, those in use included."""
+        return [place.thing for place in list(self._turns.places)]
+
+    @property
+    def waiting(self) -> int:
+        """The number of blocks that wait for a lane."""
+        return self._turns.waiting
+
     def __len__(self) -> int:
         return len(self._turns.places)
 
-    def open(self, lanes: Iterable[Lane]) -> None:
-        """Start with these lanes, which are ready, in order of their numbers."""
+    def open(self, lanes: Iterable[Lane], *, keep_house: bool = True) -> None:
+        """Start with these lanes, which are ready, in order of their numbers.
+
+        Args:
+            lanes: The lanes.
+            keep_house: Whether to take care of free lanes in the background.
+        """
         self._turns.places = [Place(Kept(lane)) for lane in lanes]
+        if not keep_house:
+            return
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
         self._housekeeper.start()
 
@@ -123,11 +144,11 @@ class Lanes:
             if self.closed:
                 raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
             raise Unavailable(
-                f"all {self._max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
+                f"all {self.max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
                 transactional_id=self._name,
                 next_step="raise max_lanes, or make transactions shorter",
             ) from None
-        kept.failures, kept.given_up = 0, False
+        kept.failures, kept.given_up, kept.taken_at = 0, False, now_s()
         return kept.lane
 
     def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
@@ -143,7 +164,7 @@ class Lanes:
             chosen = next((place for place in works if place.thing.lane.pending_end is None), works[0])
             chosen.thing.worked = True
             return chosen
-        if len(places) < self._max_lanes:
+        if len(places) < self.max_lanes:
             chosen = Place(Kept(self._make_lane(len(places))))
             self._turns.places.append(chosen)
             return chosen
@@ -153,6 +174,7 @@ class Lanes:
         return None
 
     def _freed(self, place: Place[Kept]) -> None:
+        place.thing.taken_at = None
         place.thing.lane.watch_end()
         self.look_again()
 
@@ -222,7 +244,7 @@ class Lanes:
         lanes = [kept.lane for kept in self._turns.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
-            _attempt(lanes, lambda lane: lane.know_end(deadline))
+            _attempt(lanes, lambda lane: lane.prove_end(deadline))
             _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
             for lane in lanes:
                 lane.record_completed()
@@ -232,7 +254,7 @@ class Lanes:
                 lane.discard()
 
 
-def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], None]) -> None:
+def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
     for lane in lanes:
         try:
             do(lane)

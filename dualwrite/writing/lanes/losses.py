@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable
 
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
+from dualwrite.ports.observer import NO_OBSERVER, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,12 @@ class Losses:
     Args:
         on_loss: Called with each loss, in the thread that found it. An exception that it raises is logged, and the loss counts
             as reported in the log alone.
+        observer: Observes each loss.
     """
 
-    def __init__(self, on_loss: OnLoss | None = None) -> None:
+    def __init__(self, on_loss: OnLoss | None = None, observer: Observer = NO_OBSERVER) -> None:
         self._on_loss = on_loss
+        self._observer = observer
         self._untold: queue.SimpleQueue[FoundLoss] = queue.SimpleQueue()
 
     def tell(self, loss: FoundLoss) -> bool:
@@ -43,6 +46,7 @@ class Losses:
                 "dualwrite_outcome": loss.outcome,
             },
         )
+        self._observer.lost(loss)
         if self._on_loss is not None:
             try:
                 self._on_loss(loss)
@@ -52,6 +56,11 @@ class Losses:
                 return True
         self._untold.put(loss)
         return False
+
+    @property
+    def untold(self) -> int:
+        """The number of losses that only the log has reported."""
+        return self._untold.qsize()
 
     def raise_untold(self) -> None:
         """Raise the first loss that only the log has reported, if any. Each is raised at most once."""

@@ -7,14 +7,15 @@ ticket without references has ended, too.
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.runtime.waiting import Event
 
 T = TypeVar("T")
 
@@ -65,7 +66,11 @@ class Turns(Generic[T]):
         self.places = [Place(thing) for thing in things]
         self.on_freed = on_freed
         self.closed = False
-        self._waiting: list[Ticket[T]] = []
+        # By how they choose: where one of them finds no place, those behind it need not look. A thousand may wait.
+        self._waiting: dict[tuple[Choose[T], bool], OrderedDict[Ticket[T], None]] = {}
+        self._arrived: deque[Ticket[T]] = deque()
+        self._ended: deque[Ticket[T]] = deque()
+        self._arrivals = itertools.count()
         self._lock = threading.RLock()
         self._again = False
 
@@ -76,6 +81,11 @@ class Turns(Generic[T]):
             choose: Chooses its place; by default the one that was free for longest.
         """
         return Ticket(self, choose or longest_free)
+
+    @property
+    def waiting(self) -> int:
+        """The number of tickets that wait."""
+        return len(self._arrived) + sum(map(len, list(self._waiting.values())))
 
     def close(self) -> None:
         """Refuse waiting and new callers. Those that use a thing go on."""
@@ -96,7 +106,13 @@ class Turns(Generic[T]):
 
     def queue_up(self, ticket: Ticket[T]) -> None:
         """Let the ticket wait behind all those that already wait."""
-        self._waiting.append(ticket)
+        ticket.arrival = next(self._arrivals)
+        self._arrived.append(ticket)
+        self.serve()
+
+    def end(self, ticket: Ticket[T]) -> None:
+        """Take the thing of a ticket that has ended, or its place in the queue."""
+        self._ended.append(ticket)
         self.serve()
 
     def serve(self) -> None:
@@ -123,20 +139,32 @@ class Turns(Generic[T]):
                 self.on_freed(used)
                 used.free_since = now_s()
                 used.holder = None
-        declined: set[Choose[T]] = set()
-        for ticket in list(self._waiting):
+        while self._arrived:
+            ticket = self._arrived[0]
+            self._waiting.setdefault(ticket.kind, OrderedDict())[ticket] = None
+            self._arrived.popleft()  # last: an interruption before it loses nobody
+        while self._ended:
+            self._leave_queue(self._ended.popleft())
+        declined: set[tuple[Choose[T], bool]] = set()
+        while (first := self._first_waiting(declined)) is not None:
+            ticket = first
             if not ticket.ended and not (self.closed and not ticket.last):
                 # It may already have a place, if an interruption stopped the call that served it.
-                place = self._place_of(ticket)
-                if place is None and ticket.choose not in declined:
-                    place = ticket.choose(self.places)
+                place = self._place_of(ticket) or ticket.choose(self.places)
                 if place is None:
-                    declined.add(ticket.choose)
+                    declined.add(ticket.kind)
                     continue
                 place.holder = weakref.ref(ticket, lambda _: self.serve())
                 ticket.place = place
-            self._waiting.remove(ticket)
-            ticket.woken.put(None)
+            self._leave_queue(ticket)
+            ticket.woken.set()
+
+    def _first_waiting(self, declined: set[tuple[Choose[T], bool]]) -> Ticket[T] | None:
+        first = [next(iter(queue)) for kind, queue in self._waiting.items() if queue and kind not in declined]
+        return min(first, key=lambda ticket: ticket.arrival, default=None)
+
+    def _leave_queue(self, ticket: Ticket[T]) -> None:
+        self._waiting.get(ticket.kind, OrderedDict()).pop(ticket, None)
 
     def _place_of(self, ticket: Ticket[T]) -> Place[T] | None:
         return next((place for place in self.places if place.user is ticket), None)
@@ -161,8 +189,10 @@ class Ticket(Generic[T]):
         place: The place that it holds, since :meth:`wait`.
         choose: Chooses its place.
         last: Whether it is served even after :meth:`Turns.close`.
+        kind: Tickets alike in this find a place, or none, alike.
+        arrival: Its place among all that have waited.
         ended: Whether its use is over: it holds nothing, and never will.
-        woken: Gets an item when the ticket was served or refused.
+        woken: Set when the ticket was served or refused.
     """
 
     def __init__(self, turns: Turns[T], choose: Choose[T], *, last: bool = False) -> None:
@@ -170,8 +200,10 @@ class Ticket(Generic[T]):
         self.place: Place[T] | None = None
         self.choose = choose
         self.last = last
+        self.kind = choose, last
+        self.arrival = 0
         self.ended = False
-        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.woken = Event()
 
     def wait(self, deadline: Deadline) -> T:
         """Wait for a thing, behind earlier tickets that would take it.
@@ -180,8 +212,7 @@ class Ticket(Generic[T]):
             NoTurn: There was none for us.
         """
         self._turns.queue_up(self)
-        with suppress(queue.Empty):
-            self.woken.get(timeout=deadline.remaining_s())
+        self.woken.wait(deadline.remaining_s())
         if self.place is None:
             raise NoTurn
         return self.place.thing
@@ -189,7 +220,7 @@ class Ticket(Generic[T]):
     def end(self) -> None:
         """Give the thing back. May be called at any time, and more than once."""
         self.ended = True
-        self._turns.serve()
+        self._turns.end(self)
 
 
 def longest_free(places: Sequence[Place[T]]) -> Place[T] | None:

@@ -10,7 +10,6 @@ from simulator.store import SimulatedStore
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite.runtime import failpoints
 from dualwrite.errors import (
     DecidedTransactionLost,
     Fenced,
@@ -20,6 +19,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.runtime import failpoints
 from dualwrite.writing.block import Ending, session_of_block
 
 

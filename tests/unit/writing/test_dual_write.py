@@ -7,8 +7,6 @@ from harness.simulated import TIMEOUT_S, TOPIC, simulated
 from simulator.database import Kind, StatementFailed
 from simulator.store import SimulatedStore
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -20,6 +18,8 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending
 
 

@@ -7,6 +7,7 @@ from harness.served import TOPIC
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from dualwrite import ConfigurationError, IllegalStateError, Transaction, TransactionAborted
+from dualwrite.ports.observer import NO_WRITE_OBSERVER
 from dualwrite.protocol.tables.write_life import WriteState
 
 
@@ -28,11 +29,13 @@ def test_a_transaction_shows_none_of_the_verbs_that_end_it():
         "connection",
         "prepared",
         "produce",
+        "produce_arrow",
         "produce_many",
         "send_offsets_to_transaction",
         "session",
         "state",
         "transactional_id",
+        "without_serializers",
     }
 
 
@@ -70,9 +73,13 @@ class Waiting:
     """A dual write inside a savepoint, which keeps its messages."""
 
     holds = True
+    observer = NO_WRITE_OBSERVER
 
     def __init__(self):
         self.messages = []
+
+    def require_open(self):
+        pass
 
     def send(self, message, _check):
         self.messages.append(message)

@@ -6,12 +6,12 @@ from collections import deque
 import pytest
 from harness.databases import Thread, prepared
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.protocol.observations import LogProof
 from dualwrite.protocol.settling.known_end import Ended, EndStep
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.lanes.end_watcher import EndWatcher
 
 PATIENCE_S = 60.0

@@ -7,12 +7,13 @@ import pytest
 from harness.simulated import TOPIC
 from simulator.environment import time_out
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.observations import LogProof, Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.known_end import EndStep
+from dualwrite.protocol.tables.lane_life import LaneEvent
 from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending
 from dualwrite.writing.lanes.lane import Lane
 
@@ -40,6 +41,13 @@ class Producer:
 
 
 class Coordinator:
+    def __init__(self):
+        self.proofs = {}
+
+    def prove_now(self, _states, _deadline, *, read_on):
+        assert read_on
+        return [self.proofs]
+
     def cluster_id(self, _deadline):
         return "cluster"
 
@@ -84,7 +92,7 @@ def store():
 @pytest.fixture
 def lane(watcher, store):
     found = Lane("orders", SimpleNamespace(coordinator=Coordinator(), store=store, owner="me"), None, watcher=watcher)
-    found.adopt(SimpleNamespace(incarnation=1))
+    found.adopt(SimpleNamespace(incarnation=1, prepared=PreparedTxnState()))
     found._producer = Producer()
     return found
 
@@ -122,6 +130,21 @@ def test_a_commit_is_recorded_as_complete_once_its_end_is_known(lane, store):
     lane.record_completed()
     assert [(found, outcome) for found, outcome, _ in store.outcomes] == [(row, Outcome.COMMITTED)]
     assert lane.unrecorded is None
+
+
+NATIVE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5, (TOPIC, 1): None}, {TOPIC: "id"})
+
+
+@pytest.mark.parametrize("proof", [None, *LogProof])
+def test_a_native_commit_is_recorded_as_complete_only_if_the_log_does_not_speak_against_it(lane, store, proof):
+    """That it has ended in every partition does not show how: an operator may have aborted it in one."""
+    lane._unrecorded = SimpleNamespace(incarnation=1, prepared=NATIVE)
+    lane._context.coordinator.proofs = {} if proof is None else {(TOPIC, 0): proof}
+    lane._machine.apply(LaneEvent.START)
+    lane.producer.note_end(EndStep.KNOWN)
+    lane.record_completed()
+    assert bool(store.outcomes) is (proof in {LogProof.COMMITTED, LogProof.UNKNOWABLE, LogProof.PARTLY})
+    assert lane.needs_settling is (proof is LogProof.ABORTED)
 
 
 def test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed(lane, store):

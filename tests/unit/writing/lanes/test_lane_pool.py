@@ -34,7 +34,7 @@ class FakeLane:
     def watch_end(self):
         pass
 
-    def know_end(self, _deadline):
+    def prove_end(self, _deadline):
         pass
 
     def discard(self):
@@ -106,7 +106,7 @@ def test_a_lane_that_needs_settling_is_settled_in_the_background_and_does_not_st
     users[1].end()
     assert [lane_of(ticket) for ticket in waiting] == [good, None]
     bad.may_go_on.set()
-    assert waiting[1].woken.get(timeout=60) is None
+    assert waiting[1].woken.wait(60)
     assert lane_of(waiting[1]) is bad
 
 
@@ -158,7 +158,7 @@ def test_whoever_waits_is_refused_when_the_writer_closes(make):
     lanes = make(1)
     user, waiting = queued(lanes), queued(lanes)
     lanes.close()
-    assert waiting.woken.get(timeout=60) is None
+    assert waiting.woken.wait(60)
     with pytest.raises(IllegalStateError, match="closed"):
         lanes.take(lanes.ticket())
     user.end()

@@ -92,7 +92,7 @@ def test_closing_refuses_those_who_wait_and_waits_for_those_who_use(turns):
     users = [taken(turns), taken(turns)]
     waiting = taken(turns)
     turns.close()
-    assert not waiting.woken.empty()
+    assert waiting.woken.is_set
     with pytest.raises(NoTurn):
         turns.ticket().wait(Deadline(60))
     users[0].end()
@@ -191,3 +191,30 @@ def test_an_interruption_at_any_line_keeps_nothing_and_nobody_waiting():
         assert sorted(thing(ticket) for ticket in late[:2]) == ["a", "b"], interruption.at
         assert thing(late[2]) is None, interruption.at
     assert line > 50
+
+
+def test_a_turn_costs_no_more_for_the_thousand_that_wait(turns):
+    """Not in time, which is the machine's: none but the first of those that wait is asked to choose."""
+    asked = []
+
+    def choose(places):
+        asked.append(1)
+        return longest_free(places)
+
+    waiting = [taken(turns, choose=choose) for _ in range(1000)]
+    asked.clear()
+    for ticket in waiting[:500]:
+        ticket.end()
+        ticket.end()
+    assert [thing(ticket) is None for ticket in waiting[498:504]] == [False] * 4 + [True] * 2
+    assert len(asked) <= 500 * 3
+
+
+def test_one_that_leaves_the_queue_keeps_no_place_in_it(turns):
+    users = [taken(turns), taken(turns)]
+    waiting = [taken(turns) for _ in range(5)]
+    for ticket in waiting[:4]:
+        ticket.end()
+    assert sum(map(len, turns._waiting.values())) == 1
+    users[0].end()
+    assert thing(waiting[4]) == "a"

@@ -1,0 +1,33 @@
+"""The observer of a process that has loaded OpenTelemetry, and none for others: they need not wait for its import."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from typing import Final
+
+from dualwrite.ports.observer import NO_OBSERVER, Observer
+
+logger = logging.getLogger(__name__)
+
+_API: Final = ("opentelemetry.trace", "opentelemetry.metrics")
+
+
+def observer_if_loaded() -> Observer:
+    """The process's :class:`Telemetry` with the global providers, if the application has imported OpenTelemetry's API."""
+    return _global_telemetry() if any(name in sys.modules for name in _API) else NO_OBSERVER
+
+
+@cache
+def _global_telemetry() -> Observer:
+    try:
+        from dualwrite.telemetry.observer import Telemetry  # noqa: PLC0415 - needs the extra "telemetry"
+
+        return Telemetry()
+    except (ImportError, TypeError) as error:
+        logger.warning(
+            "nothing is recorded, as the installed opentelemetry-api is too old: install dualwrite[telemetry]: %s",
+            error,
+        )
+        return NO_OBSERVER

@@ -1,0 +1,188 @@
+"""The names of all spans, attributes and metrics, as tables. Where OpenTelemetry's conventions have a name, it is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+WRITER: Final = "dualwrite.writer"
+TRANSACTIONAL_ID: Final = "dualwrite.transactional_id"
+OUTCOME: Final = "dualwrite.outcome"
+PHASE: Final = "dualwrite.phase"
+LANE_STATE: Final = "dualwrite.lane.state"
+SETTLEMENT: Final = "dualwrite.settlement"
+LOSS: Final = "dualwrite.loss"
+SETTLED_IDS: Final = "dualwrite.settled.ids"
+ROLLED_FORWARD: Final = "dualwrite.settled.rolled_forward"
+RETIRED: Final = "dualwrite.settled.retired"
+REPAIRED: Final = "dualwrite.settled.repaired"
+ERROR: Final = "error.type"
+MESSAGING_SYSTEM: Final = "messaging.system"
+DESTINATION: Final = "messaging.destination.name"
+MESSAGING_OPERATION: Final = "messaging.operation.name"
+MESSAGING_TYPE: Final = "messaging.operation.type"
+MESSAGE_COUNT: Final = "messaging.batch.message_count"
+DATABASE_SYSTEM: Final = "db.system.name"
+DATABASE_OPERATION: Final = "db.operation.name"
+
+ATTRIBUTES: Mapping[str, str] = MappingProxyType(
+    {
+        WRITER: "the writer's transactional id; in metrics, `other` after the first 100 of a process",
+        TRANSACTIONAL_ID: "the id of the lane, `orders#1`; in spans only",
+        OUTCOME: "`committed`, `aborted`, `fenced`, `in doubt`, `completion pending`, `lost`, `unverifiable`, `not begun`",
+        PHASE: "`lane`, `begin`, `body`, `prepare`, `record`, `decide`, `complete`, `abort`",
+        LANE_STATE: "`used`, `idle`, `unsettled`",
+        SETTLEMENT: "`rolled forward`, `retired`, `repaired`",
+        LOSS: "`lost`, `unverifiable`, `went back`",
+        SETTLED_IDS: "the number of ids that were claimed",
+        ROLLED_FORWARD: "how many decided transactions were committed in Kafka",
+        RETIRED: "how many Kafka ids were made unusable, which aborts what was open there",
+        REPAIRED: "how many ids needed markers that a broker had forgotten",
+        ERROR: "the class of the error that ended it; absent if there was none",
+        MESSAGING_SYSTEM: "`kafka`",
+        DESTINATION: "the topic",
+        MESSAGING_OPERATION: "`send` or `commit_transaction`",
+        MESSAGING_TYPE: "`send`",
+        MESSAGE_COUNT: "how many messages of that topic were handed to the producer",
+        DATABASE_SYSTEM: "`postgresql` or `sqlite`",
+        DATABASE_OPERATION: "`COMMIT`",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kind of span.
+
+    Attributes:
+        name: Its name; ``{topic}`` stands for a topic.
+        kind: OpenTelemetry's span kind.
+        stands_for: The time that it covers.
+        attributes: All attributes that it may have.
+    """
+
+    name: str
+    kind: str
+    stands_for: str
+    attributes: tuple[str, ...]
+
+
+DUAL_WRITE: Final = Span(
+    "dual_write",
+    "INTERNAL",
+    "one block, from its wait for a lane to its end; current in the block, so that spans of your statements are its children",
+    (WRITER, TRANSACTIONAL_ID, OUTCOME, ERROR),
+)
+SEND: Final = Span(
+    "send {topic}",
+    "PRODUCER",
+    "all messages of one block to one topic, from the first `produce` until all are acknowledged; a child of `dual_write`",
+    (MESSAGING_SYSTEM, DESTINATION, MESSAGING_OPERATION, MESSAGING_TYPE, MESSAGE_COUNT, ERROR),
+)
+COMMIT: Final = Span(
+    "COMMIT",
+    "CLIENT",
+    "the decision: the database's commit, until its outcome is known; a child of `dual_write`",
+    (DATABASE_SYSTEM, DATABASE_OPERATION, ERROR),
+)
+COMPLETE: Final = Span(
+    "commit_transaction",
+    "CLIENT",
+    "the completion: Kafka's commit, where there is something to commit; a child of `dual_write`",
+    (MESSAGING_SYSTEM, MESSAGING_OPERATION, ERROR),
+)
+SETTLE: Final = Span(
+    "settle",
+    "INTERNAL",
+    "ids were claimed, and what their former owners left is settled: at opening, in the background, in a block, by `recover`",
+    (SETTLED_IDS, ROLLED_FORWARD, RETIRED, REPAIRED, ERROR),
+)
+RECOVER: Final = Span("recover", "INTERNAL", "one `recover(...)`; the parent of its `settle` spans", (ERROR,))
+SPANS: Final = (DUAL_WRITE, SEND, COMMIT, COMPLETE, SETTLE, RECOVER)
+
+
+class Instrument(Enum):
+    """The kinds of instruments."""
+
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    GAUGE = "gauge"
+    UP_DOWN_COUNTER = "up-down counter"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    instrument: Instrument
+    unit: str
+    description: str
+    attributes: tuple[str, ...] = (WRITER,)
+
+
+DURATION: Final = Metric(
+    "dualwrite.duration",
+    Instrument.HISTOGRAM,
+    "s",
+    "Duration of a dual write, its user's code included",
+    (WRITER, OUTCOME),
+)
+PHASE_DURATION: Final = Metric(
+    "dualwrite.phase.duration", Instrument.HISTOGRAM, "s", "Duration of one phase of a dual write", (WRITER, PHASE)
+)
+WRITES: Final = Metric(
+    "dualwrite.writes", Instrument.COUNTER, "{dual_write}", "Dual writes that have ended", (WRITER, OUTCOME)
+)
+SENT: Final = Metric(
+    "messaging.client.sent.messages",
+    Instrument.COUNTER,
+    "{message}",
+    "Messages handed to the producer",
+    (MESSAGING_SYSTEM, DESTINATION, MESSAGING_OPERATION),
+)
+LOSSES: Final = Metric("dualwrite.losses", Instrument.COUNTER, "{transaction}", "Losses that were reported", (LOSS,))
+SETTLED: Final = Metric(
+    "dualwrite.settled", Instrument.COUNTER, "{transaction}", "Transactions that settling has ended", (SETTLEMENT,)
+)
+READY: Final = Metric("dualwrite.ready", Instrument.GAUGE, "1", "1 if the writer is ready, else 0")
+LANES: Final = Metric("dualwrite.lane.count", Instrument.UP_DOWN_COUNTER, "{lane}", "Lanes", (WRITER, LANE_STATE))
+LANES_MAX: Final = Metric("dualwrite.lane.max", Instrument.UP_DOWN_COUNTER, "{lane}", "The maximum number of lanes")
+WAITING: Final = Metric(
+    "dualwrite.lane.pending_requests", Instrument.UP_DOWN_COUNTER, "{request}", "Dual writes that wait for a lane"
+)
+UNSETTLED_TIME: Final = Metric(
+    "dualwrite.lane.unsettled_time", Instrument.GAUGE, "s", "Age of the oldest lane that is not settled; 0 if all are"
+)
+OPEN_TIME: Final = Metric(
+    "dualwrite.transaction.open_time",
+    Instrument.GAUGE,
+    "s",
+    "Age of the oldest dual write that holds a lane; 0 if none does",
+)
+TIME_LEFT: Final = Metric(
+    "dualwrite.transaction.time_left",
+    Instrument.GAUGE,
+    "s",
+    "Time until the broker aborts the next of the open transactions; absent while none has a time limit",
+)
+METRICS: Final = (
+    DURATION,
+    PHASE_DURATION,
+    WRITES,
+    SENT,
+    LOSSES,
+    SETTLED,
+    READY,
+    LANES,
+    LANES_MAX,
+    WAITING,
+    UNSETTLED_TIME,
+    OPEN_TIME,
+    TIME_LEFT,
+)
+BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""The bounds of the histograms' buckets that are proposed to the SDK, in seconds."""

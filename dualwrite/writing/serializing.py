@@ -1,0 +1,101 @@
+"""Serializers: callables that make the bytes of keys and values, as confluent-kafka's ``SerializingProducer`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+from dualwrite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from confluent_kafka.serialization import SerializationContext
+
+    from dualwrite.ports.observer import Headers
+
+Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
+"""Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
+
+Serializers: TypeAlias = Serializer | Mapping[str, Serializer] | None
+"""One for all topics, or one for each topic; the other topics then have none."""
+
+Bytes: TypeAlias = bytes | str | None
+
+
+class Serializing:
+    """Makes the bytes of messages. Used by many threads at once, as its serializers then are.
+
+    Args:
+        key: The serializers of keys.
+        value: The serializers of values.
+
+    Attributes:
+        none: Whether there is no serializer for any topic.
+
+    Raises:
+        ConfigurationError: One of them cannot be called.
+    """
+
+    def __init__(self, key: Serializers = None, value: Serializers = None) -> None:
+        for name, given in (("key_serializer", key), ("value_serializer", value)):
+            for one in given.values() if isinstance(given, Mapping) else [given]:
+                if one is not None and not callable(one):
+                    raise ConfigurationError(
+                        f"{name} cannot be called: {one!r}",
+                        next_step="give a callable (object, SerializationContext) -> bytes, or one for each topic in a dict",
+                    )
+        self._key = key
+        self._value = value
+        self.none = key is None and value is None
+
+    def message(self, topic: str, key: object, value: object, headers: Headers) -> tuple[Bytes, Bytes, Headers]:
+        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
+        """
+        key_by, value_by = _of(self._key, topic), _of(self._value, topic)
+        if key_by is None and value_by is None:
+            return cast("Bytes", key), cast("Bytes", value), headers
+        pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
+        made = _made(key_by, key, "key", topic, pairs), _made(value_by, value, "value", topic, pairs)
+        return *made, pairs or None
+
+    def many(
+        self, topic: str, keys: Sequence[object] | None, values: Sequence[object]
+    ) -> tuple[Sequence[Bytes] | None, Sequence[Bytes]]:
+        """The keys and values of many messages of one topic, whose serializers get no headers.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
+        """
+        key_by, value_by = _of(self._key, topic), _of(self._value, topic)
+        return (
+            None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
+            [_made(value_by, one, "value", topic, None) for one in values],
+        )
+
+
+def _of(given: Serializers, topic: str) -> Serializer | None:
+    return given.get(topic) if isinstance(given, Mapping) else given
+
+
+def _made(
+    serializer: Serializer | None, given: object, field: str, topic: str, headers: list[tuple[str, Bytes]] | None
+) -> Bytes:
+    if serializer is None:
+        return cast("Bytes", given)
+    from confluent_kafka.error import KeySerializationError, ValueSerializationError  # noqa: PLC0415 - loads a driver
+    from confluent_kafka.serialization import MessageField, SerializationContext  # noqa: PLC0415 - as above
+
+    try:
+        made = serializer(given, SerializationContext(topic, MessageField(field), headers))
+        if made is None or isinstance(made, bytes | str):
+            return made
+        raise TypeError(
+            f"the {field} serializer of {topic} made {type(made).__name__}, neither bytes nor text nor None"
+        )
+    except Exception as error:
+        raise (KeySerializationError if field == "key" else ValueSerializationError)(error) from error
+
+
+NO_SERIALIZERS: Final = Serializing()

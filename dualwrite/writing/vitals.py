@@ -1,0 +1,90 @@
+"""Whether a writer is ready, from what its dual writes and its housekeeping have seen: nobody waits for a server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
+from dualwrite.protocol.health import Health
+from dualwrite.runtime.deadline import now_s
+from dualwrite.writing.lanes.lane_pool import Lanes
+
+logger = logging.getLogger(__name__)
+
+_PROBE_EVERY_S: Final = 1.0
+_MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
+"""The errors that say that an answer is missing."""
+
+
+class Vitals:
+    """Notes whether the servers answer. Used by many threads at once.
+
+    If they did not answer last, the next question starts a probe in the background: a platform sends no work to a process that
+    is not ready, so no dual write would ever find that they answer again.
+
+    Args:
+        name: The writer's transactional id.
+        probe: Asks the database and Kafka.
+    """
+
+    def __init__(self, name: str, probe: Callable[[], object]) -> None:
+        self._name = name
+        self._probe = probe
+        self._lock = threading.Lock()
+        self._next_probe_at = 0.0
+        self._answered = True
+        self._fenced = False
+
+    def note(self, error: DualWriteError | None) -> None:
+        """Note the end of a dual write, which shows whether the servers answered it."""
+        if error is None:
+            self._answered = True
+        elif isinstance(error, Fenced):
+            self._fenced = True
+        elif isinstance(error, _MISSING) or isinstance(error.__cause__, _MISSING):
+            self._answered = False
+
+    def health(self, lanes: Lanes, *, is_open: bool, untold_losses: int) -> Health:
+        """The writer's health. Returns at once."""
+        answered = self._answered
+        if is_open and not answered:
+            self._start_probe()
+        now, all_lanes = now_s(), lanes.all
+        used = [kept for kept in all_lanes if kept.taken_at is not None]
+        unsettled = [kept for kept in all_lanes if kept.taken_at is None and kept.lane.needs_settling]
+        left = [left_s for kept in used if (left_s := kept.lane.time_left_s) is not None]
+        return Health(
+            self._name,
+            is_open,
+            fenced=self._fenced or any(kept.given_up for kept in unsettled),
+            answered=answered,
+            untold_losses=untold_losses,
+            max_lanes=lanes.max_lanes,
+            lanes=len(all_lanes),
+            used=len(used),
+            waiting=lanes.waiting,
+            unsettled=len(unsettled),
+            stuck=sum(kept.failures > 0 for kept in unsettled),
+            unsettled_s=max((kept.lane.unsettled_s for kept in unsettled), default=0.0),
+            open_s=max((now - since for kept in used if (since := kept.taken_at) is not None), default=0.0),
+            time_left_s=min(left, default=None),
+        )
+
+    def _start_probe(self) -> None:
+        with self._lock:
+            if now_s() < self._next_probe_at:
+                return
+            self._next_probe_at = float("inf")  # one at a time
+        threading.Thread(target=self._ask, name=f"dualwrite {self._name} probe", daemon=True).start()
+
+    def _ask(self) -> None:
+        try:
+            self._probe()
+            self._answered = True
+        except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
+            logger.info("%s: the servers do not answer yet: %s", self._name, error)
+        finally:
+            self._next_probe_at = now_s() + _PROBE_EVERY_S
