@@ -1,0 +1,337 @@
+"""``AsyncDualWriter``: rows and messages, together or not at all, for tasks of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from tenacity import AsyncRetrying
+
+from dualwrite.apps.async_transaction import AsyncTransaction, Sessions, session_of_block
+from dualwrite.apps.greenlets import run
+from dualwrite.errors import IllegalStateError
+from dualwrite.runtime.waiting import here
+from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.writing.connections import borrowed
+from dualwrite.writing.redo import Attempts, Patience
+from dualwrite.writing.writer import DualWriter
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.orm import Session
+    from typing_extensions import Self
+
+    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.ports.observer import Observer
+    from dualwrite.protocol.health import Health
+    from dualwrite.writing.lanes.losses import OnLoss
+    from dualwrite.writing.serializing import Serializers
+
+T = TypeVar("T")
+
+_THREADS: Final = 4
+"""For work that has no other way to wait: with the native engine only when a lane is claimed or settled."""
+
+
+class AsyncDualWriter:
+    """A :class:`DualWriter` for the tasks of one event loop: the same protocol, without a thread for each transaction.
+
+    Tasks share one writer; any number of them may ask for a transaction at once, and get a lane first come, first served. Raise
+    ``lane_timeout_s`` if more of them wait than your servers can serve in that time.
+
+    A cancellation has one of two outcomes. Until the database is asked to commit, both sides abort, and ``CancelledError``
+    leaves the block. From then on the dual write is completed first, and ``CancelledError`` is raised after it, unless there is
+    an error that says more. ``tx.state`` shows which. Work that cannot be interrupted, such as claiming a lane, is ended
+    first in either case: ``timeout_s`` limits it.
+
+    Args:
+        transactional_id: As for :class:`DualWriter`.
+        kafka: As for :class:`DualWriter`.
+        engine: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. If
+            not given, one is made from the URL of ``engine``. Give one if the URL alone does not lead to the database, for
+            instance because ``engine`` was made with ``connect_args``. It must lead to the same database, which is checked.
+        session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
+            say.
+        schema, max_lanes, timeout_s, lane_timeout_s, margin_s, idle_after_s: As for :class:`DualWriter`.
+        paused_owner_timeout_s, bulk, producer_engine, owner: As for :class:`DualWriter`.
+        on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
+        key_serializer: As for :class:`DualWriter`. Called in the event loop's thread, which it blocks while it asks a registry.
+        value_serializer: Likewise.
+        telemetry: As for :class:`DualWriter`.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        *,
+        kafka: Mapping[str, object],
+        engine: AsyncEngine | str,
+        own_engine: Engine | str | None = None,
+        schema: str | None = None,
+        max_lanes: int = 8,
+        timeout_s: float = 60.0,
+        lane_timeout_s: float = 30.0,
+        margin_s: float = 10.0,
+        idle_after_s: float = 60.0,
+        paused_owner_timeout_s: float | None = 60.0,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        bulk: bool = False,
+        producer_engine: EngineName = "auto",
+        owner: str | None = None,
+        on_loss: OnLoss | None = None,
+        key_serializer: Serializers = None,
+        value_serializer: Serializers = None,
+        telemetry: Observer | None = None,
+    ) -> None:
+        self.transactional_id = transactional_id
+        self._owns_engine = not isinstance(engine, AsyncEngine)
+        self._engine = async_engine_of(engine)
+        self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
+        self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
+        self._max_lanes = max_lanes
+        self._writer = _TaskWriter(
+            transactional_id,
+            self._engine,
+            kafka=kafka,
+            engine=self._own_engine,
+            schema=schema,
+            max_lanes=max_lanes,
+            timeout_s=timeout_s,
+            lane_timeout_s=lane_timeout_s,
+            margin_s=margin_s,
+            idle_after_s=idle_after_s,
+            paused_owner_timeout_s=paused_owner_timeout_s,
+            session_factory=Sessions(self._engine, session_factory).make,
+            bulk=bulk,
+            producer_engine=producer_engine,
+            owner=owner,
+            on_loss=on_loss,
+            key_serializer=key_serializer,
+            value_serializer=value_serializer,
+            telemetry=telemetry,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def open(self) -> None:
+        """Claim the transactional id, settle what former owners left behind, and make the producers.
+
+        Call it once, before the first transaction; ``async with writer:`` does so. The writer then belongs to this event loop.
+
+        Raises:
+            ConfigurationError: As :meth:`DualWriter.open`; or ``engine`` and ``own_engine`` lead to different databases.
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: As :meth:`DualWriter.open`.
+            Unavailable, IllegalStateError: As :meth:`DualWriter.open`.
+        """
+        if self._loop is not None:
+            raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
+        self._loop = asyncio.get_running_loop()
+        self._pool = ThreadPoolExecutor(_THREADS + self._max_lanes, f"dualwrite {self.transactional_id}")
+        try:
+            await run(self._pool, self._writer.open_for_tasks)
+        except BaseException:
+            await self.close()
+            raise
+
+    @asynccontextmanager
+    async def transaction(self, connection: AsyncConnection | None = None) -> AsyncGenerator[AsyncTransaction, None]:
+        """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
+
+        Args:
+            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
+                connection of another engine must lead to the same database, which is checked once for each connection.
+
+        Yields:
+            The transaction, usable until the block ends.
+
+        Raises:
+            TransactionAborted, Fenced, TransactionInDoubt, CompletionPending: As :meth:`DualWriter.transaction`.
+            DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: As :meth:`DualWriter.transaction`.
+            ConfigurationError, Unavailable: As :meth:`DualWriter.transaction`.
+            IllegalStateError: As :meth:`DualWriter.transaction`; or the writer was opened in another event loop.
+            CancelledError: The task was cancelled: both sides are aborted, or both are committed, as ``tx.state`` shows.
+        """
+        pool = self._opened()
+        block = self._writer.transaction(None if connection is None else _sync_connection_of(connection))
+        transaction = AsyncTransaction(await run(pool, block.__enter__), self._engine, pool)
+
+        def leave(
+            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> bool | None:
+            return transaction.in_turn(lambda: block.__exit__(kind, error, traceback))
+
+        try:
+            yield transaction
+        except BaseException as error:
+            left = partial(leave, type(error), error, error.__traceback__)
+            if not await run(pool, left, interruptible=False):
+                raise
+        else:
+            await run(pool, partial(leave, None, None, None), interruptible=False)
+
+    async def run(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[T]],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: AsyncConnection | None = None,
+    ) -> T:
+        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
+
+        Args:
+            work: An asynchronous function, called with the transaction, once for each attempt.
+            attempts: As for :meth:`DualWriter.run`.
+            within_s: As for :meth:`DualWriter.run`.
+            longest_pause_s: As for :meth:`DualWriter.run`.
+            connection: As for :meth:`transaction`.
+
+        Returns:
+            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
+
+        Raises:
+            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
+            ConfigurationError: An argument cannot work.
+
+        Every exception of the work is passed on unchanged, after the abort of both sides.
+        """
+
+        async def attempt() -> T:
+            async with self.transaction(connection) as transaction:
+                return await work(transaction)
+
+        made = Attempts(self.transactional_id, Patience(attempts, within_s, longest_pause_s))
+        try:
+            result: T = await AsyncRetrying(**made.rules())(attempt)
+        except BaseException as error:
+            made.note_end(error)
+            raise
+        made.note_success()
+        return result
+
+    async def close(self) -> None:
+        """Wait for running transactions, settle and record what is left, and disconnect. May be called more than once.
+
+        A cancellation comes after it.
+
+        Raises:
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`DualWriter.close`.
+            IllegalStateError: The writer was opened in another event loop.
+        """
+        await self._close(self._writer.close)
+
+    async def _close(self, close: Callable[[], None]) -> None:
+        if self._loop is None:
+            return
+        self._require_own_loop()
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        try:
+            await run(pool, lambda: here().elsewhere(close), interruptible=False)
+        finally:
+            pool.shutdown(wait=False)
+            if self._makes_own:
+                self._own_engine.dispose()
+            if self._owns_engine:
+                await self._engine.dispose()
+
+    def health(self) -> Health:
+        """Return the writer's knowledge of itself. See :meth:`DualWriter.health`; it never waits."""
+        return self._writer.health()
+
+    @property
+    def ready(self) -> bool:
+        """Whether dual writes are expected to work now: ``health().ready``."""
+        return self.health().ready
+
+    def _opened(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            state = "is not open" if self._loop is None else "is closed"
+            raise IllegalStateError(
+                f"the writer {state}",
+                transactional_id=self.transactional_id,
+                next_step="use `async with writer:` or await open()",
+            )
+        self._require_own_loop()
+        return self._pool
+
+    def _require_own_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise IllegalStateError(
+                "the writer was opened in another event loop",
+                transactional_id=self.transactional_id,
+                next_step="make a writer in each event loop, with an id of its own; or stay in one loop",
+            )
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._close(lambda: self._writer.__exit__(kind, error, traceback))
+
+    def __enter__(self) -> NoReturn:
+        raise IllegalStateError(
+            "an AsyncDualWriter is opened by a task",
+            transactional_id=self.transactional_id,
+            next_step="write `async with`; or use DualWriter",
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never called."""
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._writer)[1:]}"
+
+
+class _TaskWriter(DualWriter):
+    """The writer behind it: its blocks run in greenlets, on connections that await."""
+
+    def __init__(
+        self,
+        transactional_id: str,
+        asynchronous: AsyncEngine,
+        *,
+        engine: Engine,
+        session_factory: Callable[[Connection], Session],
+        **settings: object,
+    ) -> None:
+        super().__init__(transactional_id, engine=engine, session_factory=session_factory, **settings)  # type: ignore[arg-type]
+        self._asynchronous = asynchronous
+        roll_back_before_closing(asynchronous.sync_engine)
+
+    def open_for_tasks(self) -> None:
+        """Open, without blocking the event loop."""
+        here().elsewhere(self.open)
+        with borrowed(None, self._engine_of_blocks) as connection:
+            self._opened().store.check_same_database(connection)
+
+    @property
+    def _engine_of_blocks(self) -> Engine:
+        return self._asynchronous.sync_engine
+
+
+def _sync_connection_of(connection: object) -> Connection:
+    if not isinstance(connection, AsyncConnection):
+        raise IllegalStateError(
+            f"transaction() takes a SQLAlchemy AsyncConnection, not {type(connection).__name__}",
+            next_step="give `await engine.connect()`, or nothing; for the ORM use tx.session",
+        )
+    if connection.sync_connection is None:
+        raise IllegalStateError("the AsyncConnection is not connected", next_step="await connection.start()")
+    return connection.sync_connection
