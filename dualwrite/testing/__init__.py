@@ -1,4 +1,4 @@
-"""Real servers for your tests: embedded Kafka and PostgreSQL, misbehaving proxies, journal and checker, fixtures.
+"""For your tests: a writer in memory, real servers, misbehaving proxies, journal and checker, fixtures.
 
 Install ``dualwrite[testing]``; pytest then finds the fixtures (`dualwrite.testing.plugin`).
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from dualwrite.testing.checker import Checker
     from dualwrite.testing.follower import Follower
     from dualwrite.testing.journal import History, Journal
+    from dualwrite.testing.memory.log import ProducerRecord, RecordedTransaction, TransactionState
+    from dualwrite.testing.memory.places import Place
+    from dualwrite.testing.memory.writer import InMemoryWriter
     from dualwrite.testing.proxy.kafka import Api, KafkaProxy
     from dualwrite.testing.proxy.postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
@@ -29,11 +32,16 @@ __all__ = [
     "Finding",
     "Follower",
     "History",
+    "InMemoryWriter",
     "Journal",
     "KafkaProxy",
     "Kind",
+    "Place",
     "PostgresProxy",
+    "ProducerRecord",
     "Record",
+    "RecordedTransaction",
+    "TransactionState",
     "Verdict",
     "read_committed",
 ]
@@ -46,11 +54,16 @@ _HOMES = {
     "Finding": "dualwrite.testing.verdict",
     "Follower": "dualwrite.testing.follower",
     "History": "dualwrite.testing.journal",
+    "InMemoryWriter": "dualwrite.testing.memory.writer",
     "Journal": "dualwrite.testing.journal",
     "Kind": "dualwrite.testing.verdict",
     "KafkaProxy": "dualwrite.testing.proxy.kafka",
+    "Place": "dualwrite.testing.memory.places",
     "PostgresProxy": "dualwrite.testing.proxy.postgresql",
+    "ProducerRecord": "dualwrite.testing.memory.log",
     "Record": "dualwrite.testing.reading",
+    "RecordedTransaction": "dualwrite.testing.memory.log",
+    "TransactionState": "dualwrite.testing.memory.log",
     "Verdict": "dualwrite.testing.verdict",
     "read_committed": "dualwrite.testing.reading",
 }

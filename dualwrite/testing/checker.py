@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from confluent_kafka import KafkaException
 from sqlalchemy import Engine, create_engine, text
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.follower import Follower
 from dualwrite.testing.journal import History, Journal

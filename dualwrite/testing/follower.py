@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.reading import Record
 
 if TYPE_CHECKING:

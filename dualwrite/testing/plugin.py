@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from sqlalchemy import Engine
+
+    from dualwrite import DualWriter
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
 
@@ -37,6 +40,12 @@ def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def dualwrite_kafka_config(dualwrite_kafka: EmbeddedKafka) -> Mapping[str, str]:
+    """The configuration for the broker, as a writer and confluent-kafka take it."""
+    return dualwrite_kafka.client_config()
+
+
 @pytest.fixture
 def dualwrite_topic(dualwrite_kafka: EmbeddedKafka) -> Iterator[str]:
     """The name of a new topic with two partitions; deleted after the test."""
@@ -51,3 +60,26 @@ def dualwrite_database(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
     name = f"dualwrite_{secrets.token_hex(6)}"
     yield dualwrite_postgres.create_database(name)
     dualwrite_postgres.drop_database(name)
+
+
+@pytest.fixture
+def dualwrite_engine(dualwrite_database: str) -> Iterator[Engine]:
+    """An engine for the new database, which has the library's tables; disposed of after the test."""
+    from sqlalchemy import create_engine  # noqa: PLC0415 - import only on demand
+
+    from dualwrite import migrations  # noqa: PLC0415 - import only on demand
+
+    engine = create_engine(dualwrite_database)
+    with engine.connect() as connection:
+        migrations.upgrade(connection)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def dualwrite_writer(dualwrite_kafka_config: Mapping[str, str], dualwrite_engine: Engine) -> Iterator[DualWriter]:
+    """An open writer on the broker and the new database; closed after the test."""
+    from dualwrite import DualWriter  # noqa: PLC0415 - import only on demand
+
+    with DualWriter("dualwrite-test", kafka=dualwrite_kafka_config, engine=dualwrite_engine) as writer:
+        yield writer

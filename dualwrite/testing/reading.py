@@ -7,11 +7,11 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 AT_ONCE = 10_000
 _ANSWER_S = 10.0
 """The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing."""
-_MOVING = {KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}
+_MOVING = {
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+}
 """The answers for a partition that is new, or that another broker takes over: both pass."""
 
 
@@ -30,6 +36,7 @@ class Record(NamedTuple):
     offset: int
     key: bytes | None
     value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
 def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> list[Record]:
@@ -78,7 +85,7 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
             assert offset is not None
             if error is None:
                 if offset < ends[partition]:
-                    records.append(Record(partition, offset, message.key(), message.value()))
+                    records.append(Record(partition, offset, message.key(), message.value(), _headers(message)))
             elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001 - the constant's public name
                 raise KafkaException(error)
             elif offset >= ends[partition]:
@@ -86,6 +93,12 @@ def _read_to(ends: Mapping[int, int], consumer: Consumer, topic: str, deadline: 
                 # follow the last message.
                 missing.discard(partition)
     return records
+
+
+def _headers(message: Message) -> tuple[tuple[str, bytes | None], ...]:
+    found = message.headers() or ()
+    pairs = found.items() if isinstance(found, dict) else found
+    return tuple((key, value.encode() if isinstance(value, str) else value) for key, value in pairs)
 
 
 def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> dict[int, int]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.servers import kafka_admin
 from dualwrite.testing.servers.jars import kafka_jars
 from dualwrite.testing.servers.kafka_broker import Broker

@@ -16,8 +16,8 @@ from confluent_kafka.admin import (
 )
 from confluent_kafka.cimpl import NewTopic
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,8 +14,8 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from sqlalchemy.engine import URL, make_url
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
 from dualwrite.testing.servers.postgresql_binaries import binaries, unprivileged_user
 from dualwrite.testing.servers.server_process import ServerProcess

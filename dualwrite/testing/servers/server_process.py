@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
+from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -34,8 +34,18 @@ def stable_ends(monkeypatch):
     return ask
 
 
-def test_a_partition_whose_leader_is_not_known_yet_is_asked_again(stable_ends):
-    assert stable_ends(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE) == {0: 7}
+@pytest.mark.parametrize(
+    "code",
+    [
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+    ],
+)
+def test_a_partition_whose_leader_is_not_known_yet_or_has_changed_is_asked_again(stable_ends, code):
+    assert stable_ends(code, code) == {0: 7}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,321 @@
+"""``InMemoryWriter``: a ``DualWriter`` for unit tests, without servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from sqlalchemy import create_engine
+from sqlalchemy.pool import StaticPool
+
+from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.protocol.naming import lane_id
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.connecting import engine_of
+from dualwrite.testing.memory.lane import MemoryLane
+from dualwrite.testing.memory.log import Log, ProducerRecord, RecordedTransaction, TransactionState
+from dualwrite.testing.memory.places import Place
+from dualwrite.testing.memory.planted import Planted
+from dualwrite.testing.memory.store import dialect_for_tests, is_shared
+from dualwrite.writing import entered
+from dualwrite.writing.arguments import check_arguments, conflicts_named
+from dualwrite.writing.block import dual_write, session_of_block
+from dualwrite.writing.connections import borrowed, usable
+from dualwrite.writing.lanes.lane_pool import Kept, Lanes
+from dualwrite.writing.redo import Patience, run_again
+from dualwrite.writing.serializing import Serializers, Serializing
+from dualwrite.writing.vitals import Vitals
+
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+    from typing_extensions import Self
+
+    from dualwrite.protocol.health import Health
+    from dualwrite.writing.lanes.lane import Lane
+    from dualwrite.writing.lanes.turns import Ticket
+    from dualwrite.writing.sessions import BoundSessions
+    from dualwrite.writing.transaction import Transaction
+
+Result = TypeVar("Result")
+_TIMEOUT_S: Final = 60.0
+_MARGIN_S: Final = 10.0
+_AT_ONCE: Final = 0.0
+
+
+class InMemoryWriter:
+    """Stands in for a `DualWriter` in unit tests: no broker, no tables of the library, no Kafka client.
+
+    The blocks, their savepoints, refusals and errors, and :meth:`run` are the product's own code. Rows are really committed and
+    rolled back in the engine's database; messages are kept in :attr:`messages`. Failures are planted with :meth:`fail_next`.
+
+    A crash, and what brokers and clients do to a message, need real servers. So do the rights, settings and limits of servers.
+
+    Args:
+        transactional_id: As for `DualWriter`.
+        engine: A SQLAlchemy engine or a URL; a new SQLite database in memory if not given. Dual writes on an engine with a
+            ``StaticPool`` run one at a time, and other code must not use the engine inside a block: it would be on the same
+            connection.
+        max_lanes: The maximum number of concurrent transactions.
+        lane_timeout_s: How long a transaction waits for a free lane, in seconds.
+        session_factory: As for `DualWriter`.
+        bulk: As for `DualWriter`.
+        key_serializer: As for `DualWriter`.
+        value_serializer: As for `DualWriter`.
+        max_message_bytes: The greatest size of key and value together in one message.
+
+    Raises:
+        ConfigurationError: A setting cannot work with a `DualWriter` either.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str = "in-memory",
+        *,
+        engine: Engine | str | None = None,
+        max_lanes: int = 8,
+        lane_timeout_s: float = 30.0,
+        session_factory: Callable[..., Session] = session_of_block,
+        bulk: bool = False,
+        key_serializer: Serializers = None,
+        value_serializer: Serializers = None,
+        max_message_bytes: int = 1_000_000,
+    ) -> None:
+        check_arguments(transactional_id, max_lanes)
+        self.transactional_id = transactional_id
+        self._owns_engine = not hasattr(engine, "connect")
+        self._engine = _new_database() if engine is None else engine_of(engine)
+        self._dialect = dialect_for_tests(self._engine)
+        self._session_factory = session_factory
+        self._bulk = bulk
+        self._serializing = Serializing(key_serializer, value_serializer)
+        self._max_message_bytes = max_message_bytes
+        self._planted = Planted()
+        self._log = Log()
+        self._open = False
+        self._lanes = Lanes(
+            transactional_id,
+            self._new_lane,
+            max_lanes=1 if is_shared(self._engine) else max_lanes,
+            timeout_s=_TIMEOUT_S,
+            lane_timeout_s=lane_timeout_s,
+            idle_after_s=_TIMEOUT_S,
+        )
+        self._vitals = Vitals(transactional_id, lambda: None)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        return self._engine
+
+    @property
+    def messages(self) -> list[ProducerRecord]:
+        """The messages that a consumer of committed ones sees, in the order of the commits."""
+        return [message for transaction in self._log.committed for message in transaction.messages]
+
+    def messages_of(self, topic: str) -> list[ProducerRecord]:
+        """Those of :attr:`messages` in one topic."""
+        return [message for message in self.messages if message.topic == topic]
+
+    @property
+    def aborted(self) -> list[ProducerRecord]:
+        """The messages that were handed to the producer, and that nobody ever sees: those of aborted and lost dual writes."""
+        aborted = [one for one in self._log.transactions if one.state is TransactionState.ABORTED]
+        return [message for transaction in aborted for message in transaction.messages]
+
+    @property
+    def transactions(self) -> list[RecordedTransaction]:
+        """The dual writes that have produced, or have committed rows, in the order in which they did so first."""
+        return self._log.transactions
+
+    def fail_next(
+        self,
+        place: Place | str,
+        error: type[DualWriteError] | DualWriteError,
+        *,
+        rows_committed: bool | None = None,
+        times: int = 1,
+    ) -> None:
+        """Let the next dual write fail that reaches a place. Failures at one place happen in the order of these calls.
+
+        After `Fenced` every later block fails with it, too: another owner has the id.
+
+        Args:
+            place: A `Place`, or its name: ``begin``, ``produce``, ``prepare``, ``decide``, ``commit`` or ``complete``.
+            error: What the server's part raises there: an error, or its class. The page on testing shows which can happen
+                where, and what the caller gets.
+            rows_committed: For `TransactionInDoubt` at ``commit``: whether the database has committed, which it has if not
+                given.
+            times: The number of failures.
+
+        Raises:
+            ValueError: The real writer cannot fail in this way.
+        """
+        at = Place(place)
+        for _ in range(times):
+            one = error
+            if isinstance(one, type):
+                one = one(f"a test has planted this at {at.value!r}", transactional_id=self.transactional_id)
+            self._planted.add(at, one, rows_committed=rows_committed)
+
+    def settle(self) -> None:
+        """Settle what dual writes left behind, as the real writer does in the background and a recovery after a crash.
+
+        Messages of dual writes whose rows are committed become visible; the others are aborted. Lanes in use are left alone. A
+        lane is also settled before its next use, and by :meth:`close`.
+        """
+        for kept in self._lanes.all:
+            if kept.taken_at is None:
+                kept.lane.settle(Deadline(_AT_ONCE))
+
+    def open(self) -> None:
+        """See :meth:`DualWriter.open`.
+
+        Raises:
+            IllegalStateError: The writer is open, or was closed.
+        """
+        if self._open or self._lanes.closed:
+            raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
+        self._lanes.open([self._new_lane(0)], keep_house=False)
+        self._open = True
+
+    def _new_lane(self, number: int) -> Lane:
+        lane = MemoryLane(
+            lane_id(self.transactional_id, number),
+            self._engine,
+            self._dialect,
+            self._planted,
+            self._log,
+            bulk=self._bulk,
+            max_message_bytes=self._max_message_bytes,
+        )
+        return cast("Lane", lane)
+
+    def transaction(
+        self, connection: Connection | psycopg.Connection[Any] | None = None
+    ) -> AbstractContextManager[Transaction]:
+        """See :meth:`DualWriter.transaction`."""
+        return self._block(connection)
+
+    def bind(self, sessions: sessionmaker[Any] | scoped_session[Any] | type[Session]) -> BoundSessions:
+        """See :meth:`DualWriter.bind`."""
+        from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
+
+        return BoundSessions(
+            self.transactional_id,
+            sessions,
+            lambda connection: self._block(connection, joined=True),
+            joins_first=self._engine if self._engine.dialect.name == "sqlite" else None,
+        )
+
+    @contextmanager
+    def _block(
+        self, connection: Connection | psycopg.Connection[Any] | None, *, joined: bool = False
+    ) -> Generator[Transaction, None, None]:
+        if not self._open:
+            raise IllegalStateError(
+                "the writer is not open",
+                transactional_id=self.transactional_id,
+                next_step="use `with writer:` or open()",
+            )
+        entered.refuse_blocking_a_loop(self.transactional_id)
+        entered.refuse_nested(self, self.transactional_id)
+        with usable(connection, self._engine) as given:
+            if given is not None:
+                first = cast("MemoryLane", self._lanes.first)
+                (first.joined if joined else first.context).store.check_same_database(given)
+            ticket = self._lanes.ticket()
+            try:
+                try:
+                    entered.enter(self, ticket)
+                    with (
+                        self._taken(ticket) as lane,
+                        conflicts_named(lane.transactional_id),
+                        borrowed(given, self._engine) as own,
+                        dual_write(
+                            cast("Lane", lane),
+                            lane.joined if joined else lane.context,
+                            own,
+                            session_factory=self._session_factory,
+                            margin_s=_MARGIN_S,
+                            timeout_s=_TIMEOUT_S,
+                            serializing=self._serializing,
+                        ) as transaction,
+                    ):
+                        yield transaction
+                finally:
+                    ticket.end()
+            finally:
+                ticket.end()  # the first one may have been interrupted
+
+    @contextmanager
+    def _taken(self, ticket: Ticket[Kept]) -> Generator[MemoryLane, None, None]:
+        lane = cast("MemoryLane", self._lanes.take(ticket))
+        try:
+            lane.ready(Deadline(_AT_ONCE))
+            yield lane
+        except DualWriteError as error:
+            self._vitals.note(error)
+            raise
+        self._vitals.note(None)
+
+    def run(
+        self,
+        work: Callable[[Transaction], Result],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: Connection | psycopg.Connection[Any] | None = None,
+    ) -> Result:
+        """See :meth:`DualWriter.run`. The pauses are real ones; ``longest_pause_s=0`` leaves them out."""
+        patience = Patience(attempts, within_s, longest_pause_s)
+        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
+
+    def health(self) -> Health:
+        """See :meth:`DualWriter.health`."""
+        is_open = self._open and not self._lanes.closed
+        return self._vitals.health(self._lanes, is_open=is_open, untold_losses=0)
+
+    @property
+    def ready(self) -> bool:
+        """See :attr:`DualWriter.ready`."""
+        return self.health().ready
+
+    def close(self) -> None:
+        """Wait for running transactions, and settle what is left. May be called more than once.
+
+        Raises:
+            AssertionError: A failure was planted that no dual write has reached, so the test has not tested it. Raised once.
+        """
+        self._lanes.close()
+        self._open = False
+        if self._owns_engine:
+            self._engine.dispose()
+        unreached, self._planted = self._planted.waiting, Planted()
+        if unreached:
+            raise AssertionError(f"planted, but no dual write came there: {', '.join(map(str, unreached))}")
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except AssertionError:
+            if error is None:
+                raise
+
+    def __repr__(self) -> str:
+        shown = "closed" if self._lanes.closed else "open" if self._open else "not open"
+        return f"<InMemoryWriter {self.transactional_id} {shown}>"
+
+
+def _new_database() -> Engine:
+    return create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
