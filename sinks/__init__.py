@@ -1,4 +1,5 @@
 """Sinks: dual writes from data processing engines.
 
-What belongs here: one package for each engine. May use: the whole library but ``dualwrite.cli`` and ``dualwrite.testing``.
+What belongs here: one package for each engine, and what they share. May use: the whole library but ``dualwrite.cli``
+and ``dualwrite.testing``.
 """

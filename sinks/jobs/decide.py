@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DualWriteError,
@@ -20,9 +18,11 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
 from dualwrite.protocol.tables.machine import Machine
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

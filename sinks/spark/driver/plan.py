@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import exc
 
-from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
@@ -24,6 +23,7 @@ from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settling.settle import end_participants
+from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.columns.table import read_table
 from dualwrite.sinks.spark.driver.prepared_limit import choose_staging

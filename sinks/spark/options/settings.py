@@ -14,6 +14,7 @@ from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.protocol.naming import pool_of_sink
 from dualwrite.sinks.spark.options.message_formats import KEY_FORMATS, REGISTERED, Format
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
@@ -73,6 +74,7 @@ class SinkSettings(_Needed, total=False):
     decide_within_s: float
     database_leg: str
     keep_slots: bool
+    producer_engine: EngineName
     allow_nondeterministic: bool
 
 
@@ -125,6 +127,7 @@ class SinkOptions:
             needs max_prepared_transactions. "auto": staging if tables may be created, otherwise prepared.
         keep_slots: Whether a Python worker that Spark reuses keeps its connections, slots and producers from task to task,
             so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
+        producer_engine: ``auto``, ``native`` or ``librdkafka``; see :class:`dualwrite.TransactionalProducer`.
         allow_nondeterministic: For a batch written partition by partition: accept a DataFrame whose plan may give other rows
             when it is computed again, and do not compare the rows of skipped partitions with those written earlier. A batch
             decided as a whole may give other rows each time.
@@ -162,6 +165,7 @@ class SinkOptions:
     decide_within_s: float = 3600.0
     database_leg: str = "auto"
     keep_slots: bool = True
+    producer_engine: EngineName = "auto"
     allow_nondeterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -180,6 +184,7 @@ class SinkOptions:
             raise ConfigurationError(
                 f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"
             )
+        wanted_engine(self.producer_engine)
         _parse_url(self.url)
         self._check_formats()
 

@@ -46,6 +46,7 @@ OPTION_NAMES: Final = {
     "decideWithinSeconds": "decide_within_s",
     "databaseLeg": "database_leg",
     "keepSlots": "keep_slots",
+    "producerEngine": "producer_engine",
 }
 """For each option, the setting of `SinkOptions` that it sets."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")

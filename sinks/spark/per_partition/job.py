@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import exc
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.batches.entry import Way
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark.columns.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.driver.plan import DriverSide
 from dualwrite.sinks.spark.driver.task_errors import JOB_ERRORS, JobFailed, reason_of

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     DecidedTransactionLost,
@@ -22,6 +20,8 @@ from dualwrite.errors import (
     TransactionAborted,
 )
 from dualwrite.protocol.batches.entry import Way
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, other_rows
 from dualwrite.sinks.spark.columns.from_arrow import awaited, projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches

@@ -7,11 +7,11 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dualwrite.runtime import failpoints
 from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.recovery.claim import OwnerContext, unique_owner
+from dualwrite.runtime import failpoints
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.sinks.spark.columns.row_names import table_key
 from dualwrite.sinks.spark.columns.table import require_types
 from dualwrite.sinks.spark.driver.plan import DriverSide

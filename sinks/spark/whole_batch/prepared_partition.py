@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dualwrite.runtime import failpoints
 from dualwrite.errors import TransactionAborted
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.columns.from_arrow import awaited
 from dualwrite.sinks.spark.driver.prepared_limit import bound_waiting, ran_out, require_room, waited_in_vain
 from dualwrite.sinks.spark.worker.attempt import Attempt

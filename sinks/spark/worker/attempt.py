@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, default_owner
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.sinks.spark.worker.slot import Slot, leased_slot
 from dualwrite.stores.jobs.ledger import Ledger

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from dualwrite.runtime.deadline import now_s
 from dualwrite.errors import DualWriteError, Fenced, Unavailable
+from dualwrite.runtime.deadline import now_s
 from dualwrite.stores.jobs.slots import Lease, SlotPool
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Keeps connections, and lanes with their producers, from task to task in a reused Python worker.
 
 A task then needs no claim and no new producer. Nothing relies on the cache: a lane continues only if its row says that it
-may (:meth:`dualwrite.writing.lanes.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the process, which
-Spark ends after the worker has been idle for a minute.
+may (:meth:`dualwrite.writing.lanes.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the process,
+which Spark ends after the worker has been idle for a minute.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class WorkerCache:
             incarnation=row.incarnation,
             call_timeout_s=self.options.timeout_s,
             bulk=True,
+            engine=self.options.producer_engine,
         )
 
 

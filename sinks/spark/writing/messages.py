@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
+from types import NoneType
 from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ _BYTES: Final = pa.binary()
 def produce_batch(
     transaction: Transaction, batch: pa.RecordBatch, layout: Layout, topic: str | None, serializing: Serializing
 ) -> None:
-    """Produce a message for each row of a projected batch. Waits while librdkafka's queue is full, so memory is bounded.
+    """Produce a message for each row of a projected batch. Waits while the producer's queue is full, so memory is bounded.
 
     Args:
         transaction: The dual write.
@@ -37,6 +38,16 @@ def produce_batch(
             does not fit its schema.
     """
     message = layout.message
+    if topic is not None and isinstance(message.value, int) and isinstance(message.key, (int, NoneType)):
+        transaction.produce_arrow(
+            topic,
+            batch.column(message.value),
+            _column(batch, message.key),
+            _column(batch, message.headers),
+            None if message.partition is None else _checked_partitions(batch, message.partition),
+            timestamps=_column(batch, message.timestamp),
+        )
+        return
     topics = repeat(topic) if message.topic is None else _topics(batch, message.topic)
     keys = None if message.key is None else _part(batch, message.key, topics, serializing)
     values = _part(batch, message.value, topics, serializing)
@@ -67,14 +78,23 @@ def _numbers(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
     return repeat(None) if number is None else cast("list[int | None]", batch.column(number).to_pylist())
 
 
+def _column(batch: pa.RecordBatch, number: int | None) -> pa.Array | None:
+    return None if number is None else batch.column(number)
+
+
 def _partitions(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
-    if number is not None and (least := pc.min(batch.column(number)).as_py()) is not None and least < 0:
-        # librdkafka would take -1 for "none", and choose one.
+    return repeat(None) if number is None else cast("list[int | None]", _checked_partitions(batch, number).to_pylist())
+
+
+def _checked_partitions(batch: pa.RecordBatch, number: int) -> pa.Array:
+    column = batch.column(number)
+    if (least := pc.min(column).as_py()) is not None and least < 0:
+        # The producer would take -1 for "none", and choose one.
         raise ConfigurationError(
             f"the partition of a row is {least}",
             next_step="partitions count from 0; a row whose partition is null goes where its key says",
         )
-    return _numbers(batch, number)
+    return column
 
 
 def _topics(batch: pa.RecordBatch, number: int) -> list[str]:

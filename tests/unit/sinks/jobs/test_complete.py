@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 from harness.simulated import TIMEOUT_S, TOPIC
+from harness.simulated_native import NativeOwner, settled
 from simulator.environment import time_out
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.writing.block import Ending
 
 
@@ -29,9 +30,9 @@ def decided(servers):
     return servers.row()
 
 
-def completing(here):
+def completing(here, *more):
     context = here.context
-    rows = context.store.read(["orders"])
+    rows = context.store.read(["orders", *more])
     return complete_handed_over(
         rows, coordinator=context.coordinator, store=context.store, deadline=Deadline(TIMEOUT_S)
     )
@@ -78,3 +79,51 @@ def test_a_decider_that_dies_leaves_the_rest_to_a_claim(servers, decided, point)
     servers.run(settling, "S")
     assert servers.rows == servers.visible() == ["m1"]
     assert servers.row().completed is Outcome.COMMITTED
+
+
+@pytest.fixture
+def native(servers):
+    """An owner that has handed over a native transaction, which its row names as decided."""
+    owner = NativeOwner(servers, "native")
+    for partition in (0, 1):
+        owner.produce("n1", partition)
+    owner.decide()
+    return owner
+
+
+def both(here):
+    return completing(here, "native")
+
+
+def test_both_engines_rows_are_completed_in_one_batch(servers, decided, native):
+    assert {row.transactional_id for row in servers.run(both, "D")} == {"orders", "native"}
+    assert servers.row("native").completed is servers.row().completed is Outcome.COMMITTED
+    assert sorted(servers.visible()) == ["m1", "n1"]
+    # Only the request for native transactions raises the epoch, so that the owner's next one has another name.
+    known = next(one for one in servers.simulation.broker.transactions if one.transactional_id == native.kafka_id)
+    assert known.producer_epoch == native.epoch + 1
+
+
+def test_the_end_of_a_native_transaction_is_asked_for_again_where_the_answer_is_missing(servers, native):
+    decider = servers.start(lambda here: completing(here, "native"), "D").before("EndTxn")
+    decider.lose_answer()
+    assert [row.transactional_id for row in decider.result()] == ["native"]
+    assert servers.row("native").completed is Outcome.COMMITTED
+
+
+def test_a_native_transaction_with_a_forgotten_marker_is_left_to_a_claim(servers, native):
+    native.end(forgets=1)
+    assert servers.run(lambda here: completing(here, "native"), "D") == []
+    assert servers.row("native").completed is None
+    assert settled(servers, "native").mended == ["native"]
+    assert servers.visible(0) == servers.visible(1) == ["n1"]
+
+
+def test_a_native_transaction_that_the_broker_has_aborted_is_left_to_a_claim(servers):
+    native = NativeOwner(servers, "native", timeout_ms=60_000)
+    native.produce("n1")
+    native.decide()
+    servers.simulation.broker = time_out(servers.simulation.broker, native.kafka_id)
+    servers.simulation.write_markers()
+    assert servers.run(lambda here: completing(here, "native"), "D") == []
+    assert [loss.outcome for loss in settled(servers, "native").losses] == [Outcome.LOST]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from dualwrite.errors import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.sinks.jobs import decide
 from dualwrite.protocol.tables.batch_life import BatchState
+from dualwrite.sinks.jobs import decide
 
 
 @dataclass(frozen=True)

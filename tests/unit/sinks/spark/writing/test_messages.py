@@ -17,7 +17,9 @@ def produced(partitions):
     found = []
     parts = SimpleNamespace(topic=None, key=None, value=0, headers=None, partition=1, timestamp=None)
     rows = {"value": [b"v"] * len(partitions), "partition": pa.array(partitions, pa.int32())}
-    transaction = SimpleNamespace(produce=lambda *_, partition, **__: found.append(partition))
+    transaction = SimpleNamespace(
+        produce_arrow=lambda _topic, _values, _keys, _headers, numbers, **_: found.extend(numbers.to_pylist())
+    )
     produce_batch(transaction, pa.RecordBatch.from_pydict(rows), SimpleNamespace(message=parts), "topic", None)
     return found
 
@@ -29,6 +31,6 @@ def test_a_row_names_its_partition_or_none():
 
 @pytest.mark.parametrize("number", [-1, -2])
 def test_a_negative_partition_is_refused(number):
-    """librdkafka takes -1 for none, and chooses a partition."""
+    """A producer takes -1 for none, and chooses a partition."""
     with pytest.raises(ConfigurationError, match=f"partition of a row is {number}"):
         produced([0, number])
