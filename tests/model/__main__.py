@@ -1,6 +1,7 @@
 """Random schedules in numbers: ``make model N=1000000 SEED=0``. Exit code 0: clean; 1: something was found.
 
-From seed 1,000,000,000,000 on they are of workers that hand over and of drivers that decide.
+From seed 1,000,000,000,000 on they are of workers that hand over and of drivers that decide. From 2,000,000,000,000 on the
+brokers have transaction version 2, and owners the native engine, or each of them one of both; from 3,000,000,000,000 on workers.
 
 Prints progress and keeps what happened in a file. The first finding is shrunk, printed as a schedule, and ends the run. With
 ``--mistake NAME`` the product is broken on purpose: then finding it is success. SIGINT and SIGTERM end the run after the
@@ -41,7 +42,8 @@ def main() -> int:
     counts = results.counts
     print(
         f"{counts.schedules:,} of {results.wanted:,} schedules in {results.seconds:.0f} s, {results.rate:.0f} a second; "
-        f"{len(counts.findings)} findings{f'; stopped by {results.stopped}' if results.stopped else ''}; "
+        f"{counts.happened['schedules with the native engine']:,} with the native engine alone, "
+        f"{counts.happened['schedules with both engines']:,} with both; {len(counts.findings)} findings{f'; stopped by {results.stopped}' if results.stopped else ''}; "
         f"results: {options.results}"
     )
     for finding in counts.findings:

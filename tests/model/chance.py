@@ -10,14 +10,20 @@ from simulator.process import Server
 
 from dualwrite.writing.block import Ending
 from model.owners import TOPIC
-from model.world import PARTITIONS, World
+from model.world import PARTITIONS, Cluster, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from simulator.process import Process
 
+    from dualwrite.kafka.producer.choice import EngineName
+
 HANDED_OVER_FROM = 1_000_000_000_000
+NATIVE_FROM = 2 * HANDED_OVER_FROM
+NATIVE_HANDED_OVER_FROM = 3 * HANDED_OVER_FROM
+_CLUSTERS = (Cluster.UNLIMITED, Cluster.UNLIMITED, Cluster.LIMITED)
+_ENGINES: tuple[tuple[EngineName, ...], ...] = (("native",), ("native",), ("native", "librdkafka"))
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
 _WAYS_TO_HAND_OVER = ([Ending.HAND_OVER], [Ending.PREPARE], [Ending.HAND_OVER, Ending.PREPARE])
 _WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
@@ -104,7 +110,12 @@ class Schedule:
             return
         name = _NAMES[self._opened] if self._opened < len(_NAMES) else f"Z{self._opened}"
         self._opened += 1
-        self._current = world.do_open(name, lanes=self._lanes, eager=random.random() < 0.3)
+        self._current = world.do_open(
+            name, lanes=self._lanes, eager=random.random() < 0.3, engine=self._engine_of_the_next()
+        )
+
+    def _engine_of_the_next(self) -> EngineName:
+        return "librdkafka"
 
     def _go_on(self, process: Process) -> None:
         random, world = self._random, self.world
@@ -179,7 +190,7 @@ class Schedule:
         partition = self._random.randrange(PARTITIONS)
         if (TOPIC, partition) not in broker.suspended:
             self.world.do_suspend(partition)
-        elif (TOPIC, partition) not in broker.leaderless:
+        elif (TOPIC, partition) not in broker.leaderless and self._may_lose_leader():
             self.world.do_lose_leader(partition)
         else:
             return False
@@ -188,7 +199,7 @@ class Schedule:
     def _go_on_leading(self) -> None:
         broker = self.world.simulation.broker
         _, partition = place = self._random.choice(broker.suspended)
-        if place not in broker.leaderless and self._random.random() < 0.6:
+        if place not in broker.leaderless and self._random.random() < 0.6 and self._may_lose_leader():
             self.world.do_lose_leader(partition)
         else:
             self.world.do_resume(partition)
@@ -237,6 +248,12 @@ class Schedule:
             self.world.do_stop_database()
         return True
 
+    def _time_out(self, kafka_id: str) -> None:
+        self.world.do_time_out(kafka_id)
+
+    def _may_lose_leader(self) -> bool:
+        return True
+
     def _disturb_transaction(self) -> bool:
         ongoing = self.world.ongoing()
         if not ongoing:
@@ -244,7 +261,7 @@ class Schedule:
         chosen = self._random.choice(ongoing)
         draw = self._random.random()
         if draw < 0.5:
-            self.world.do_time_out(chosen)
+            self._time_out(chosen)
         elif draw < 0.85:
             self.world.do_force_terminate(chosen)
         elif all(process.name.startswith("R") for process in self.world.alive):
@@ -280,7 +297,9 @@ class HandedOverSchedule(Schedule):
         if not world.alive or self._workers < len(self._slots) or draw < 0.2:
             slot = self._slots[self._workers % len(self._slots)]
             self._workers += 1
-            self._current = world.do_work(f"W{self._workers}", slot, eager=random.random() < 0.3)
+            self._current = world.do_work(
+                f"W{self._workers}", slot, eager=random.random() < 0.3, engine=self._engine_of_the_next()
+            )
         elif world.inbox and draw < 0.7:
             self._decide()
         elif draw < 0.9:
@@ -336,6 +355,43 @@ class HandedOverSchedule(Schedule):
         self.world.do_last_batch()
 
 
+class _OnNewBrokers(Schedule):
+    """On brokers of transaction version 2: all processes have the native engine, or each has one of both, as in an upgrade."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.world = World(self.world.kind, self._random.choice(_CLUSTERS))
+        self._engines = self._random.choice(_ENGINES)
+
+    def _engine_of_the_next(self) -> EngineName:
+        return self._random.choice(self._engines)
+
+    def _time_out(self, kafka_id: str) -> None:
+        if kafka_id in self.world.limited():
+            self.world.do_time_out(kafka_id)
+        else:
+            self.world.do_force_terminate(kafka_id)
+
+    def _may_lose_leader(self) -> bool:
+        # A skipped marker is written by hand where the repair could time out: an operator's work.
+        return self.world.cluster is Cluster.UNLIMITED
+
+
+class NativeSchedule(_OnNewBrokers):
+    """One random schedule of owners on brokers of transaction version 2."""
+
+
+class NativeHandedOverSchedule(_OnNewBrokers, HandedOverSchedule):
+    """One random schedule of workers and drivers on brokers of transaction version 2."""
+
+
+_FROM: tuple[tuple[int, type[Schedule]], ...] = (
+    (NATIVE_HANDED_OVER_FROM, NativeHandedOverSchedule),
+    (NATIVE_FROM, NativeSchedule),
+    (HANDED_OVER_FROM, HandedOverSchedule),
+)
+
+
 def schedule_of(seed: int) -> Schedule:
-    """The random schedule of a seed: from :data:`HANDED_OVER_FROM` on with workers and drivers, else with owners."""
-    return (Schedule if seed < HANDED_OVER_FROM else HandedOverSchedule)(seed)
+    """The random schedule of a seed: of the kind that begins at or below it, else of owners that send with librdkafka."""
+    return next((kind for first, kind in _FROM if seed >= first), Schedule)(seed)

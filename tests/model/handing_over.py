@@ -15,12 +15,12 @@ from simulator.database import ConnectionLost
 from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
-from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.stores.participants import name_of
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
+    from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
     from model.owners import Told
@@ -64,16 +65,25 @@ class Worker:
         inbox: What can be decided on, by worker: the newest of each.
         slot: The transactional id.
         eager: Whether messages are sent when they are produced.
+        engine: What sends them.
     """
 
     def __init__(
-        self, simulation: Simulation, told: Told, inbox: dict[str, HandedOver], slot: str, *, eager: bool
+        self,
+        simulation: Simulation,
+        told: Told,
+        inbox: dict[str, HandedOver],
+        slot: str,
+        *,
+        eager: bool,
+        engine: EngineName = "librdkafka",
     ) -> None:
         self._simulation = simulation
         self._told = told
         self._inbox = inbox
         self._slot = slot
         self._eager = eager
+        self._engine = engine
         self._resting: Lane | None = None
 
     def run(self, process: Process) -> None:
@@ -111,7 +121,7 @@ class Worker:
             except DualWriteError as error:
                 self._told.note(error)
             lane.discard()
-        make = make_producer(self._simulation, context, eager=self._eager)
+        make = make_producer(self._simulation, context, eager=self._eager, engine=self._engine)
         return Lane(self._slot, context, make, losses=Losses(self._told.note))
 
     def _write(self, lane: Lane, context: OwnerContext, connection: SimulatedConnection, write: Write) -> str:

@@ -10,11 +10,17 @@ import json
 import sys
 from pathlib import Path
 
-from harness.mistakes import MISTAKES, handing_over
+from harness.mistakes import MISTAKES, handing_over, native, native_engine
 
-from model.chance import HANDED_OVER_FROM
+from model.chance import HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
 from model.run import chunks
 
+_FROM = {
+    handing_over.__name__: HANDED_OVER_FROM,
+    native.__name__: NATIVE_FROM,
+    native_engine.__name__: NATIVE_FROM,
+    native.native_completed_on_the_coordinators_word.__name__: NATIVE_HANDED_OVER_FROM,
+}
 RESULTS = Path(__file__).with_name("mistakes.json")
 
 
@@ -34,13 +40,13 @@ def main() -> int:
 
 
 def find(name: str, schedules: int) -> dict[str, object]:
-    """Run schedules of a mistaken product until one finds something; of workers and drivers where it is theirs.
+    """Run schedules of a mistaken product until one finds something; of workers and drivers, or natively, where it is theirs.
 
     Returns:
         How many were run, and what the last of them found, if anything.
     """
     done = 0
-    first = HANDED_OVER_FROM if MISTAKES[name].plant.__module__ == handing_over.__name__ else 0
+    first = _FROM.get(name, _FROM.get(MISTAKES[name].plant.__module__, 0))
     for counts in chunks(first, schedules, name, 1):
         done += counts.schedules
         if counts.findings:

@@ -19,8 +19,8 @@ from simulator.database import (
 from simulator.handle import make_handle
 from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
+from simulator.wire import make_wire
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
@@ -34,6 +34,7 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
+    from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.protocol.rows import StateRow
 
 NAME = "orders"
@@ -109,9 +111,16 @@ class Told:
 
 
 def make_producer(
-    simulation: Simulation, context: OwnerContext, *, eager: bool
+    simulation: Simulation, context: OwnerContext, *, eager: bool, engine: EngineName = "librdkafka"
 ) -> Callable[[StateRow], TransactionalProducer]:
-    """Return the function that makes the producers of a lane in the model."""
+    """Return the function that makes the producers of a lane in the model.
+
+    Args:
+        simulation: Where they run.
+        context: Their coordinator's and store's.
+        eager: Whether messages are sent when they are produced.
+        engine: What sends them.
+    """
 
     def make(row: StateRow) -> TransactionalProducer:
         return TransactionalProducer(
@@ -120,7 +129,9 @@ def make_producer(
             coordinator=context.coordinator,
             incarnation=row.incarnation,
             call_timeout_s=TIMEOUT_S / 2,
+            engine=engine,
             make_handle=make_handle(simulation, eager=eager),
+            make_wire=make_wire(simulation, eager=eager),
         )
 
     return make
@@ -129,12 +140,15 @@ def make_producer(
 class Owner:
     """A process that opens the writer's lanes and writes on command."""
 
-    def __init__(self, simulation: Simulation, told: Told, *, lanes: int, eager: bool) -> None:
+    def __init__(
+        self, simulation: Simulation, told: Told, *, lanes: int, eager: bool, engine: EngineName = "librdkafka"
+    ) -> None:
         self._simulation = simulation
         self._told = told
         self._lanes: list[Lane] = []
         self._count = lanes
         self._eager = eager
+        self._engine = engine
 
     def run(self, process: Process) -> None:
         coordinator = SimulatedCoordinator(self._simulation)
@@ -182,7 +196,7 @@ class Owner:
         return Lane(
             lane_id(NAME, number),
             context,
-            make_producer(self._simulation, context, eager=self._eager),
+            make_producer(self._simulation, context, eager=self._eager, engine=self._engine),
             guard=first_lane if number else None,
             losses=Losses(self._told.note),
         )

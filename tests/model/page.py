@@ -1,7 +1,7 @@
 """The report: ``python -m model.page RESULTS...`` takes the results of runs, adds them up, and writes the page.
 
-Without results it writes the page again from the figures that the repository keeps. Give it runs whose seeds do not overlap,
-except for a seed that has run again once its finding was mended.
+Without results it writes the page again from the figures that the repository keeps; after ``--more`` results are added to
+these. Give it runs whose seeds do not overlap, except for a seed that has run again once its finding was mended.
 """
 
 from __future__ import annotations
@@ -52,17 +52,25 @@ decide on several of them at once, as the Spark sink does with a whole batch; a 
 says that it may. What nobody has decided must not be seen, not even a part of it.
 """
 
+NATIVE = """\
+In the schedules from seed 2,000,000,000,000 on, the brokers have transaction version 2, with a time limit or without, and
+processes send with the native engine: its own sender, requests and rules of the wire, on simulated connections. In some of
+them each process has one of the two engines, as in an upgrade and on the way back; settling meets what either has left.
+"""
+
 FOOT = """\
 ## What this does not show
 
 - The simulated client and database are written by hand, from sources and measurements. Only the simulated broker is held
   against a real one. What they do otherwise than the real ones is shown by the [runs on real servers](proof-chaos.md).
-- Code below the ports: SQL, the wire, threads, forks, Spark, slots and ledgers. Consumed offsets.
+- Code below the ports: SQL, sockets, threads, forks, Spark, slots and ledgers. Consumed offsets.
 - Leaders that move to other brokers (they go away and come back), topics that are deleted, logs that are truncated, a database that loses commits.
 - Chance tries much, not everything: within bounds, the [search](proof-search.md) does.
 """
 
 _HAPPENED = {
+    "schedules with the native engine": "schedules in which all processes send natively",
+    "schedules with both engines": "schedules in which some send natively and some with librdkafka",
     "opens": "an owner starts, and settles what it finds",
     "recoveries": "an operator runs the recovery command",
     "kills": "a process is killed",
@@ -124,6 +132,16 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
+def added(kept: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of the page, of what is kept and of more runs."""
+    total: dict[str, Any] = {name: kept[name] + more[name] for name in ("runs", "schedules", "findings")}
+    total["mended"] = sorted({*kept.get("mended", ()), *more["mended"]})
+    for name in ("happened", "passed", "told"):
+        total[name] = Counter(kept[name]) + Counter(more[name])
+    total["places"] = {kind: Counter(kept["places"][kind]) + Counter(more["places"][kind]) for kind in _PLACES}
+    return total
+
+
 def _ran_well_since(seed: int, runs: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the newest run of a seed has found nothing with it."""
     newest = max(
@@ -149,6 +167,7 @@ def render(figures: Mapping[str, Any]) -> str:
             "",
             METHOD,
             *([HANDED_OVER] if happened.get("drivers") else []),
+            *([NATIVE] if happened.get("schedules with the native engine") else []),
             "## What has happened",
             "",
             "| what | times |",
@@ -209,7 +228,10 @@ def _passed(passed: Mapping[str, int]) -> list[str]:
 def main(paths: Sequence[str]) -> None:
     """Take in the runs, if there are any, and write the page."""
     if paths:
-        figures = summary([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+        is_more = paths[0] == "--more"
+        figures = summary([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths[is_more:]])
+        if is_more:
+            figures = added(json.loads(FIGURES.read_text(encoding="utf-8")), figures)
         FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(render(json.loads(FIGURES.read_text(encoding="utf-8"))), encoding="utf-8")
 

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 from model.checker import Finding
-from model.schedule import Performer, kind_of, text_lines
-from model.world import World
+from model.schedule import Performer, text_lines, world_of
 
 
 def main() -> int:
     lines = text_lines(Path(sys.argv[1]).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format="      %(message)s")
-    world = World(kind_of(lines))
+    world = world_of(lines)
     performer = Performer(world)
     with world.running():
         for line in lines:

@@ -48,6 +48,10 @@ class Counts:
         self.happened.update(world.told.counts)
         self.happened["calls served"] += world.simulation.steps
         self.happened["messages"] += world.messages
+        if world.engines == {"native"}:
+            self.happened["schedules with the native engine"] += 1
+        elif "native" in world.engines:
+            self.happened["schedules with both engines"] += 1
         self.happened["losses told"] += len(world.told.losses)
         self.told.update(write.told or "nothing: its process was killed" for write in world.writes)
         self.passed.update(world.passed)

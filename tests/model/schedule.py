@@ -10,7 +10,7 @@ from simulator.process import Server
 
 from dualwrite.runtime.failpoints import FAILPOINTS
 from model.owners import TOPIC
-from model.world import ENDINGS, World, kafka_id
+from model.world import ENDINGS, Cluster, World, kafka_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from simulator.requests import TopicPartition
     from simulator.scheduler import Held
 
+    from dualwrite.kafka.producer.choice import EngineName
+
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}
+_GIVEN = "given "
+_CLUSTERS = {cluster.value: cluster for cluster in Cluster}
 _FAR = 500
 """So many steps are enough to come to any request."""
 
@@ -140,16 +144,16 @@ class Performer:
 
     # Lines
 
-    def opens(self, name: str, lanes: str | None, early: str | None) -> None:
+    def opens(self, name: str, lanes: str | None, early: str | None, native: str | None) -> None:
         self._require_none(name)
-        self._world.do_open(name, lanes=int(lanes or 1), eager=early is not None)
+        self._world.do_open(name, lanes=int(lanes or 1), eager=early is not None, engine=_engine(native))
 
     def recovers(self, name: str) -> None:
         self._world.do_recover(name)
 
-    def works(self, name: str, slot: str, early: str | None) -> None:
+    def works(self, name: str, slot: str, early: str | None, native: str | None) -> None:
         self._require_none(name)
-        self._world.do_work(name, slot, eager=early is not None)
+        self._world.do_work(name, slot, eager=early is not None, engine=_engine(native))
 
     def decides(self, name: str, workers: str) -> None:
         self._require_none(name)
@@ -283,7 +287,7 @@ class Performer:
             raise Impossible(f"the leader of partition {partition} is in another state")
 
     def times_out(self, name: str, incarnation: str) -> None:
-        self._world.do_time_out(self._known(name, incarnation, self._world.ongoing()))
+        self._world.do_time_out(self._known(name, incarnation, self._world.limited()))
 
     def forgets(self, name: str, incarnation: str) -> None:
         self._world.do_expire(self._known(name, incarnation, self._world.at_rest()))
@@ -312,9 +316,15 @@ _OF = r"(?P<name>[a-z#0-9]+), incarnation (?P<incarnation>\d+)"
 _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
     (re.compile(pattern), method)
     for pattern, method in [
-        (rf"{_NAME} opens(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?\))?", Performer.opens),
+        (
+            rf"{_NAME} opens(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?(?:, )?(?P<native>native)?\))?",
+            Performer.opens,
+        ),
         (rf"{_NAME} recovers", Performer.recovers),
-        (rf"{_NAME} works on (?P<slot>slot#\d+)(?P<early> \(sends early\))?", Performer.works),
+        (
+            rf"{_NAME} works on (?P<slot>slot#\d+)(?: \((?P<early>sends early)?(?:, )?(?P<native>native)?\))?",
+            Performer.works,
+        ),
         (rf"{_NAME} decides on the work of (?P<workers>W\d+(?: and W\d+)*)", Performer.decides),
         (rf"{_NAME} settles (?P<slots>slot#\d+(?: and slot#\d+)*)", Performer.settles),
         (
@@ -360,11 +370,22 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
 ]
 
 
-def kind_of(lines: Sequence[str]) -> Kind:
-    """The database that a schedule asks for in its first line."""
-    if lines and lines[0].startswith("given "):
-        return Kind(lines[0].removeprefix("given "))
-    return Kind.READ_COMMITTED
+def world_of(lines: Sequence[str]) -> World:
+    """The world that a schedule asks for in its first lines."""
+    kind, cluster = Kind.READ_COMMITTED, Cluster.FIRST
+    for line in lines:
+        given = line.removeprefix(_GIVEN)
+        if given == line:
+            break
+        if given in _CLUSTERS:
+            cluster = _CLUSTERS[given]
+        else:
+            kind = Kind(given)
+    return World(kind, cluster)
+
+
+def _engine(native: str | None) -> EngineName:
+    return "librdkafka" if native is None else "native"
 
 
 def text_lines(text: str) -> list[str]:
@@ -384,12 +405,12 @@ def run_lines(lines: Sequence[str], *, lenient: bool = False) -> World:
         Finding: The promise is broken. Its ``world`` is where.
         Impossible: A line cannot happen, and ``lenient`` is not set.
     """
-    world = World(kind_of(lines))
+    world = world_of(lines)
     performer = Performer(world)
     try:
         with world.running():
             for line in lines:
-                if line.startswith("given "):
+                if line.startswith(_GIVEN):
                     continue
                 try:
                     performer.perform(line)

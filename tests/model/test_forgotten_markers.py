@@ -7,10 +7,10 @@ import logging
 import pytest
 from simulator.store import SimulatedStore
 
-from dualwrite.sinks.jobs import complete as completing
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
 from dualwrite.recovery.settling.settle import _Settling
+from dualwrite.sinks.jobs import complete as completing
 from dualwrite.writing.lanes.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines

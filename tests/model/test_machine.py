@@ -14,7 +14,7 @@ from simulator.process import Server
 
 from model.checker import Finding
 from model.schedule import lines_of
-from model.world import PARTITIONS, World
+from model.world import PARTITIONS, Cluster, World
 
 INDEX = st.integers(0, 7)
 MOST_ALIVE = 4
@@ -45,9 +45,9 @@ class Model(RuleBasedStateMachine):
     world: World | None = None
     found = False
 
-    @initialize(kind=st.sampled_from(Kind))
-    def start(self, kind):
-        self.world = World(kind)
+    @initialize(kind=st.sampled_from(Kind), cluster=st.sampled_from((Cluster.FIRST, Cluster.UNLIMITED)))
+    def start(self, kind, cluster):
+        self.world = World(kind, cluster)
         self.opened = 0
         self.recoverers = 0
         self.running = self.world.running()
@@ -75,12 +75,13 @@ class Model(RuleBasedStateMachine):
     # Processes
 
     @precondition(lambda self: len(self.world.alive) < MOST_ALIVE)
-    @rule(lanes=st.integers(1, 2), eager=st.booleans())
+    @rule(lanes=st.integers(1, 2), eager=st.booleans(), native=st.booleans())
     @telling
-    def an_owner_opens(self, lanes, eager):
+    def an_owner_opens(self, lanes, eager, native):
         name = chr(ord("A") + self.opened) if self.opened < 17 else f"Z{self.opened}"
         self.opened += 1
-        self.world.do_open(name, lanes=lanes, eager=eager)
+        engine = "native" if native and self.world.cluster is not Cluster.FIRST else "librdkafka"
+        self.world.do_open(name, lanes=lanes, eager=eager, engine=engine)
 
     @precondition(lambda self: len(self.world.alive) < MOST_ALIVE)
     @rule()
@@ -223,11 +224,11 @@ class Model(RuleBasedStateMachine):
     def the_broker_writes_one_marker(self, index):
         self.world.do_write_one_marker(at(self.world.prepared(), index))
 
-    @precondition(lambda self: self.world.ongoing())
+    @precondition(lambda self: self.world.limited())
     @rule(index=INDEX)
     @telling
     def the_broker_times_a_transaction_out(self, index):
-        self.world.do_time_out(at(self.world.ongoing(), index))
+        self.world.do_time_out(at(self.world.limited(), index))
 
     @precondition(lambda self: self.world.ongoing())
     @rule(index=INDEX)

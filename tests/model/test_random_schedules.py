@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import broker_mistakes
+from simulator import scheduler
 
 from model import run
-from model.chance import HANDED_OVER_FROM
+from model.chance import HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
 from model.counterparts import planted
 from model.results import Counts
 from model.run import chunks, run_chunk
@@ -21,7 +23,7 @@ CHUNK = 500
 FOUND = Path(__file__).parent / "found"
 
 
-@pytest.mark.parametrize("first", range(1_000_000_000, 1_000_000_000 + 4 * CHUNK, CHUNK))
+@pytest.mark.parametrize("first", range(1_000_000_000, 1_000_000_000 + 3 * CHUNK, CHUNK))
 def test_both_sides_agree_after_every_random_schedule(first):
     counts = run_chunk(first, CHUNK)
     assert not counts.findings
@@ -42,6 +44,17 @@ def test_both_sides_agree_after_every_random_schedule_of_workers_and_drivers(fir
     assert counts.happened["workers go on"] > 100
     assert counts.happened["completed without a claim"] > 100
     assert counts.told["decided"] > 20
+
+
+@pytest.mark.parametrize("first", [NATIVE_FROM, NATIVE_HANDED_OVER_FROM])
+def test_both_sides_agree_after_every_random_schedule_of_native_engines_and_of_both(first):
+    counts = run_chunk(first, CHUNK // 2)
+    assert not counts.findings
+    assert counts.schedules == CHUNK // 2
+    assert counts.happened["schedules with the native engine"] > 100
+    assert counts.happened["schedules with both engines"] > 20
+    assert counts.happened["leaders lost"] > 20
+    assert counts.happened["late requests"] > 10
 
 
 @pytest.mark.parametrize(
@@ -80,6 +93,55 @@ def test_a_planted_mistake_is_found_soon(mistake):
 
 
 @pytest.mark.parametrize(
+    "mistake",
+    [
+        "prepared_before_all_acknowledgements",
+        "witnesses_of_the_wrong_transaction",
+        pytest.param("fence_not_written", marks=pytest.mark.thorough),
+        pytest.param("batch_resent_with_another_sequence", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_planted_mistake_of_the_native_engine_is_found_soon(mistake):
+    assert run_chunk(NATIVE_FROM, 100, mistake).findings
+
+
+@pytest.mark.thorough
+def test_native_transactions_completed_on_the_coordinators_word_are_found():
+    assert run_chunk(NATIVE_HANDED_OVER_FROM, 1000, "native_completed_on_the_coordinators_word").findings
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        broker_mistakes.ends_what_is_open,
+        broker_mistakes.goes_on_with_the_sequence,
+        broker_mistakes.adds_nothing,
+        pytest.param(broker_mistakes.keeps_the_epoch, marks=pytest.mark.thorough),
+        pytest.param(broker_mistakes.writes_twice, marks=pytest.mark.thorough),
+        pytest.param(broker_mistakes.forgets_how_it_ended, marks=pytest.mark.thorough),
+        pytest.param(broker_mistakes.commits_nothing, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_broker_that_gives_up_a_rule_of_transaction_version_2_is_found(monkeypatch, mistake):
+    monkeypatch.setattr(scheduler, "handle", mistake)
+    assert run_chunk(NATIVE_FROM, 1000).findings
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mistake", "shows"),
+    [
+        ("native_late_copy_of_a_message", broker_mistakes.joins_what_is_open, "twice"),
+        ("native_late_copy_of_a_commit", broker_mistakes.ends_what_is_open, "not in the database, and readers see"),
+    ],
+)
+def test_late_copies_are_harmless_by_the_rules_of_the_broker(monkeypatch, schedule, mistake, shows):
+    assert not run_lines(lines_of_found(schedule)).simulation.held
+    monkeypatch.setattr(scheduler, "handle", mistake)
+    with pytest.raises(AssertionError, match=shows):
+        run_lines(lines_of_found(schedule))
+
+
+@pytest.mark.parametrize(
     ("schedule", "mistake", "shows"),
     [
         ("first_init_comes_late", "kept_after_a_repeated_init", "told as lost"),
@@ -87,6 +149,17 @@ def test_a_planted_mistake_is_found_soon(mistake):
         ("suspended_leader_then_a_commit", "goes_on_before_the_end_is_known", "not in the database, and readers see"),
         ("suspended_leader_and_an_overwritten_row", "goes_on_before_the_end_is_known", "held back"),
         ("suspended_leader_then_closed", "closes_without_the_proof", "held back"),
+        ("native_first_init_comes_late", "a_new_producer_asked_for_again_after_silence", "told as lost"),
+        ("native_suspended_leader_then_the_next_decision", "begins_on_the_coordinators_word", "told as lost"),
+        ("native_skipped_in_the_second_partition", "state_without_a_partition", "nobody was told"),
+        ("native_timed_out_before_its_commit", "ended_by_the_time_out_taken_for_a_commit", "nobody was told"),
+        (
+            "native_abort_of_what_was_not_acknowledged",
+            "unacknowledged_batch_not_aborted",
+            "not in the database, and readers see",
+        ),
+        ("native_offsets_of_an_earlier_transaction", "witnesses_of_the_wrong_transaction", "told as lost"),
+        ("native_settled_by_two", "native_settled_by_the_request_of_the_other_engine", "told as lost"),
     ],
 )
 def test_a_schedule_that_has_found_a_mistake_finds_it_when_it_is_planted_again(schedule, mistake, shows):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.chance import HANDED_OVER_FROM, schedule_of
+from model.chance import HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM, schedule_of
 from model.schedule import Impossible, lines_of, run_lines, text_lines
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.txt"))
@@ -26,7 +26,14 @@ def test_what_was_found_once_is_mended(path):
     assert not world.counts["undecided transactions ended by an operator"]
 
 
-@pytest.mark.parametrize("seed", [*range(40), *range(HANDED_OVER_FROM, HANDED_OVER_FROM + 40)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        first + number
+        for first in (0, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM)
+        for number in range(40 if first < NATIVE_FROM else 20)
+    ],
+)
 def test_a_run_can_be_run_again_by_its_lines(seed):
     first = schedule_of(seed).run()
     again = run_lines(text_lines("\n".join(lines_of(first.trace))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from simulator import environment
@@ -16,7 +17,7 @@ from simulator.broker import handle
 from simulator.database import Database, Kind
 from simulator.partition import producer
 from simulator.process import Process, Server
-from simulator.requests import ErrorCode, InitProducerId, WriteTxnMarkers
+from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, WriteTxnMarkers
 from simulator.scheduler import Held, Simulation
 from simulator.state import new_broker, transaction
 
@@ -29,10 +30,23 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from simulator.partition import Partition, ProducerEntry
+    from simulator.state import Broker
+
+    from dualwrite.kafka.producer.choice import EngineName
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}
 NAMESPACE = "n"
+
+
+class Cluster(Enum):
+    """The brokers, as far as producers can tell; the words are those of schedules."""
+
+    FIRST = "transaction version 1"
+    LIMITED = "transaction version 2, with a time limit"
+    UNLIMITED = "transaction version 2"
+
+
 _MOST_STEPS = 20_000
 
 
@@ -44,6 +58,7 @@ class World:
         writes: All dual writes that were begun.
         told: What processes were told.
         inbox: The newest undecided transaction that each worker has handed over.
+        engines: The engines of the owners and workers.
         excused: Numbers of writes whose Kafka transaction the environment has ended.
         trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
         counts: How often each kind of thing happened.
@@ -51,13 +66,15 @@ class World:
         passed: How often each fail point was passed.
     """
 
-    def __init__(self, kind: Kind = Kind.READ_COMMITTED) -> None:
+    def __init__(self, kind: Kind = Kind.READ_COMMITTED, cluster: Cluster = Cluster.FIRST) -> None:
         self.kind = kind
-        self.simulation = Simulation(new_broker({TOPIC: PARTITIONS}), Database(kind))
+        self.cluster = cluster
+        self.simulation = Simulation(_broker(cluster), Database(kind))
         self.writes: list[Write] = []
         self.told = Told()
         self.inbox: dict[str, HandedOver] = {}
         self.decisions = 0
+        self.engines: set[EngineName] = set()
         self.excused: set[int] = set()
         self.trace: list[str | tuple[str, str, list[str] | None]] = []
         self.counts: Counter[str] = Counter()
@@ -68,6 +85,8 @@ class World:
         self.messages = 0
         if kind is not Kind.READ_COMMITTED:
             self.trace.append(f"given {kind.value}")
+        if cluster is not Cluster.FIRST:
+            self.trace.append(f"given {cluster.value}")
 
     @contextmanager
     def running(self) -> Iterator[World]:
@@ -98,13 +117,17 @@ class World:
         """The owners that wait for something to do."""
         return [process for process in self.alive if process.call.server is Server.COMMAND]
 
-    def do_open(self, name: str, *, lanes: int = 1, eager: bool = False) -> Process:
-        how = [f"{lanes} lanes"] * (lanes > 1) + ["sends early"] * eager
-        self._happened("opens", f"{name} opens" + (f" ({', '.join(how)})" if how else ""))
-        owner = Owner(self.simulation, self.told, lanes=lanes, eager=eager)
+    def do_open(self, name: str, *, lanes: int = 1, eager: bool = False, engine: EngineName = "librdkafka") -> Process:
+        self._happened("opens", f"{name} opens" + self._how([f"{lanes} lanes"] * (lanes > 1), engine, eager=eager))
+        owner = Owner(self.simulation, self.told, lanes=lanes, eager=eager, engine=engine)
         process = self.simulation.spawn(name, owner.run)
         self._check_process(process)
         return process
+
+    def _how(self, words: list[str], engine: EngineName, *, eager: bool) -> str:
+        self.engines.add(engine)
+        words = words + ["sends early"] * eager + ["native"] * (engine == "native")
+        return f" ({', '.join(words)})" if words else ""
 
     def do_recover(self, name: str) -> Recoverer:
         self._happened("recoveries", f"{name} recovers")
@@ -143,9 +166,9 @@ class World:
         self.simulation.command(process, None)
         self._check_process(process)
 
-    def do_work(self, name: str, slot: str, *, eager: bool = False) -> Process:
-        self._happened("workers", f"{name} works on {slot}" + (" (sends early)" if eager else ""))
-        return self._spawn(name, Worker(self.simulation, self.told, self.inbox, slot, eager=eager))
+    def do_work(self, name: str, slot: str, *, eager: bool = False, engine: EngineName = "librdkafka") -> Process:
+        self._happened("workers", f"{name} works on {slot}" + self._how([], engine, eager=eager))
+        return self._spawn(name, Worker(self.simulation, self.told, self.inbox, slot, eager=eager, engine=engine))
 
     def do_decide(self, name: str, workers: Iterable[str]) -> Process:
         """A driver decides on the newest of what these workers have handed over."""
@@ -445,8 +468,14 @@ class World:
             raise Finding(f"the last write was told {write.told}")
         check(self.simulation, self.writes, self.told, self.excused)
 
+    @property
+    def _newest_engine(self) -> EngineName:
+        return "librdkafka" if self.cluster is Cluster.FIRST else "native"
+
     def _open_last(self, name: str) -> Process | None:
-        process = self.simulation.spawn(name, Owner(self.simulation, self.told, lanes=2, eager=False).run)
+        process = self.simulation.spawn(
+            name, Owner(self.simulation, self.told, lanes=2, eager=False, engine=self._newest_engine).run
+        )
         self._run_all()
         return process if self.told.opened[name] == "open" else None
 
@@ -463,9 +492,8 @@ class World:
         self._happened("last workers", "a last worker hands over and goes on")
         for process in self.idle():
             self.simulation.kill(process)
-        worker = self.simulation.spawn(
-            "last", Worker(self.simulation, self.told, self.inbox, "slot#1", eager=False).run
-        )
+        last = Worker(self.simulation, self.told, self.inbox, "slot#1", eager=False, engine=self._newest_engine)
+        worker = self.simulation.spawn("last", last.run)
         before = self.told.counts["workers go on"]
         for _ in range(3):
             self._last_decision(worker)
@@ -494,6 +522,11 @@ class World:
         """The Kafka ids with an open transaction."""
         return [known.transactional_id for known in self.simulation.broker.transactions if known.state == "Ongoing"]
 
+    def limited(self) -> list[str]:
+        """The Kafka ids with an open transaction that the broker may time out."""
+        known = self.simulation.broker.transactions
+        return [one.transactional_id for one in known if one.state == "Ongoing" and one.timeout_ms != NEVER_MS]
+
     def prepared(self) -> list[str]:
         """The Kafka ids whose markers are still to come."""
         return list(environment.prepared_ids(self.simulation.broker))
@@ -514,6 +547,13 @@ class World:
     def _is_open(self, producer_id: int) -> bool:
         entries = (producer(found, producer_id) for found in self.simulation.broker.partitions)
         return any(entry is not None and entry.txn_start >= 0 for entry in entries)
+
+
+def _broker(cluster: Cluster) -> Broker:
+    if cluster is Cluster.FIRST:
+        return new_broker({TOPIC: PARTITIONS})
+    limit = {"max_timeout_ms": NEVER_MS} if cluster is Cluster.UNLIMITED else {}
+    return new_broker({TOPIC: PARTITIONS}, transaction_version=2, **limit)
 
 
 def _open_values(found: Partition, entry: ProducerEntry) -> Iterator[Hashable]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 from confluent_kafka import KafkaException
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
+from dualwrite.runtime.deadline import Deadline, now_s
 from simulator.client import SimulatedProducer
 from simulator.scheduler import Simulation
 

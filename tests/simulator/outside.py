@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.coordinator.later import LaterScan, joined
+from dualwrite.kafka.coordinator.later import joined, scans_of
 from dualwrite.kafka.coordinator.log import Scan, combined
 from dualwrite.kafka.coordinator.partitions import Place
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    ShownProducer,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.lost_decisions import Later
+from dualwrite.runtime.deadline import Deadline, GrowingPause
 from simulator.process import Unanswered
 from simulator.requests import (
     COMMIT,
@@ -57,7 +64,7 @@ Answer = TypeVar("Answer")
 
 
 class SimulatedCoordinator:
-    """Implements :class:`~dualwrite.ports.coordinator.TransactionCoordinator` over the simulated broker."""
+    """Implements :class:`~dualwrite.ports.coordinator.NativeCoordinator` over the simulated broker."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -165,9 +172,22 @@ class SimulatedCoordinator:
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
     ) -> Mapping[str, EndAnswer]:
         """See the port."""
+        requests = {
+            kafka_id: EndTxn(kafka_id, state.producer_id, state.epoch, committed)
+            for kafka_id, state in transactions.items()
+        }
+        return self._ended(requests, deadline, once=once)
+
+    def end_exactly(
+        self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """See the port."""
+        requests = {kafka_id: EndTxn(kafka_id, *ids, committed, 2) for kafka_id, ids in transactions.items()}
+        return self._ended(requests, deadline)
+
+    def _ended(self, requests: Mapping[str, EndTxn], deadline: Deadline, *, once: bool = False) -> dict[str, EndAnswer]:
         answers = {}
-        for kafka_id, state in transactions.items():
-            request = EndTxn(kafka_id, state.producer_id, state.epoch, committed)
+        for kafka_id, request in requests.items():
             try:
                 answer = self._simulation.ask(request) if once else self._one(request, deadline, _is_answer)
             except Unanswered:
@@ -175,6 +195,59 @@ class SimulatedCoordinator:
             if _is_answer(answer):
                 answers[kafka_id] = _END_ANSWERS[cast("ErrorResponse", answer).error_code]
         return answers
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """See the port. Clients look it up when they connect, so nothing is sent."""
+        del deadline
+        return self._simulation.broker.transaction_version
+
+    def open_transactions(
+        self, asked: Sequence[tuple[PreparedTxnState, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Sequence[OpenTransaction]]:
+        """See the port."""
+        every = [one.topic_partition for one in self._simulation.broker.partitions]
+        suspected = [
+            sorted({*partitions, *(place for place in every if place[0] in state.topic_ids)})
+            for state, partitions in asked
+        ]
+        places = sorted({place for of_state in suspected for place in of_state})
+        shown = dict(zip(places, self._producers(places, deadline), strict=True))
+        return [
+            [
+                OpenTransaction(place, epoch, start)
+                for place in of_state
+                if self._has_topic(state, place[0])
+                for (producer_id, epoch), start in shown[place].items()
+                if producer_id == state.producer_id
+            ]
+            for (state, _), of_state in zip(asked, suspected, strict=True)
+        ]
+
+    def producer_epochs(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], ShownProducer | None]]:
+        """See the port. All partitions are asked in one step."""
+        del deadline
+        places = sorted({place for state in states for place in state.partitions})
+        requests: list[Request] = [DescribeProducers(place) for place in places]
+        try:
+            answers = self._simulation.ask_all(requests) if requests else []
+        except Unanswered:
+            return [{} for _ in states]
+        shown = {
+            place: cast("DescribeProducersResponse", answer) for place, answer in zip(places, answers, strict=True)
+        }
+        return [
+            {
+                place: _shown(shown[place], state.producer_id) if self._has_topic(state, place[0]) else None
+                for place in sorted(state.partitions)
+            }
+            for state in states
+        ]
+
+    def _has_topic(self, state: PreparedTxnState, topic: str) -> bool:
+        known = state.topic_ids.get(topic)
+        return known is None or topic_id(self._simulation.broker, topic) == known
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -239,7 +312,7 @@ class SimulatedCoordinator:
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
         """See the port. Runs the code that reads real logs, up to their ends."""
-        scans = [[LaterScan(first, state.producer_id) for first in state.first_offsets] for state in states]
+        scans = [scans_of(state) for state in states]
         for scan in [scan for of_state in scans for scan in of_state if self._is_same_topic(scan.first)]:
             place = (scan.first.topic, scan.first.partition)
             [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
@@ -304,6 +377,14 @@ def _view(answer: DescribeTransactionsResponse) -> TransactionView:
         partitions=answer.partitions,
         newest_started_ms=answer.transaction_start_time_ms if answer.transaction_start_time_ms >= 0 else None,
     )
+
+
+def _shown(answer: DescribeProducersResponse, producer_id: int) -> ShownProducer:
+    for found in answer.active_producers:
+        if found.producer_id == producer_id:
+            start = found.current_txn_start_offset
+            return ShownProducer(found.producer_epoch, start if start >= 0 else None)
+    return ShownProducer()
 
 
 class _Marker(NamedTuple):

@@ -165,7 +165,7 @@ class Simulation:
     def _handle(self, request: Request) -> Response:
         kind = type(request)
         # Only the start of a transaction shows the broker's clock.
-        if kind is AddPartitionsToTxn or kind is AddOffsetsToTxn:
+        if kind is AddPartitionsToTxn or kind is AddOffsetsToTxn or getattr(request, "transaction_version", 1) > 1:
             self.broker = self.broker._replace(clock_ms=int(self.now_s * 1000))
         self.broker, answer = handle(self.broker, request)
         if not self.markers_delayed and (kind is EndTxn or kind is InitProducerId):

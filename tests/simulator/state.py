@@ -10,6 +10,7 @@ from simulator.partition import Partition
 from simulator.requests import TopicPartition
 
 OFFSETS_TOPIC: Final = "__consumer_offsets"
+_ID_LENGTH: Final = 22  # 16 bytes in base64
 
 
 class Broker(NamedTuple):
@@ -126,7 +127,8 @@ def with_partition(broker: Broker, written: Partition) -> Broker:
 
 
 def create_topic(broker: Broker, name: str, partitions: int) -> Broker:
-    """Create a topic with a new, unique id."""
+    """Create a topic with a new, unique id, of the form in which Kafka prints them."""
     made = broker.topics_made + 1
-    new = [Partition((name, number), f"topic-{made}") for number in range(partitions)]
+    made_id = f"topic-{made}-".ljust(_ID_LENGTH, "A")
+    new = [Partition((name, number), made_id) for number in range(partitions)]
     return broker._replace(topics_made=made, partitions=tuple(sorted([*broker.partitions, *new])))

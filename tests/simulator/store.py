@@ -36,9 +36,9 @@ from simulator.database import (
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.runtime.deadline import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+    from dualwrite.runtime.deadline import Deadline
     from simulator.process import Process
     from simulator.scheduler import Simulation
 

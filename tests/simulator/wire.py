@@ -1,0 +1,245 @@
+"""Puts the simulated broker under the native engine's own sender and requests: their messages are those of the real wire.
+
+Stands in for :class:`~dualwrite.kafka.coordinator.brokers.Brokers` and for the connections below them. What leaders and
+coordinators decide upon (Produce, EndTxn, InitProducerId, TxnOffsetCommit) is a call of the process, which can be held, lost
+and late as every other. What clients have anyway, the addresses of leaders and coordinators, is sent without one.
+
+Each partition has a leader of its own, so that one that does not answer keeps no other waiting. Requests in flight are served
+in their order; the next one is served even if the one before it was lost, as another connection may carry it.
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from kafka.errors import IncompatibleBrokerVersion
+from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest, TxnOffsetCommitRequest
+from kafka.record.default_records import DefaultRecordBatch
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.coordinator.network import NotYet
+from dualwrite.kafka.producer.native.instance import MakeWire, Wire
+from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.native.sender import MakeBrokers, MakeNetwork, Sender
+from dualwrite.runtime.deadline import Deadline, pause
+from simulator.process import Unanswered
+from simulator.requests import (
+    EndTxn,
+    EndTxnResponse,
+    ErrorCode,
+    ErrorResponse,
+    InitProducerId,
+    InitProducerIdResponse,
+    Produce,
+    ProduceResponse,
+    Request,
+    Response,
+    TxnOffsetCommit,
+)
+from simulator.scheduler import Simulation
+from simulator.state import topic_id
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.config import KafkaConfig
+
+Message = Any
+
+_COORDINATOR: Final = 0
+_FIRST_LEADER: Final = 1
+_VERSION: Final = 2
+
+
+class SimulatedBrokers:
+    """Stands in for :class:`~dualwrite.kafka.coordinator.brokers.Brokers`.
+
+    Args:
+        simulation: The simulation with the broker.
+        connect: Makes the connections, which this has nothing to do with.
+    """
+
+    def __init__(self, simulation: Simulation, connect: Callable[[Mapping[str, object]], object]) -> None:
+        self._simulation = simulation
+        connect({})
+
+    def exchange(
+        self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
+    ) -> list[Message | NotYet]:
+        """Send the coordinators their requests, one after the other."""
+        del deadline, spread
+        return [self._asked(message) for _, message in requests]
+
+    def _asked(self, message: Message) -> Message | NotYet:
+        request, read = _COORDINATED[type(message)](message)
+        is_two_phase = isinstance(request, InitProducerId) and request.enable_2pc
+        if is_two_phase and self._simulation.broker.two_phase_commit is None:  # clients know what brokers offer
+            refused = IncompatibleBrokerVersion("the broker does not offer InitProducerId 6")
+            raise ConfigurationError(str(refused)) from refused
+        try:
+            return read(self._simulation.ask(request))
+        except Unanswered:
+            return NotYet("no answer", unreachable=True)
+
+    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
+        """The topics with their leaders. A suspended leader is still shown as one."""
+        del deadline, node
+        return SimpleNamespace(topics=[self._described(name) for name in topics])
+
+    def _described(self, name: str) -> Message:
+        known = topic_id(self._simulation.broker, name)
+        if known is None:
+            return SimpleNamespace(name=name, error_code=ErrorCode.UNKNOWN_TOPIC_OR_PARTITION)
+        partitions = [
+            SimpleNamespace(partition_index=number, leader_id=_FIRST_LEADER + number, leader_epoch=0)
+            for topic, number in (found.topic_partition for found in self._simulation.broker.partitions)
+            if topic == name
+        ]
+        return SimpleNamespace(name=name, error_code=ErrorCode.NONE, topic_id=_uuid(known), partitions=partitions)
+
+    def nodes(self, deadline: Deadline) -> list[int]:
+        """The brokers that may know a topic: one."""
+        del deadline
+        return [_COORDINATOR]
+
+    def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
+        """The coordinators."""
+        del deadline
+        found = [
+            SimpleNamespace(key=key, error_code=ErrorCode.NONE, node_id=_COORDINATOR)
+            for key in request().coordinator_keys
+        ]
+        return SimpleNamespace(coordinators=found)
+
+    def close(self) -> None:
+        """There is nothing to close. Requests already sent may still arrive."""
+
+
+class SimulatedNetwork:
+    """Stands in for :class:`~dualwrite.kafka.coordinator.network.CallersNetwork`.
+
+    Args:
+        simulation: The simulation with the broker.
+        eager: Whether messages arrive while their owner goes on. Otherwise they do when it waits for answers.
+    """
+
+    def __init__(self, simulation: Simulation, *, eager: bool) -> None:
+        self._simulation = simulation
+        self._eager = eager
+        self._posted: deque[tuple[Message, Callable[[Message | Exception], None]]] = deque()
+
+    def post(self, node: int, request: Message, done: Callable[[Message | Exception], None]) -> None:
+        """Send a Produce request without a wait for its answer."""
+        del node
+        self._posted.append((request, done))
+
+    def serve(self, seconds: float) -> None:
+        """Take the answer to the oldest request in flight, or let time pass."""
+        if self._posted and (seconds or self._eager):
+            message, done = self._posted.popleft()
+            done(self._asked(message))
+        elif seconds:
+            pause(seconds)
+
+    def _asked(self, message: Message) -> Message | Exception:
+        try:
+            return SimpleNamespace(
+                responses=[
+                    SimpleNamespace(
+                        name=of_topic.name,
+                        topic_id=of_topic.topic_id,
+                        partition_responses=[
+                            self._produced(message, of_topic, partition) for partition in of_topic.partition_data
+                        ],
+                    )
+                    for of_topic in message.topic_data
+                ]
+            )
+        except Unanswered as error:
+            return error
+
+    def _produced(self, message: Message, of_topic: Message, partition: Message) -> Message:
+        batch = DefaultRecordBatch(partition.records)
+        request = Produce(
+            message.transactional_id,
+            batch.producer_id,
+            batch.producer_epoch,
+            (of_topic.name, partition.index),
+            batch.base_sequence,
+            tuple(bytes(record.value).decode() for record in batch),
+            _VERSION,
+        )
+        answer = cast("ProduceResponse", self._simulation.ask(request))
+        return SimpleNamespace(index=partition.index, error_code=int(answer.error_code), base_offset=answer.base_offset)
+
+
+def make_wire(simulation: Simulation, *, eager: bool = False) -> MakeWire:
+    """The argument for ``TransactionalProducer(make_wire=...)``."""
+
+    def make(config: KafkaConfig, kafka_id: str) -> Wire:
+        sender = Sender(
+            config,
+            kafka_id,
+            make_brokers=cast("MakeBrokers", lambda _, connect: SimulatedBrokers(simulation, connect)),
+            make_network=cast("MakeNetwork", lambda _: SimulatedNetwork(simulation, eager=eager)),
+        )
+        return Wire(sender, CoordinatorRequests(sender.brokers, kafka_id))
+
+    return make
+
+
+_Read = Callable[[Response], Message]
+
+
+def _init_producer_id(message: Message) -> tuple[Request, _Read]:
+    request = InitProducerId(
+        message.transactional_id,
+        message.transaction_timeout_ms,
+        message.producer_id,
+        message.producer_epoch,
+        bool(message.enable2_pc),
+    )
+    return request, _with_ids
+
+
+def _end_txn(message: Message) -> tuple[Request, _Read]:
+    request = EndTxn(message.transactional_id, message.producer_id, message.producer_epoch, message.committed, _VERSION)
+    return request, _with_ids
+
+
+def _txn_offset_commit(message: Message) -> tuple[Request, _Read]:
+    offsets = tuple(
+        ((topic.name, partition.partition_index), partition.committed_offset)
+        for topic in message.topics
+        for partition in topic.partitions
+    )
+    request = TxnOffsetCommit(
+        message.transactional_id, message.group_id, message.producer_id, message.producer_epoch, offsets, _VERSION
+    )
+
+    def read(answer: Response) -> Message:
+        code = cast("ErrorResponse", answer).error_code
+        return SimpleNamespace(topics=[SimpleNamespace(partitions=[SimpleNamespace(error_code=int(code))])])
+
+    return request, read
+
+
+def _with_ids(answer: Response) -> Message:
+    found = cast("InitProducerIdResponse | EndTxnResponse", answer)
+    return SimpleNamespace(
+        error_code=int(found.error_code), producer_id=found.producer_id, producer_epoch=found.producer_epoch
+    )
+
+
+_COORDINATED: Final[Mapping[type[Message], Callable[[Message], tuple[Request, _Read]]]] = {
+    InitProducerIdRequest: _init_producer_id,
+    EndTxnRequest: _end_txn,
+    TxnOffsetCommitRequest: _txn_offset_commit,
+}
+
+
+def _uuid(printed: str) -> uuid.UUID:
+    return uuid.UUID(bytes=base64.urlsafe_b64decode(printed + "=="))
