@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 from harness import class_archive
-from harness.mistakes import Check
-from harness.planting import ENVIRONMENT
+from harness.mistakes import MISTAKES, Check
+from harness.planting import ENGINE, ENVIRONMENT
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
@@ -115,6 +115,7 @@ def _run_and_exit(test: str, given: Servers, mistake: str | None, write_end: int
         os.chdir(TESTS.parent)
         if mistake is not None:
             os.environ[ENVIRONMENT] = mistake
+            os.environ[ENGINE] = MISTAKES[mistake].engine  # some tests read it as they are imported
         silence = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(silence, number)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from confluent_kafka import Producer
+from harness.engines import answered
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, insert, select
 
-from dualwrite.runtime import DualWriter, failpoints
+from dualwrite import DualWriter
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.runtime import failpoints
 
 METADATA: Final = MetaData()
 # Not unique: an operation that is written twice must be able to show.
@@ -135,7 +137,7 @@ class PlainKip939(Way):
 
     def __init__(self, context: OwnerContext) -> None:
         super().__init__(context)
-        self._producer = TransactionalProducer(context.kafka, context.name)
+        self._producer = TransactionalProducer(context.kafka, context.name, engine="librdkafka")
         self._producer.init_transactions(keep_prepared_txn=True)
         with context.engine.connect() as connection:
             found = connection.execute(select(STATE)).one_or_none()
@@ -159,7 +161,7 @@ class PlainKip939(Way):
     def _send_prepared(self, operation: str) -> None:
         for partition, step in zip(PARTITIONS, ("first message sent", "all messages sent"), strict=True):
             self._producer.produce(self.context.topic, operation, partition=partition)
-            assert self._producer._instance._raw.flush(PATIENCE_S) == 0
+            answered(self._producer)
             self.reach(step)
 
     def close(self) -> None:

@@ -21,10 +21,11 @@ from simulator import requests as sim
 from simulator.partition import producer
 from simulator.state import Broker, partition, transaction
 
+from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.protocol.tables.write_life import WriteState
 from search.process import Walk
-from search.values import DONE, NOTHING, Database, Process
+from search.values import DONE, NOTHING, PLACES, STOPPED, Database, Process
 
 _AT_REST = frozenset({sim.EMPTY, sim.COMPLETE_COMMIT, sim.COMPLETE_ABORT})
 _ASKING = frozenset({"add", "produce", "end", "abort", "raise_epoch"})
@@ -47,7 +48,7 @@ class Ends:
 
     def finished(self, process: Process, database: Database, broker: Broker) -> bool:
         """Whether nothing that the process may do changes anything, now or later."""
-        if process == DONE:
+        if process in {DONE, STOPPED}:
             return True
         if not self._out_of_it(process, database, broker):
             return False
@@ -73,12 +74,24 @@ class Ends:
                 return overtaken or 0 < self._walk.most <= database.incarnation
             case "close":
                 return process.known in {None, NOTHING} or database.label_of(process.known) is not None
+        if process.engine is Engine.NATIVE and process.doing == "know_end":
+            return overtaken and process.todo > 0  # with nothing left to do, it may record what it finds
         asks = process.doing in _ASKING and process.producer is not ProducerState.DOUBTFUL
         return overtaken and process.doing in _OWNING and (not asks or self._fenced(process, broker))
 
     def _fenced(self, process: Process, broker: Broker) -> bool:
         """Whether the owner's Kafka id is at rest under a later epoch, from which no way leads on for it."""
         known = transaction(broker, self._walk.rules.kafka_id(process.incarnation))
+        if process.engine is Engine.NATIVE:
+            # Under the next epoch, the end of its own one may be answered as a repetition.
+            return (
+                self._refuses_for_ever
+                and known is not None
+                and known.state in _AT_REST
+                and known.producer_id == process.producer_id
+                and known.producer_epoch > process.epoch + 1
+                and not any(_is_open_under(broker, place, process.producer_id, process.epoch) for place in PLACES)
+            )
         return (
             self._refuses_for_ever
             and known is not None
@@ -100,5 +113,20 @@ class Ends:
                 )
             case sim.Produce():
                 entry = producer(partition(broker, request.partition), request.producer_id)
-                return entry is not None and entry.producer_epoch > request.producer_epoch
+                if entry is not None and entry.producer_epoch > request.producer_epoch:
+                    return True
+                return request.transaction_version > 1 and _refuses_native(request, broker)
         return False
+
+
+def _refuses_native(request: sim.Produce, broker: Broker) -> bool:
+    """Whether the leader would ask a coordinator that knows a later epoch, or has the only batch of the transaction already."""
+    known = transaction(broker, request.transactional_id)
+    if _is_open_under(broker, request.partition, request.producer_id, request.producer_epoch):
+        return True  # each transaction writes one batch to a partition
+    return known is None or (known.producer_id, known.producer_epoch) > (request.producer_id, request.producer_epoch)
+
+
+def _is_open_under(broker: Broker, place: sim.TopicPartition, producer_id: int, epoch: int) -> bool:
+    entry = producer(partition(broker, place), producer_id)
+    return entry is not None and entry.txn_start >= 0 and entry.producer_epoch == epoch

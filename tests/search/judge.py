@@ -19,8 +19,9 @@ from dualwrite.protocol.observations import Outcome
 from search.process import Walk
 from search.rules import Rules
 from search.stepping import committed
-from search.values import DONE, Budgets, Database, Label, Process, name
+from search.values import DONE, STOPPED, Budgets, Database, Label, Process, name
 
+_STOPS = "settling stops"
 LONGEST = 200  # steps of one settling: a longer one is taken for one without an end
 _AT_REST = frozenset({sim.EMPTY, sim.COMPLETE_COMMIT, sim.COMPLETE_ABORT})
 
@@ -77,6 +78,8 @@ class Judge:
         self, database: Database, broker: Broker, late: tuple[sim.Request, ...], excuses: Excuses
     ) -> str | None:
         database, broker, wrong = self._settle(database, broker)
+        if wrong == _STOPS:
+            return self._after_a_stop(database, broker)
         if self._walk.forgets and wrong is None:
             broker = _without_what_hangs(database, _timed_out(broker))
         wrong = wrong or self._judge("after settling", database, broker, excuses)
@@ -93,10 +96,20 @@ class Judge:
         for order in dict.fromkeys(permutations(late)) if late and wrong is None else ():
             arrived = broker
             for request in order:
-                arrived = environment.write_markers(handle(arrived, request)[0])
+                arrived = environment.write_markers((self._rules.handle or handle)(arrived, request)[0])
                 when = f"after settling, when {told(request)} has arrived late"
                 wrong = wrong or self._judge(when, database, arrived, excuses)
         return wrong
+
+    @staticmethod
+    def _after_a_stop(database: Database, broker: Broker) -> str | None:
+        """A person has to end what is open: until then nothing may be told of it."""
+        shown = [committed_values(found._replace(log_start=0)) for found in broker.partitions]
+        if database.completed is Outcome.COMMITTED:
+            label = database.label_of(database.prepared)
+            if not all(label in values for values in shown):
+                return f"{name(label)} is recorded as committed, and Kafka has not all of it"
+        return Judge._too_much(shown, [decision.label for decision in database.decided])
 
     def _settle(self, database: Database, broker: Broker) -> tuple[Database, Broker, str | None]:
         key = (database, broker)
@@ -108,15 +121,15 @@ class Judge:
         settler = Process("claim")
         for _ in range(LONGEST):
             broker = environment.write_markers(broker)
-            if settler == DONE:
-                return database, broker, None
+            if settler in {DONE, STOPPED}:
+                return database, broker, None if settler == DONE else _STOPS
             moves = [move for move in self._walk.moves(settler, database, broker) if move.spends is None]
             if not moves:
                 break
             _, settler, database, broker, _, _, wrong = moves[0]
             if wrong is not None:
                 return database, broker, wrong
-        return database, broker, f"settling does not end: {settler.doing}, {settler.knowledge}"
+        return database, broker, f"settling does not end: {self._walk.next_step(settler)}"
 
     def _judge(self, when: str, database: Database, broker: Broker, excuses: Excuses) -> str | None:
         key = (database.decided, database.incidents, broker.partitions, excuses)

@@ -4,7 +4,7 @@
 under transaction version 2, KIP-890), one row, an owner that may be alive, and settlers that may stop at any step.
 
 The owner has decided S, under epoch 0, in both partitions. It ends S, and may begin an undecided transaction U, under epoch 1,
-in one of them. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
+in one of them, once :mod:`dualwrite.protocol.settling.known_end` says so. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
 (KAFKA-20734). Requests may be late. Every state that is reached is finished by a new settler, alone; then the late requests
 arrive, in every order; then it is judged.
 """
@@ -16,17 +16,19 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from dualwrite.protocol.observations import (
+    NEVER_MS,
     EndAnswer,
     LogProof,
     OpenTransaction,
     Outcome,
+    ShownProducer,
     TransactionStatus,
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling import settle_native
+from dualwrite.protocol.settling.known_end import Ended, EndStep, next_native_end_step
 from dualwrite.protocol.settling.settle_native import (
-    UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,
     to_repair,
@@ -101,6 +103,16 @@ class State:
     has_forgotten: bool = False
 
 
+_S_IN = tuple(PreparedTxnState.native(0, 0, 1, {key: S_OFFSET}, {"t": "id"}) for key in PARTITIONS)
+
+
+def is_end_known(s: State, partition: int) -> bool:
+    """The product's decision on what the leader of a partition shows after S has been committed."""
+    log = s.logs[partition]
+    shown = {PARTITIONS[partition]: ShownProducer(log.epoch, S_OFFSET if log.open else None)}
+    return next_native_end_step(Ended(_S_IN[partition], committed=True), shown, early=True) is EndStep.KNOWN
+
+
 @dataclass(frozen=True)
 class Rules:
     """The parts that a planted mistake replaces.
@@ -108,14 +120,14 @@ class Rules:
     Attributes:
         next_step: The settlers' decision.
         compares_fence: Whether the row's fence is written only if it is as it was read.
-        knows_end: Whether the owner begins U in a partition only once S has ended there.
+        knows_end: Whether the owner may write U to a partition. It asks that leader alone, by the rule of the product.
         retires: Whether a settler fences by ``InitProducerId`` instead of ``EndTxn`` (abort).
         to_repair: What is repaired, and how.
     """
 
     next_step: Callable[[NativeKnowledge], NativeStep] = settle_native.next_step
     compares_fence: bool = True
-    knows_end: bool = True
+    knows_end: Callable[[State, int], bool] = is_end_known
     retires: bool = False
     to_repair: Callable[[NativeKnowledge], tuple[frozenset[tuple[str, int]], bool]] = to_repair
 
@@ -141,10 +153,8 @@ def end(s: State, epoch: int, *, committed: bool) -> tuple[State, EndAnswer]:
         if epoch != s.epoch:
             return s, EndAnswer.FENCED
         return replace(s, status=_PREPARED[committed], epoch=epoch + 1), EndAnswer.ENDED
-    if s.status in _COMPLETE:
-        if epoch + 1 != s.epoch:
-            return s, EndAnswer.FENCED
-        return s, EndAnswer.IN_PROGRESS if s.status is _PREPARED[committed] else EndAnswer.INVALID_STATE
+    if s.status in _COMPLETE:  # whatever the epoch and the outcome
+        return s, EndAnswer.IN_PROGRESS
     if epoch + 1 == s.epoch and s.status is not Status.EMPTY:  # a repetition
         return s, EndAnswer.ENDED if s.status is _ENDED[committed] else EndAnswer.INVALID_STATE
     if epoch != s.epoch:
@@ -234,7 +244,7 @@ def owner_moves(s: State, rules: Rules) -> Iterator[tuple[str, State]]:
         yield "owner: still owns the row, begins U", replace(s, owner="writes U")
     elif s.owner == "writes U":
         for partition in (0, 1):
-            if rules.knows_end and "S" not in s.logs[partition].committed:
+            if not rules.knows_end(s, partition):
                 continue
             after = produce(s, 1, partition)
             yield f"owner: Produce U p{partition}", replace(s if after is None else after, owner="aborts U")
@@ -335,7 +345,7 @@ def _asked_or_recorded(
 def _view(s: State) -> TransactionView:
     known = s.status is not Status.NO_SUCH_ID
     partitions = tuple(PARTITIONS[index] for index in sorted(s.due)) if s.status in {Status.ONGOING, *_COMPLETE} else ()
-    timeout_ms = 60_000 if s.is_limited else UNLIMITED_MS
+    timeout_ms = 60_000 if s.is_limited else NEVER_MS
     return TransactionView(s.status, 0 if known else -1, s.epoch if known else -1, None, timeout_ms, partitions)
 
 

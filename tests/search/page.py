@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dualwrite.protocol.prepared_state import Engine
 from search.configurations import CONFIGURATIONS
 from search.mistakes import MISTAKES
 from search.values import Budgets
@@ -21,7 +22,9 @@ A test tries what its author thought of. This search tries everything: every ord
 the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
 
 What decides is the product itself: `dualwrite.protocol.settling.settle.next_step`, `dualwrite.protocol.settling.commit_in_doubt.next_doubt_step`, the
-tables of producers and dual writes, the scan of the log in `dualwrite.kafka.coordinator.log`. The broker is the simulated one, which
+tables of producers and dual writes, the scan of the log in `dualwrite.kafka.coordinator.log`. Of native transactions:
+`settle_native.next_step`, `known_end.next_native_end_step`, `native_step_at_rest` and `left_undecided` in `dualwrite.protocol.settling`, and the tables of
+answers in `dualwrite.kafka.producer.native` (`wire.answers`, `failures`). The broker is the simulated one, which
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
 
@@ -52,19 +55,31 @@ by as many steps, and an end that is wrongly called one shows.
 FOOT = """\
 ## What it does not show
 
-- Bounds are bounds: three processes, two transactions each, at most four incarnations, two partitions, one message each,
+- Bounds are bounds: three processes, two transactions each (once three), at most four incarnations, two partitions, one message each,
   and of each misfortune as many as the table says.
-- Clients speak transactions as librdkafka does: one epoch for many of them (not KIP-890's new epoch for each).
+- A leader asks the coordinator about a native transaction's message and writes it in one step. No marker is late or sent twice.
+- Producers do not come near their last epoch, and no transaction has consumed offsets in it.
 - One broker: no leader that changes and no coordinator that moves, except in the two mistakes that believe deposed ones.
 - Settling of several incarnations is searched one incarnation after the other. They share nothing but the row's mark.
 - States that were seen are known by 64 bits each, where no trace is kept. That two of twenty million share theirs, so that
   one is taken for the other, happens in one of some ten thousand searches.
-- Where markers are skipped, settlers' own requests are not late and ids are not forgotten: [limits](limits.md#markers-that-a-broker-forgets).
-  An undecided transaction whose abort was skipped unnoticed is ended as an operator does.
+- Where markers are skipped, ids are not forgotten, and no request is late by which settlers end what is not a decided native
+  transaction: [limits](limits.md#markers-that-a-broker-forgets). An undecided transaction whose abort was skipped unnoticed is ended as an operator does.
 - Lanes, slots and Spark are not in it; nor is a database that loses commits.
-- A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out.
+- A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out; except for an owner with
+  one native transaction, which reads the log when it closes.
 """
 
+_TABLES = {
+    "Transactions of librdkafka": {Engine.LIBRDKAFKA},
+    "Native transactions": {Engine.NATIVE},
+    "A row of one engine, settled and continued by the other": {Engine.NATIVE, Engine.LIBRDKAFKA},
+}
+"""The tables, by the engines of the processes."""
+_COLUMNS = (
+    "| what | bounds | states | steps | longest | seconds | date | verdict |",
+    "|---|---|--:|--:|--:|--:|---|---|",
+)
 _WORDS = {
     "delay": "late or repeated request",
     "answer": "lost answer to COMMIT",
@@ -91,15 +106,16 @@ def render(seen: Mapping[str, Any]) -> str:
         HEAD,
         "## The product",
         "",
-        "| what | bounds | states | steps | longest | seconds | date | verdict |",
-        "|---|---|--:|--:|--:|--:|---|---|",
     ]
-    lines += [_run(name, runs[name]) for name in CONFIGURATIONS if name in runs]
+    for title, engines in _TABLES.items():
+        names = [
+            name for name, one in CONFIGURATIONS.items() if name in runs and set(one.bounds.of_processes) == engines
+        ]
+        lines += [f"### {title}", "", *_COLUMNS, *(_run(name, runs[name]) for name in names), ""]
     peak_mib = max((run["peak_mib"] for run in runs.values()), default=0)
     total = sum(run["states"] for run in runs.values())
     caught = [name for name in MISTAKES if name in mistakes and mistakes[name]["wrong"]]
     lines += [
-        "",
         f"{total:,} states in all. *Longest*: steps to the state that is farthest away. Run by `make search`: one process, at most "
         f"{peak_mib / 1024:.1f} GiB, {seen['machine']}, other work beside it.",
         "",
@@ -147,6 +163,8 @@ def _bounds(bounds: Bounds) -> str:
         f"{len(bounds.transactions)} processes ({', '.join(map(str, bounds.transactions))} transactions)",
         f"{bounds.incarnations} incarnations",
     ]
+    if len(set(bounds.of_processes)) > 1:
+        words.append(", ".join(engine.value for engine in bounds.of_processes))
     words += [f"{bounds.epochs} epochs"] if bounds.epochs else []
     words += [f"{count} x {_WORDS[what]}" for what, count in zip(Budgets._fields, bounds.budgets, strict=True) if count]
     return "; ".join(words)

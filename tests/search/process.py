@@ -7,17 +7,29 @@ the product's tables, and what those do not allow is no step. The recipes around
 
 from __future__ import annotations
 
+from simulator.requests import NEVER_MS
 from simulator.state import Broker
 
+from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.settling.settle_native import NativeKnowledge
 from search.doubting import Doubting
 from search.rules import Rules
 from search.settling import Settling
-from search.stepping import Move
-from search.values import Database, Process
+from search.settling_native import NativeSettling
+from search.stepping import Move, Step
+from search.values import DONE, PLACES, STOPPED, Database, Process
 from search.writing import Writing
+from search.writing_native import NativeWriting
 
-_RECIPES = {"claim": Settling, "settle": Settling, "mark": Settling, "repair": Settling, "resolve": Doubting}
-"""The positions of a process; all others are writing."""
+_SETTLING = {"claim", "settle", "mark", "repair"}
+"""The positions of a settler; all others are an owner's."""
+_WRITING = {Engine.LIBRDKAFKA: Writing, Engine.NATIVE: NativeWriting}
+
+
+def _recipe(process: Process) -> type[Step]:
+    if process.doing in _SETTLING:
+        return NativeSettling if isinstance(process.knowledge, NativeKnowledge) else Settling
+    return Doubting if process.doing == "resolve" else _WRITING[process.engine]
 
 
 class Walk:
@@ -29,7 +41,9 @@ class Walk:
         verdicts: Whether the database can say what became of a transaction of its own (PostgreSQL).
         dies: Whether an owner ends with its first decision.
         one_by_one: Whether a settler asks the partitions one after the other.
-        forgets: Whether markers may be skipped. If not, settlers and owners leave out the steps that look for that.
+        forgets: Whether markers may be skipped. If not, settlers, and librdkafka's owners, leave out the steps that look for that.
+        native_timeout_ms: The time limit of native transactions.
+        witnesses: In how many partitions a native state names an offset.
     """
 
     def __init__(
@@ -41,7 +55,11 @@ class Walk:
         dies: bool = False,
         one_by_one: bool = False,
         forgets: bool = False,
+        native_timeout_ms: int = NEVER_MS,
+        witnesses: int = len(PLACES),
     ) -> None:
+        self.native_timeout_ms = native_timeout_ms
+        self.witnesses = witnesses
         self.forgets = forgets
         self.rules = rules
         self.one_by_one = one_by_one
@@ -51,6 +69,14 @@ class Walk:
 
     def moves(self, process: Process, database: Database, broker: Broker) -> list[Move]:
         """The steps, in a fixed order."""
-        step = _RECIPES.get(process.doing, Writing)(self, process, database, broker)
+        if process in {DONE, STOPPED}:
+            return []
+        step = _recipe(process)(self, process, database, broker)
         getattr(step, process.doing)()
         return step.moves
+
+    def next_step(self, process: Process) -> str:
+        """The next step of the process, for people."""
+        if process.doing != "settle":
+            return process.doing
+        return Step(self, process, Database(), Broker()).settle_step(process.knowledge).value

@@ -8,7 +8,7 @@ from dualwrite.protocol import identity
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling import commit_in_doubt, known_end, settle
+from dualwrite.protocol.settling import commit_in_doubt, known_end, settle, settle_native
 from dualwrite.protocol.settling.settle import Knowledge
 from dualwrite.stores.rows import check_not_gone_back
 from search import views
@@ -21,6 +21,10 @@ class Rules:
     next_step = staticmethod(settle.next_step)
     next_doubt_step = staticmethod(commit_in_doubt.next_doubt_step)
     next_end_step = staticmethod(known_end.next_end_step)
+    next_native_step = staticmethod(settle_native.next_step)
+    next_native_end_step = staticmethod(known_end.next_native_end_step)
+    native_step_at_rest = staticmethod(known_end.native_step_at_rest)
+    to_repair = staticmethod(settle_native.to_repair)
     belongs = staticmethod(identity.belongs)
     is_open = staticmethod(identity.is_open)
     is_older = staticmethod(identity.is_older)
@@ -45,6 +49,16 @@ class Rules:
     knows_ends = True  # of its last transaction, before it goes on
     knows_ends_before_it_closes = True
     looks_again_before_retiring = True  # under the row's lock, where a transaction is pending
+    # Of native transactions:
+    takes_epoch_over = True  # of the next transaction, from the answer to the end of the last one
+    waits_for_acknowledgements = True  # before it prepares
+    aborts_only_what_is_acknowledged = False
+    repeats_init_after_silence = False
+    takes_silence_for_success = False
+    takes_complete_for_the_end = False  # the coordinator's word
+    fences_by_init = False
+    compares_fence = True  # the row's fence is written if it is as it was read
+    handle = None  # another broker's answers
 
     @staticmethod
     def kafka_id(incarnation: int) -> str:

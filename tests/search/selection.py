@@ -8,15 +8,13 @@ from search.mistakes import MISTAKES
 from search.page import FIGURES
 
 FEW_STATES = 1_000
+MANY_STATES = 30_000
 _seen = json.loads(FIGURES.read_text("utf-8"))["mistakes"]
 CAUGHT = [name for name, mistake in MISTAKES.items() if mistake.caught]
 HARMLESS = [name for name, mistake in MISTAKES.items() if not mistake.caught]
 
 
-def _is_quick(name):
-    return name in _seen and _seen[name]["states"] <= FEW_STATES
-
-
-def quick_first(names):
-    """The names as parameters."""
-    return [pytest.param(name, marks=() if _is_quick(name) else pytest.mark.thorough) for name in names]
+def quick_first(names, *, most=FEW_STATES):
+    """The names as parameters: those with more states than this are left to thorough runs."""
+    quick = {name for name in names if name in _seen and _seen[name]["states"] <= most}
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.thorough) for name in names]

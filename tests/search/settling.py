@@ -9,10 +9,11 @@ from simulator import requests as sim
 
 from dualwrite.protocol.identity import others_than
 from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus
-from dualwrite.protocol.settling.settle import SettleStep, compared, looked, proved, to_end
+from dualwrite.protocol.settling.settle import Knowledge, SettleStep, compared, looked, proved, to_end
 from dualwrite.protocol.settling.settle import retired as after_retiring
+from dualwrite.protocol.settling.settle_native import NativeKnowledge, NativeStep
 from dualwrite.protocol.tables.write_life import WriteState
-from search.stepping import LATER, OK, Step, recorded
+from search.stepping import LATER, OK, Step, again, recorded
 from search.values import DONE, PLACES, Database, Lock, Process
 from search.views import describe, open_offset, still_open
 
@@ -20,6 +21,9 @@ _RECORDS = {
     SettleStep.RECORD_COMMITTED: Outcome.COMMITTED,
     SettleStep.RECORD_LOST: Outcome.LOST,
     SettleStep.RECORD_UNVERIFIABLE: Outcome.UNVERIFIABLE,
+    NativeStep.RECORD_COMMITTED: Outcome.COMMITTED,
+    NativeStep.RECORD_LOST: Outcome.LOST,
+    NativeStep.RECORD_UNVERIFIABLE: Outcome.UNVERIFIABLE,
 }
 
 
@@ -61,11 +65,12 @@ class Settling(Step):
             wrong = "false alarm: the row shows an older decision than its owner knows"
         row = p.row if rules.reads_row_before_claiming else (db.prepared, db.completed, db.settled)
         now = Process(
-            "claim", p.todo, owner, mine, write=p.write, ours=p.ours, known=db.prepared if p.todo else None, row=row
-        )
+            "claim", p.todo, owner, mine, write=p.write, ours=p.ours, known=db.prepared if p.todo else None, row=row,
+            engine=p.engine, undecided=p.undecided,
+        )  # fmt: skip
         self.go(f"claims incarnation {mine}", self.begin_settling(now), claimed, wrong=wrong)
-        again = Process("claim", p.todo, owner, p.incarnation, known=p.known)
-        self.go(f"claims incarnation {mine}, and the answer is lost", again, claimed, spends="claim")
+        unanswered = again(p._replace(owner=owner), p.todo)
+        self.go(f"claims incarnation {mine}, and the answer is lost", unanswered, claimed, spends="claim")
 
     def fenced_renewal(self) -> None:
         """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.unanswered``."""
@@ -87,7 +92,7 @@ class Settling(Step):
             self.go(f"marks {upto} as settled", self.settled(p), db._replace(settled=upto))
 
     def settle(self) -> None:
-        step = self.rules.next_step(self.p.knowledge)
+        step = self.settle_step(self.p.knowledge)
         if step in _RECORDS:
             self.record(_RECORDS[step])
         else:
@@ -166,14 +171,14 @@ class Settling(Step):
         view = self.p.knowledge.view
         request = sim.EndTxn(self.item_id, view.producer_id, view.epoch, committed=True)
         broker, answer = self.ask(request)
-        again = self.p._replace(knowledge=replace(self.p.knowledge, view=None), seen=None)
+        looking = self.p._replace(knowledge=replace(self.p.knowledge, view=None), seen=None)
         text = f"settling {self.p.item}: EndTxn(commit)"
-        self.go(f"{text}: {answer.error_code.name}", again, broker=broker)
+        self.go(f"{text}: {answer.error_code.name}", looking, broker=broker)
         if answer.error_code is OK and not self.walk.forgets:
-            self.go(f"{text} stays in the network", again, sent=request, spends="delay")
+            self.go(f"{text} stays in the network", looking, sent=request, spends="delay")
             self.go(
                 f"{text}: NONE, and a second copy stays in the network",
-                again,
+                looking,
                 broker=broker,
                 sent=request,
                 spends="delay",
@@ -206,10 +211,13 @@ class Settling(Step):
             wrong = self.told_lost()
         self.go(
             f"settling {p.item}: records {outcome.value}",
-            p._replace(knowledge=replace(p.knowledge, recorded=outcome)),
+            p._replace(knowledge=self.after_recording(outcome)),
             db,
             wrong=wrong,
         )
+
+    def after_recording(self, outcome: Outcome) -> Knowledge | NativeKnowledge:
+        return replace(self.p.knowledge, recorded=outcome)
 
     def settle_retire(self) -> None:
         if self.p.knowledge.is_pending and self.rules.looks_again_before_retiring:

@@ -11,7 +11,10 @@ from simulator.state import Broker
 
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import LogProof, Outcome
+from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.settling import known_end, settle_native
 from dualwrite.protocol.settling.settle import Knowledge, SettleStep
+from dualwrite.protocol.settling.settle_native import NativeKnowledge, NativeStep
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from search.values import DONE, NOTHING, Database, Decision, Process, name
@@ -61,9 +64,13 @@ class Step:
     def advanced(self, p: Process) -> Process:
         """Past what is no request and no statement: an incarnation that is finished, and a wait."""
         while p.doing == "settle":
-            step = self.rules.next_step(p.knowledge)
+            step = self.settle_step(p.knowledge)
             if step is SettleStep.FINISH:
                 p = self.settle_item(p, p.item + 1)
+            elif step is NativeStep.FINISH:
+                p = self.settle_item(p, p.row[2] + 1)
+            elif step is NativeStep.WAIT:
+                return p._replace(knowledge=settle_native.acted(p.knowledge))
             elif step is SettleStep.WAIT:
                 known = p.knowledge
                 ended = known.ended or known.evidence is False
@@ -72,8 +79,12 @@ class Step:
                 break
         return p
 
+    def settle_step(self, known: Knowledge | NativeKnowledge) -> SettleStep | NativeStep:
+        """The product's decision, by the engine that made the transaction."""
+        return self.rules.next_native_step(known) if isinstance(known, NativeKnowledge) else self.rules.next_step(known)
+
     def ask(self, request: sim.Request):
-        return handle(self.broker, request)
+        return (self.rules.handle or handle)(self.broker, request)
 
     def life(self, *events: ProducerEvent, state: ProducerState | None = None) -> ProducerState:
         state = state or self.p.producer
@@ -93,10 +104,26 @@ class Step:
         prepared, completed, settled = p.row
         if not self.rules.settles_former:
             return self.settled(p)
+        apart = self.settled_apart(p)
+        if apart:
+            return self.settle_native_item(p._replace(apart=apart))
         return self.settle_item(p._replace(row=(prepared, completed, settled)), settled + 1)
+
+    @staticmethod
+    def settled_apart(p: Process) -> int:
+        """As ``unsettled_native``: the incarnation with a decided native transaction, which is settled first; 0 if there is none."""
+        prepared, _, settled = p.row
+        return prepared.incarnation if prepared.is_native and settled < prepared.incarnation < p.incarnation else 0
+
+    def settle_native_item(self, p: Process) -> Process:
+        prepared, completed, settled = p.row
+        undecided_in = dict(p.undecided).get(p.apart, frozenset())
+        knowledge = settle_native.initial(prepared, completed, undecided_in)
+        return p._replace(doing="settle", item=p.apart, knowledge=knowledge, row=(NOTHING, None, settled))
 
     def settle_item(self, p: Process, item: int) -> Process:
         prepared, completed, settled = p.row
+        item += item == p.apart
         if item >= p.incarnation:
             mark = settled < p.incarnation - 1
             return p._replace(doing="mark", item=0, knowledge=None, seen=None) if mark else self.settled(p)
@@ -107,18 +134,20 @@ class Step:
         return p._replace(doing="settle", item=item, knowledge=knowledge, seen=None)
 
     def settled(self, p: Process) -> Process:
-        p = p._replace(item=0, knowledge=None, seen=None, row=None, write=None, ours=None, undecided=())
+        p = p._replace(item=0, knowledge=None, seen=None, row=None, write=None, ours=None, undecided=(), apart=0)
         return p._replace(doing="init") if p.todo else DONE
 
     def reusable(self, p: Process) -> Process:
         """The step after a transaction, or a failure: ``Lane.ready``."""
         if p.producer is not ProducerState.READY:
-            return Process("claim", p.todo, p.owner, p.incarnation, known=p.known, undecided=undecided_of(p))
+            return again(p, p.todo, undecided=undecided_of(p))
         if p.ended is not None:
-            return p._replace(doing="know_end", write=None, ours=None, firsts=(-1, -1))
+            return p._replace(doing="know_end", write=None, ours=None, firsts=(-1, -1), unanswered=frozenset())
         if not p.todo:
-            return Process("close", incarnation=p.incarnation, known=p.known)
-        return p._replace(doing="begin", write=None, ours=None, firsts=(-1, -1), sent=frozenset())
+            owner = p.owner if p.engine is Engine.NATIVE else 0  # who may have to claim again
+            return Process("close", owner=owner, incarnation=p.incarnation, known=p.known, engine=p.engine)
+        nothing = frozenset()
+        return p._replace(doing="begin", write=None, ours=None, firsts=(-1, -1), sent=nothing, unanswered=nothing)
 
     # --- what callers are told, held against the database at that moment: it does not change any more
 
@@ -141,12 +170,14 @@ class Step:
         return None
 
 
+def again(p: Process, todo: int, **more: Any) -> Process:
+    """An owner that has thrown its producer away: it claims again."""
+    return Process("claim", todo, p.owner, p.incarnation, known=p.known, engine=p.engine, **more)
+
+
 def undecided_of(p: Process) -> tuple[tuple[int, frozenset[Partition]], ...]:
     """``TransactionalProducer.undecided_in``: the partitions in which it leaves an undecided transaction, by incarnation."""
-    if p.ended is not None:
-        left = frozenset() if p.ended.committed else p.ended.partitions
-    else:
-        left = frozenset() if p.ours is not None else p.sent
+    left = known_end.left_undecided(p.ended, None, is_prepared=p.ours is not None, sent_to=p.sent)
     return (*p.undecided, (p.incarnation, left)) if left else p.undecided
 
 
@@ -155,6 +186,7 @@ def committed(db: Database) -> Database:
     return db._replace(
         prepared=db.lock.prepared,
         completed=None,
+        fence=None,
         decided=(*db.decided, Decision(db.lock.label, db.lock.prepared)),
         lock=None,
     )

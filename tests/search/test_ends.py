@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from search.configurations import EACH_ONCE, mixed, native
 from search.ends import Ends
 from search.explore import explore
 from search.mistakes import MISTAKES
@@ -22,7 +23,17 @@ EQUALS = {
     "two, retention": Bounds((1, 1), 2, Budgets(timeout=1, retention=1)),
     "three": Bounds((1, 1, 1), 3),
     "three, a late request": Bounds((1, 1, 1), 2, Budgets(delay=1)),
+    "two native": native(1, 1, budgets=Budgets(delay=1, abort=1)),
+    "two native, with all that goes wrong": native(1, 1, budgets=EACH_ONCE),
+    "two native, three incarnations": native(1, 1, incarnations=3, budgets=Budgets(delay=1)),
+    "two native, a marker is skipped": native(1, 1, budgets=Budgets(delay=1, forgotten=1)),
+    "two native, ids are forgotten": native(1, 1, budgets=Budgets(delay=1, expire=1)),
+    "one of each engine": mixed(2, 1, budgets=Budgets(delay=1))._replace(incarnations=2),
 }
+LARGEST = {
+    "two, three incarnations", "two, ids are forgotten", "three", "two native, with all that goes wrong",
+    "two native, three incarnations", "two native, a marker is skipped", "two native, ids are forgotten", "one of each engine",
+}  # fmt: skip
 BUDGETS = 3
 
 
@@ -79,7 +90,13 @@ def uncovered(world, expected, found):
     ]
 
 
-@pytest.mark.parametrize("bounds", EQUALS.values(), ids=EQUALS)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        pytest.param(bounds, id=name, marks=[pytest.mark.thorough] if name in LARGEST else [])
+        for name, bounds in EQUALS.items()
+    ],
+)
 def test_the_search_without_ends_comes_to_all_states_and_no_others(bounds):
     world, entire, shortened, found = both(bounds)
     assert found <= shortened

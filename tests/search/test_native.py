@@ -21,11 +21,11 @@ thorough = pytest.mark.thorough
         pytest.param({}, id="two settlers", marks=thorough),
         pytest.param({"hangs": True}, id="forgotten marker, two settlers"),
         pytest.param({"hangs": True, "is_alive": True}, id="forgotten marker, two settlers, the owner is alive", marks=thorough),
-        pytest.param({"hangs": True, "delays": 1}, id="forgotten marker, two settlers, a late request"),
-        pytest.param({"hangs": True, "forgets": 1}, id="forgotten again, two settlers"),
+        pytest.param({"hangs": True, "delays": 1}, id="forgotten marker, two settlers, a late request", marks=thorough),
+        pytest.param({"hangs": True, "forgets": 1}, id="forgotten again, two settlers", marks=thorough),
         pytest.param({"hangs": True, "times_out": 1, "witnesses": 1}, id="forgotten marker, two settlers, a limited timeout"),
-        pytest.param({"settlers": 1, "forgets": 1, "delays": 1}, id="one settler, a forgotten marker, a late request"),
-        pytest.param({"settlers": 1, "forgets": 1, "times_out": 1}, id="one settler, a forgotten marker, a timeout"),
+        pytest.param({"settlers": 1, "forgets": 1, "delays": 1}, id="one settler, a forgotten marker, a late request", marks=thorough),
+        pytest.param({"settlers": 1, "forgets": 1, "times_out": 1}, id="one settler, a forgotten marker, a timeout", marks=thorough),
         pytest.param({"delays": 1}, id="two settlers, a late request", marks=thorough),
         pytest.param({"times_out": 1}, id="two settlers, a timeout", marks=thorough),
         pytest.param({"forgets": 1}, id="two settlers, any marker forgotten", marks=thorough),
@@ -146,8 +146,13 @@ def test_every_planted_mistake_is_found(mistake: Callable[..., Any]) -> None:
     ("changed", "bounds"),
     [
         pytest.param({"retires": True}, HANGS, id="fences by InitProducerId"),
-        pytest.param({"compares_fence": False}, ALIVE, id="writes the fence without its condition"),
-        pytest.param({"knows_end": False}, UNDECIDED, id="the owner goes on before S has ended"),
+        pytest.param({"compares_fence": False}, ALIVE, id="writes the fence without its condition", marks=thorough),
+        pytest.param({"knows_end": lambda *_: True}, UNDECIDED, id="the owner goes on before S has ended"),
+        pytest.param(
+            {"knows_end": lambda s, _: s.status is TransactionStatus.COMPLETE_COMMIT},
+            UNDECIDED,
+            id="the owner goes on when the coordinator shows that S is complete",
+        ),
     ],
 )
 def test_what_the_rules_need_of_others_is_needed(changed: dict[str, Any], bounds: dict[str, Any]) -> None:

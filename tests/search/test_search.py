@@ -16,7 +16,7 @@ from search.levels import explore_levels
 from search.mistakes import MISTAKES, OWNER_AND_SETTLER
 from search.page import FIGURES, PAGE, render
 from search.rules import Rules
-from search.selection import CAUGHT, HARMLESS, quick_first
+from search.selection import CAUGHT, HARMLESS, MANY_STATES, quick_first
 from search.values import Budgets
 from search.world import World
 
@@ -51,7 +51,7 @@ def test_the_product_does_nothing_wrong_within_small_bounds(name, figures):
     ), f"the search has changed: python -m search {name}"
 
 
-@pytest.mark.parametrize("name", CAUGHT)
+@pytest.mark.parametrize("name", quick_first(CAUGHT, most=MANY_STATES))
 def test_a_mistake_is_caught_by_its_shortest_way(name, figures):
     found = explore(MISTAKES[name].world())
     known = figures["mistakes"][name]
@@ -155,22 +155,29 @@ def test_what_is_wrong_at_once_is_seen(rules, wrong):
     assert wrong in (found.wrong or ""), words(found)
 
 
-def test_the_search_asks_the_broker_by_every_request_of_the_protocol(monkeypatch):
+EVERY_REQUEST = {
+    sim.InitProducerId,
+    sim.AddPartitionsToTxn,
+    sim.Produce,
+    sim.EndTxn,
+    sim.DescribeTransactions,
+    sim.DescribeProducers,
+    sim.Fetch,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("failed_message", 1), pytest.param("native_marker_skipped", 2, marks=pytest.mark.thorough)]
+)
+def test_the_search_asks_the_broker_by_every_request_of_the_protocol(monkeypatch, name, version):
     asked = set()
 
     def noted(broker, request, handle=views.handle):
-        asked.add(type(request))
+        asked.add((type(request), getattr(request, "transaction_version", version)))
         return handle(broker, request)
 
     for module in ("search.views.handle", "search.stepping.handle"):
         monkeypatch.setattr(module, noted)
-    explore(World(CONFIGURATIONS["failed_message"].bounds))
-    assert asked == {
-        sim.InitProducerId,
-        sim.AddPartitionsToTxn,
-        sim.Produce,
-        sim.EndTxn,
-        sim.DescribeTransactions,
-        sim.DescribeProducers,
-        sim.Fetch,
-    }
+    explore(World(CONFIGURATIONS[name].bounds))
+    assert asked >= {(request, version) for request in EVERY_REQUEST}
+    assert {request for request, _ in asked} == EVERY_REQUEST

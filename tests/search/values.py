@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.prepared_state import Engine, FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import Doubt
 from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.settling.settle import Knowledge
+from dualwrite.protocol.settling.settle_native import NativeKnowledge
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.protocol.tables.write_life import WriteState
 
@@ -19,6 +21,19 @@ Label = tuple[int, int]
 NOTHING = PreparedTxnState()
 TOPIC = "t"
 PLACES = ((TOPIC, 0), (TOPIC, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class ExactState(PreparedTxnState):
+    """A native state that is told apart by everything that it names.
+
+    Producer id and epoch name one transaction of one history. The search goes through many, in which the same id and epoch have
+    written at other offsets.
+    """
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return self.engine, self.producer_id, self.epoch, self.incarnation, self.first_offsets, self.further
 
 
 class Lock(NamedTuple):
@@ -41,7 +56,10 @@ class Decision(NamedTuple):
 
 
 class Database(NamedTuple):
-    """The row, the incidents, and in ``decided`` the users' rows: the transactions that are committed, in order."""
+    """The row, the incidents, and in ``decided`` the users' rows: the transactions that are committed, in order.
+
+    ``fence`` is the row's ``settle_fence``, for native transactions.
+    """
 
     incarnation: int = 0
     owner: int = 0
@@ -51,6 +69,7 @@ class Database(NamedTuple):
     incidents: tuple[tuple[Label, Outcome], ...] = ()
     decided: tuple[Decision, ...] = ()
     lock: Lock | None = None
+    fence: int | None = None
 
     def has(self, label: Label) -> bool:
         """Whether the transaction is committed here."""
@@ -68,6 +87,8 @@ class Process(NamedTuple):
     knows of. ``item`` is the incarnation that it settles, ``row`` what its claim has read. ``ours`` is its transaction. Only
     where markers may be skipped: ``sent`` is where that has written or tried to, ``ended`` what Kafka has answered the end of,
     while that is not known, and ``undecided`` where it has left something open, by incarnation, when it threw its producer away.
+    A native owner always has these. ``unanswered`` is where a copy of its messages may still come, and ``apart`` the incarnation
+    that a settler has settled before the others, by the rules for native transactions.
     """
 
     doing: str = "claim"
@@ -85,12 +106,15 @@ class Process(NamedTuple):
     known: PreparedTxnState | None = None
     row: tuple[PreparedTxnState, Outcome | None, int] | None = None
     item: int = 0
-    knowledge: Knowledge | None = None
+    knowledge: Knowledge | NativeKnowledge | None = None
     seen: tuple[int | None, ...] | None = None
     doubt: Doubt | None = None
     sent: frozenset[Partition] = frozenset()
     ended: Ended | None = None
     undecided: tuple[tuple[int, frozenset[Partition]], ...] = ()
+    engine: Engine = Engine.LIBRDKAFKA
+    unanswered: frozenset[Partition] = frozenset()
+    apart: int = 0
 
     @property
     def label(self) -> Label:
@@ -99,6 +123,8 @@ class Process(NamedTuple):
 
 
 DONE = Process("done")
+STOPPED = Process("stopped")
+"""A settler that leaves the rest to a person."""
 
 
 class Budgets(NamedTuple):
@@ -131,8 +157,18 @@ class Budgets(NamedTuple):
     forgotten: int = 0
 
 
-def prepared_state(process: Process) -> PreparedTxnState:
-    """The state of what the process has produced: its first offset in each partition."""
+def prepared_state(process: Process, *, witnesses: int = len(PLACES)) -> PreparedTxnState:
+    """The state of what the process has produced: its first offset in each partition, as far as it is known.
+
+    A native state names at most ``witnesses`` of them.
+    """
+    if process.engine is Engine.NATIVE:
+        shown = dict(zip(PLACES, process.firsts, strict=True))
+        sent = {
+            place: shown[place] if shown[place] >= 0 and PLACES.index(place) < witnesses else None
+            for place in process.sent
+        }
+        return ExactState.native(process.producer_id, process.epoch, process.incarnation, sent, {TOPIC: "id"})
     firsts = tuple(
         FirstOffset(topic, number, process.firsts[number], "id")
         for topic, number in PLACES

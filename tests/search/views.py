@@ -12,8 +12,16 @@ from simulator.state import Broker
 
 from dualwrite.kafka.coordinator.log import Scan, combined
 from dualwrite.protocol.identity import OpenPlaces
-from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import (
+    LogProof,
+    OpenTransaction,
+    ShownProducer,
+    TransactionStatus,
+    TransactionView,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
+
+OpenTransactions = tuple[OpenTransaction, ...]
 
 _STATUS = {status.value: status for status in TransactionStatus}
 
@@ -21,7 +29,8 @@ _STATUS = {status.value: status for status in TransactionStatus}
 def describe(broker: Broker, kafka_id: str, *, places: bool = False) -> TransactionView:
     """As ``KafkaCoordinator.describe``. Start times are left out: they only make a wrong match less likely.
 
-    So are the partitions, if ``places`` is not set: they only matter where markers are skipped.
+    So are the partitions and the time limit, if ``places`` is not set: they only matter for native transactions, and where markers
+    are skipped.
     """
     shown = handle(broker, sim.DescribeTransactions(kafka_id))[1]
     if shown.error_code is not ErrorCode.NONE:
@@ -29,7 +38,9 @@ def describe(broker: Broker, kafka_id: str, *, places: bool = False) -> Transact
     status = _STATUS[shown.transaction_state]
     if not places:
         return TransactionView(status, shown.producer_id, shown.producer_epoch)
-    return TransactionView(status, shown.producer_id, shown.producer_epoch, partitions=shown.partitions)
+    return TransactionView(
+        status, shown.producer_id, shown.producer_epoch, None, shown.transaction_timeout_ms, shown.partitions
+    )
 
 
 def open_offset(broker: Broker, place: sim.TopicPartition, state: PreparedTxnState) -> int | None:
@@ -48,6 +59,21 @@ def still_open(broker: Broker, producer_id: int, places: Iterable[sim.TopicParti
         for shown in handle(broker, sim.DescribeProducers(place))[1].active_producers
         if shown.producer_id == producer_id and shown.current_txn_start_offset >= 0
     )
+
+
+def shown_producer(broker: Broker, place: sim.TopicPartition, producer_id: int) -> ShownProducer:
+    """As ``KafkaCoordinator.producer_epochs``, of one partition."""
+    for shown in handle(broker, sim.DescribeProducers(place))[1].active_producers:
+        if shown.producer_id == producer_id:
+            start = shown.current_txn_start_offset
+            return ShownProducer(shown.producer_epoch, start if start >= 0 else None)
+    return ShownProducer()
+
+
+def open_transactions(broker: Broker, producer_id: int, places: Iterable[sim.TopicPartition]) -> OpenTransactions:
+    """As ``KafkaCoordinator.open_transactions``, of one producer."""
+    shown = ((place, shown_producer(broker, place, producer_id)) for place in places)
+    return tuple(OpenTransaction(place, one.epoch, one.open_from) for place, one in shown if one.open_from is not None)
 
 
 def proofs_now(broker: Broker, state: PreparedTxnState) -> dict[sim.TopicPartition, LogProof]:

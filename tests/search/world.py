@@ -18,6 +18,7 @@ from simulator.broker import handle
 from simulator.partition import last_stable_offset
 from simulator.state import Broker, new_broker, partition, with_partition
 
+from dualwrite.protocol.prepared_state import Engine
 from search.ends import Ends
 from search.judge import Excuses, Judge, told
 from search.process import Walk
@@ -42,6 +43,9 @@ class Bounds(NamedTuple):
         one_by_one: Whether markers reach the partitions, and questions their leaders, one after the other.
         dies: Whether an owner ends with its first decision.
         epochs: How many a Kafka id may have had; 0 for any number. Two settlers can raise them in turns for as long as they like.
+        engines: For each process what sends its messages: librdkafka, if not given.
+        witnesses: In how many partitions a native state names an offset.
+        tools_hit_owners: Whether a tool writes its marker also while the transaction's owner still owns the row.
     """
 
     transactions: tuple[int, ...]
@@ -51,6 +55,14 @@ class Bounds(NamedTuple):
     one_by_one: bool = False
     dies: bool = False
     epochs: int = 0
+    engines: tuple[Engine, ...] = ()
+    witnesses: int = len(PLACES)
+    tools_hit_owners: bool = False
+
+    @property
+    def of_processes(self) -> tuple[Engine, ...]:
+        """The engine of each process."""
+        return self.engines or (Engine.LIBRDKAFKA,) * len(self.transactions)
 
 
 class Table(Generic[Part]):
@@ -109,6 +121,8 @@ class World:
             dies=bounds.dies,
             one_by_one=bounds.one_by_one,
             forgets=forgets,
+            native_timeout_ms=60_000 if bounds.budgets.timeout else sim.NEVER_MS,
+            witnesses=bounds.witnesses,
         )
         self._judge = Judge(rules, open_is_fine=open_is_fine, forgets=forgets)
         self.entire = entire
@@ -125,10 +139,18 @@ class World:
 
     def first(self) -> State:
         """Nothing has happened."""
-        processes = sorted(self._processes.number(Process(todo=count)) for count in self.bounds.transactions)
+        engines = self.bounds.of_processes
+        started = (
+            Process(todo=count, engine=engine) for count, engine in zip(self.bounds.transactions, engines, strict=True)
+        )
+        version = 2 if Engine.NATIVE in engines else 1
+        broker = new_broker(
+            {PLACES[0][0]: len(PLACES)}, offsets_partitions=0, max_timeout_ms=sim.NEVER_MS, transaction_version=version
+        )
+        processes = sorted(self._processes.number(process) for process in started)
         return (
             self._databases.number(Database()),
-            self._brokers.number(new_broker({PLACES[0][0]: len(PLACES)}, offsets_partitions=0)),
+            self._brokers.number(broker),
             self._late.number(()),
             self._budgets.number(self.bounds.budgets),
             *processes,
@@ -251,7 +273,7 @@ class World:
             self._texts.number(move.text),
             self._processes.number(move.process),
             self._databases.number(move.database),
-            self._brokers.number(move.broker),
+            self._broker_number(move.broker),
             -1 if move.sent is None else self._requests.number(move.sent),
             -1 if move.spends is None else Budgets._fields.index(move.spends),
             -1 if move.wrong is None else self._texts.number(move.wrong),
@@ -260,9 +282,20 @@ class World:
     def _arriving(self, broker: Number, late: Number) -> Iterator[tuple]:
         waiting = self._late.parts[late]
         for index, request in enumerate(waiting):
-            after = handle(self._brokers.parts[broker], request)[0]
+            after = (self._rules.handle or handle)(self._brokers.parts[broker], request)[0]
             left = self._late.number(waiting[:index] + waiting[index + 1 :])
-            yield self._texts.number(f"network: {told(request)} arrives late"), self._brokers.number(after), left
+            yield self._texts.number(f"network: {told(request)} arrives late"), self._broker_number(after), left
+
+    def _broker_number(self, broker: Broker) -> Number:
+        """Without what makes no difference: a leader's question about a native batch, which is the first one of its transaction."""
+        partitions = broker.partitions
+        if any(asked.transaction_version > 1 for found in partitions for asked in found.verifications):
+            partitions = tuple(
+                found._replace(verifications=tuple(one for one in found.verifications if one.transaction_version < 2))
+                for found in partitions
+            )
+            broker = broker._replace(partitions=partitions)
+        return self._brokers.number(broker)
 
     @cache_of
     def _own(self, number: Number) -> list[tuple]:
@@ -316,11 +349,12 @@ class World:
             )
 
     def _tools(self, database: Database, broker: Broker) -> Iterator[tuple[str, Broker]]:
-        """The acts of an operator on the transaction of a former owner."""
+        """The acts of an operator on the transaction of a former owner, or of any."""
+        spared = None if self.bounds.tools_hit_owners else self._rules.kafka_id(database.incarnation)
         for place in PLACES:
             for entry in partition(broker, place).producers:
                 owner = next(known for known in broker.transactions if known.producer_id == entry.producer_id)
-                if entry.txn_start >= 0 and owner.transactional_id != self._rules.kafka_id(database.incarnation):
+                if entry.txn_start >= 0 and owner.transactional_id != spared:
                     marker = sim.WriteTxnMarkers(entry.producer_id, entry.producer_epoch, False, (place,), 0)
                     yield (
                         f"operator: an abort marker of {owner.transactional_id} in {place[1]}",

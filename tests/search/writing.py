@@ -1,29 +1,34 @@
-"""A producer and its transactions, step by step: ``Lane._start``, ``dualwrite.writing.dual_write``, ``Lane.complete``."""
+"""The producer of librdkafka's engine and its transactions, step by step: ``Lane._start``, ``Lane.complete``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
+from functools import partial
 
 from simulator import requests as sim
 
-from dualwrite.errors import DualWriteError
-from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
-from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
-from search.stepping import LATER, OK, Step, committed, recorded
-from search.values import DONE, NOTHING, PLACES, Database, Lock, Process, name, prepared_state
+from dualwrite.protocol.tables.write_life import WriteEvent
+from search.owning import Owning
+from search.stepping import LATER, OK
+from search.values import PLACES, name, prepared_state
 from search.views import open_offset, proofs_now
 
-_NO_TIME = datetime.fromtimestamp(0, timezone.utc)
 _E, _W = ProducerEvent, WriteEvent
 
 
-class Writing(Step):
+class Writing(Owning):
     """An owner's producer, initialised once, and its transactions until it closes."""
+
+    writes_by = "add"
+
+    def shown_ends(self) -> tuple[str, Callable[..., EndStep]]:
+        proofs = proofs_now(self.broker, self.p.ended.state)
+        shown = ", ".join(f"{place[1]}: {proof.value}" for place, proof in sorted(proofs.items()))
+        return shown, partial(self.rules.next_end_step, self.p.ended, proofs)
 
     def init(self) -> None:
         p = self.p
@@ -46,29 +51,6 @@ class Writing(Step):
         text = "init_transactions, slow or asked for again: maybe sent twice"
         self.go(text, doubtful, broker=broker, sent=request, spends="delay")
         self.go("init_transactions stays in the network, no answer", doubtful, sent=request, spends="delay")
-
-    def begin(self) -> None:
-        p, db = self.p, self.db
-        seen = p.item if self.rules.checks_by_an_old_snapshot else db.incarnation
-        if self.rules.checks_incarnation and seen != p.incarnation:
-            self.go("reads another incarnation and stops", DONE)
-            return
-        begun = p._replace(
-            doing="add", write=WRITE_LIFE[WriteState.BEGUN][_W.CHECK], producer=self.life(_E.BEGIN), item=0
-        )
-        wrong = self.check_known(db)
-        self.go(f"reads its incarnation, begins {name(p.label)}", begun, wrong=wrong)
-
-    def check_known(self, db: Database) -> str | None:
-        p = self.p
-        if p.known is None or db.incarnation != p.incarnation:
-            return None
-        row = StateRow("T", p.known, "", p.incarnation, 0, None, "", "", _NO_TIME)
-        try:
-            self.rules.check_not_gone_back(row, db.incarnation, str(db.prepared))
-        except DualWriteError as error:
-            return f"false alarm: {error.what}"
-        return None
 
     @property
     def at(self) -> int:
@@ -116,41 +98,6 @@ class Writing(Step):
         self.go(f"{text} stays in the network, given up", self.failed(_E.DOUBT, trying), sent=request, spends="delay")
         self.go(f"{text} fails and is not tried again", self.failed(_E.FAIL, trying), spends="failure")
 
-    def failed(self, event: ProducerEvent, p: Process | None = None) -> Process:
-        p = p or self.p
-        return p._replace(doing="abort", producer=self.life(event), write=p.write, ours=None, firsts=(-1, -1))
-
-    def update(self) -> None:
-        """``StateStore.decide``: waits for the row's lock."""
-        p, db = self.p, self.db
-        if db.lock is None:
-            if db.incarnation == p.incarnation or not self.rules.updates_on_condition:
-                lock = Lock(p.incarnation, p.label, p.ours)
-                recorded_ = p._replace(doing="commit", write=self.writes(_W.RECORD))
-                self.go(f"updates the row to {name(p.label)}", recorded_, db._replace(lock=lock))
-            else:
-                self.go("updates no row: fenced", p._replace(doing="abort"))
-        self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
-
-    def commit(self) -> None:
-        p, db = self.p, self.db
-        done = committed(db)
-        decided = p._replace(doing="end", write=self.writes(_W.COMMIT), known=p.ours)
-        if self.rules.checks_by_an_old_snapshot:
-            decided = decided._replace(item=db.incarnation)
-        self.go(f"COMMIT {name(p.label)}: decided", DONE if self.walk.dies else decided, done)
-        released = db._replace(lock=None)
-        # Also the end of the session of an owner that was paused for too long.
-        failed = decided if self.rules.takes_a_failed_commit_for_committed else p._replace(doing="abort")
-        self.go(f"COMMIT {name(p.label)} fails for certain", failed, released, spends="abort")
-        self.go("dies, and its session with it", DONE, released)
-        doubtful = p._replace(doing="resolve", write=self.writes(_W.LOSE_ANSWER))
-        text = f"COMMIT {name(p.label)}: the answer is lost;"
-        self.go(f"{text} it is done", doubtful, done, spends="answer")
-        self.go(f"{text} it never arrived", doubtful, released, spends="answer")
-        orphan = db._replace(lock=db.lock._replace(orphan=True))
-        self.go(f"{text} the session is still at it", doubtful, orphan, spends="answer")
-
     def end(self) -> None:
         """``Lane.complete``: the commit in Kafka of what is decided."""
         p = self.p
@@ -176,16 +123,6 @@ class Writing(Step):
                 self.go(f"{text}: {error.name}, taken for committed", done, wrong=wrong)
             else:
                 self.go(f"{text}: {error.name}", self.renewed(known))
-
-    def renewed(self, p: Process) -> Process:
-        """``Lane._complete_by_settling``: the producer is thrown away; claims, settles its own transaction."""
-        self.life(_E.DOUBT)
-        return Process("claim", p.todo - 1, p.owner, p.incarnation, write=p.write, ours=p.ours, known=p.known)
-
-    def counted(self, p: Process) -> Process:
-        """A transaction is done: the next one."""
-        self.writes(_W.COMPLETE)
-        return self.reusable(p._replace(todo=p.todo - 1, number=p.number + 1))
 
     def abort(self) -> None:
         """``DualWrite.abort``: the database first, then Kafka, which need not take it."""
@@ -241,25 +178,6 @@ class Writing(Step):
         firsts = tuple(FirstOffset(*place, offset, "id") for place, offset in shown if offset is not None)
         return Ended(replace(ids, first_offsets=firsts), committed=False)
 
-    def know_end(self) -> None:
-        """``know_end``: the partitions are asked until they show how the last transaction has ended."""
-        p = self.p
-        known = p._replace(ended=None)
-        if not p.todo and not self.rules.knows_ends_before_it_closes:
-            self.go("does not look how its last transaction has ended", self.reusable(known))
-            return
-        proofs = proofs_now(self.broker, p.ended.state)
-        shown = ", ".join(f"{place[1]}: {proof.value}" for place, proof in sorted(proofs.items()))
-        step = self.rules.next_end_step(p.ended, proofs, early=True)
-        if step is EndStep.KNOWN:
-            self.go(f"the end of its last transaction is known ({shown})", self.reusable(known))
-            return
-        if step is EndStep.WAIT:  # or it asks once more, and that is where it is
-            step = self.rules.next_end_step(p.ended, proofs, early=False)
-        if step in {EndStep.SETTLE, EndStep.RECORD}:
-            thrown = self.reusable(p._replace(producer=self.life(_E.DOUBT)))
-            self.go(f"the end of its last transaction is not known ({shown})", thrown)
-
     def raise_epoch(self) -> None:
         """The step of librdkafka within an abort after some errors, before the producer may be used again."""
         p = self.p
@@ -299,11 +217,3 @@ class Writing(Step):
         request = sim.EndTxn(self.rules.kafka_id(p.incarnation), p.producer_id, p.epoch, committed)
         broker, answer = self.ask(request)
         return broker, answer.error_code, request, f"EndTxn({'commit' if committed else 'abort'}) of {name(p.label)}"
-
-    def close(self) -> None:
-        """The owner closes: it records what it has completed, if the row still shows it."""
-        p, db = self.p, self.db
-        if p.known is None or p.known is NOTHING or db.prepared != p.known or db.completed is not None:
-            self.go("closes", DONE)
-        elif db.lock is None:
-            self.go("closes, and records committed", DONE, recorded(db, p.known, Outcome.COMMITTED))

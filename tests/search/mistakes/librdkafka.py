@@ -1,64 +1,17 @@
-"""The product's rules with one of them changed: the search must find what that does. None of it is in the product.
-
-Where ``harness.mistakes`` plants the same one in the running product, it has the same name here.
-"""
+"""Mistakes of owners and settlers of librdkafka's transactions, and those that have nothing to do with the engine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from dualwrite.protocol.identity import shows_same_transaction
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.settling import commit_in_doubt, settle
 from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.protocol.settling.settle import Knowledge, SettleStep
+from search.mistakes.planting import OWNER_AND_SETTLER, TWO_OWNERS, budget, within
 from search.rules import Rules
-from search.values import Budgets
-from search.world import Bounds, World
-
-OWNER_AND_SETTLER = Bounds((2, 0), 2)
-TWO_OWNERS = Bounds((2, 1), 2)
-
-
-class Mistake(NamedTuple):
-    """A mistake, and the smallest bounds in which it shows.
-
-    ``caught`` is False where no bounds that were tried show anything: the reason is in the sentence.
-    """
-
-    name: str
-    sentence: str
-    rules: Rules
-    bounds: Bounds
-    open_is_fine: bool = False
-    caught: bool = True
-
-    def world(self) -> World:
-        """The configuration to search."""
-        return World(self.bounds, self.rules, open_is_fine=self.open_is_fine)
-
-
-MISTAKES: dict[str, Mistake] = {}
-
-
-def within(bounds: Bounds, *, open_is_fine: bool = False, caught: bool = True, name: str | None = None):
-    """Register a mistake under its class's name; its docstring is the sentence."""
-
-    def register(rules: type[Rules]) -> type[Rules]:
-        snake = "".join(f"_{char.lower()}" if char.isupper() else char for char in rules.__name__).lstrip("_")
-        named = name or snake
-        sentence = " ".join(rules.__doc__.split())
-        MISTAKES[named] = Mistake(named, sentence, rules(), bounds, open_is_fine, caught)
-        return rules
-
-    return register
-
-
-def budget(**given: int) -> Budgets:
-    """Budgets by name."""
-    return Budgets(**given)
-
+from search.world import Bounds
 
 # --- the owner
 
