@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ def main() -> int:
         "--spark", type=int, default=0, help="so many times through the fail points of Spark, afterwards"
     )
     parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
+    parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no round after that time")
     parser.add_argument("--directory", type=Path, help="where results and evidence go")
@@ -30,6 +32,9 @@ def main() -> int:
     options = parser.parse_args()
     name = f"seed-{options.seed}" + (f"-brokers-{options.brokers}" if options.brokers > 1 else "")
     name += f"-{options.mistake}" if options.mistake else ""
+    os.environ["DUALWRITE_PRODUCER_ENGINE"] = options.engine  # every process of the run sees it
+    if options.engine != "native":
+        name += f"-{options.engine}"
     directory = (options.directory or CACHE / name).resolve()
     if options.again and directory.exists():
         shutil.rmtree(directory)
@@ -42,6 +47,7 @@ def main() -> int:
         kills_per_round=options.kills_per_round,
         mistake=options.mistake,
         brokers=options.brokers,
+        engine=options.engine,
         stop_after_s=options.stop_after_s,
     )
     results = run.run()

@@ -69,7 +69,7 @@ class Conductor:
             url = self._servers.postgres.create_database(name)
         self._forks.prepare(url)
         self._job = {
-            "kafka": {**self._servers.kafka.client_config(), "log_level": "2"},
+            "kafka": self._servers.kafka.client_config(),
             "url": url,
             "topic": topic,
             "partitions": self._round.partitions,

@@ -25,12 +25,12 @@ from dualwrite import (
     Unavailable,
     recover,
 )
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.recovery.claim import OwnerContext, default_owner
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore

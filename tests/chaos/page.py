@@ -44,6 +44,7 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
                 "rounds": len(run.rounds),
                 "kills": run.kills,
                 "brokers": run.brokers,
+                "engine": run.engine,
                 "broker_kills": run.broker_kills,
                 "broker_suspensions": run.broker_suspensions,
             }
@@ -98,10 +99,10 @@ def render(figures: Mapping[str, Any]) -> str:
         "",
         f"What was wrong: {wrong}, **{kinds.get('error', 0)}** unexpected errors.",
         "",
-        "| run | date (UTC) | seed | brokers | minutes | rounds | killed | machine |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | date (UTC) | seed | engine | brokers | minutes | rounds | killed | machine |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| `{run['command']}` | {run['began']} | {run['seed']} | {run.get('brokers', 1)} | {run['minutes']} | "
+            f"| `{run['command']}` | {run['began']} | {run['seed']} | {run.get('engine', 'librdkafka')} | {run.get('brokers', 1)} | {run['minutes']} | "
             f"{run['rounds']} | {run['kills']:,} | {run['machine']} |"
             for run in figures["runs"]
         ),

@@ -50,6 +50,7 @@ class Results:
         suspended: Processes that were paused for a while and resumed, by database and fail point.
         rivals: How often several recovered one id at once.
         brokers: How many brokers there were.
+        engine: The producers' engine.
         broker_kills: How often a broker was killed.
         broker_suspensions: How often a broker was suspended for seconds.
         leaderless: How many partitions had no leader while a broker was suspended.
@@ -80,6 +81,7 @@ class Results:
     suspended: dict[str, Counter[str]] = field(default_factory=dict)
     rivals: int = 0
     brokers: int = 1
+    engine: str = "librdkafka"  # as in all runs before there was another
     broker_kills: int = 0
     broker_suspensions: int = 0
     leaderless: int = 0

@@ -31,6 +31,7 @@ class Run:
         kills_per_round: How often the checker compares.
         mistake: What is planted into the product, by name; empty for nothing.
         brokers: How many there are in each set of servers.
+        engine: The producers' engine.
         stop_after_s: No new round begins after that time.
     """
 
@@ -44,6 +45,7 @@ class Run:
         kills_per_round: int = KILLS_PER_ROUND,
         mistake: str = "",
         brokers: int = 1,
+        engine: str = "native",
         stop_after_s: float = float("inf"),
     ) -> None:
         self._directory = directory
@@ -57,8 +59,8 @@ class Run:
         directory.mkdir(parents=True, exist_ok=True)
         self._brokers = brokers
         more = (f" BROKERS={brokers}" if brokers > 1 else "") + (f" MISTAKE={mistake}" if mistake else "")
-        command = f"make chaos N={kills} SEED={seed}{more}"
-        new = Results(command, seed, mistake, brokers=brokers)
+        command = f"make chaos N={kills} SEED={seed} ENGINE={engine}{more}"
+        new = Results(command, seed, mistake, brokers=brokers, engine=engine)
         self.results = Results.load(self._file) if self._file.exists() else new
         self._numbers = (number for number in itertools.count() if number not in self.results.rounds)
         self._lock = threading.Lock()

@@ -24,8 +24,8 @@ from sqlalchemy import create_engine
 
 from chaos.results import Results
 from chaos.servers import Servers
-from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
+from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.per_partition import job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dualwrite.testing.proxy.rules import Choice, Rule
-from faults.cells import COMMIT, KEYS, Cell, Draw, Fault, Phase
+from faults.cells import COMMIT, KEYS, TWO_PHASE, Cell, Draw, Fault, Phase
 from faults.stage import Owner, Result, Slot, Stage
 
 SETTLING_S = 8.0
@@ -22,7 +22,7 @@ class Case(Stage):
         self.cell = cell
         self.draw = draw
         # A second InitProducerId raises the epoch, and so fences the producer that the first one was answered to.
-        self.fences_itself = cell.request == "InitProducerId" and cell.fault is Fault.DUPLICATE
+        self.fences_itself = cell.request in {"InitProducerId", TWO_PHASE} and cell.fault is Fault.DUPLICATE
         self._rule: Rule | None = None
         self._commit: Rule | None = None
         self._struck = False
@@ -150,7 +150,9 @@ class Case(Stage):
 def run_case(slot: Slot, cell: Cell, seed: int, *, mistake: str = "") -> Result:
     """Play a cell's seed; once more, with chances small that no such request comes, if none has come."""
     for certain in (False, True):
-        result = Case(slot, cell, Draw.of(cell, seed, certain=certain), mistake=mistake).run()
+        result = Case(
+            slot, cell, Draw.of(cell, seed, slot.context.producer_engine, certain=certain), mistake=mistake
+        ).run()
         if result.occurred or result.findings:
             break
     return result

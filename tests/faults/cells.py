@@ -7,15 +7,19 @@ import itertools
 import random
 from dataclasses import dataclass
 
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.testing import Api
 from faults.work import BOTH, MESSAGES, OFFSETS, Operation
 
 COMMIT = "COMMIT"
+TWO_PHASE = "InitProducerId v6"
+"""As brokers with KIP-939's two-phase commit are asked for a producer id."""
 KEYS: dict[str, int] = {
     "Produce": Api.PRODUCE,
     "Metadata": Api.METADATA,
     "FindCoordinator": Api.FIND_COORDINATOR,
     "InitProducerId": Api.INIT_PRODUCER_ID,
+    TWO_PHASE: Api.INIT_PRODUCER_ID,
     "AddPartitionsToTxn": Api.ADD_PARTITIONS_TO_TXN,
     "AddOffsetsToTxn": Api.ADD_OFFSETS_TO_TXN,
     "EndTxn": Api.END_TXN,
@@ -23,7 +27,9 @@ KEYS: dict[str, int] = {
     "DescribeProducers": Api.DESCRIBE_PRODUCERS,
     "DescribeTransactions": Api.DESCRIBE_TRANSACTIONS,
 }
-OF_SETTLING = {"Metadata", "FindCoordinator", "InitProducerId", "DescribeProducers", "DescribeTransactions"}
+OF_SETTLING = {"Metadata", "FindCoordinator", "InitProducerId", TWO_PHASE, "DescribeProducers", "DescribeTransactions"}
+OF_LIBRDKAFKA = {"AddPartitionsToTxn", "AddOffsetsToTxn"}
+"""The native engine never sends these: brokers add what a transaction writes to by themselves (KIP-890)."""
 
 
 class Fault(enum.Enum):
@@ -55,12 +61,20 @@ class Cell:
         return f"{self.request}/{self.fault.value}/{self.phase.value}"
 
 
-CELLS = [Cell(*cell) for cell in itertools.product(KEYS, Fault, Phase)] + [
-    # A COMMIT is the decision: it has no other phase.
-    Cell(COMMIT, fault, Phase.DURING)
-    for fault in Fault
-    if fault is not Fault.DUPLICATE  # a session of PostgreSQL is one stream, nothing in it can come twice
-]
+def requests_of(engine: EngineName) -> list[str]:
+    """The kinds of requests that an engine and its settlers send to Kafka."""
+    others = OF_LIBRDKAFKA if engine == "native" else {TWO_PHASE}
+    return [request for request in KEYS if request not in others]
+
+
+def cells_of(engine: EngineName) -> list[Cell]:
+    """All cells of an engine."""
+    return [Cell(*cell) for cell in itertools.product(requests_of(engine), Fault, Phase)] + [
+        # A COMMIT is the decision: it has no other phase.
+        Cell(COMMIT, fault, Phase.DURING)
+        for fault in Fault
+        if fault is not Fault.DUPLICATE  # a session of PostgreSQL is one stream, nothing in it can come twice
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,12 +109,13 @@ class Draw:
     others: tuple[Operation, ...]
 
     @classmethod
-    def of(cls, cell: Cell, seed: int, *, certain: bool = False) -> Draw:
+    def of(cls, cell: Cell, seed: int, engine: EngineName, *, certain: bool = False) -> Draw:
         """The draw of a seed.
 
         Args:
             cell: The cell.
             seed: From 0.
+            engine: The producers' engine.
             certain: Whether chances are kept small that no such request comes.
         """
         rng = random.Random(f"{cell} {seed} {certain}")
@@ -108,7 +123,9 @@ class Draw:
         if cell.request in {"AddOffsetsToTxn", "TxnOffsetCommit"}:
             kinds = [BOTH, OFFSETS]
         elif cell.request == "DescribeProducers":
-            kinds = [OFFSETS] if cell.phase is Phase.BEFORE or certain else [MESSAGES, BOTH, OFFSETS]
+            # Before a decision, librdkafka's producers ask for it only if there are no messages.
+            rare = engine != "native" and cell.phase is Phase.BEFORE
+            kinds = [OFFSETS] if rare or certain else [MESSAGES, BOTH, OFFSETS]
         aborts = cell.request == "EndTxn" and cell.phase is Phase.BEFORE
 
         def operation(number: int) -> Operation:

@@ -23,8 +23,9 @@ from confluent_kafka.cimpl import NewTopic
 from harness.hanging import abort_hanging
 
 from dualwrite import DualWriter, recover
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.kafka.producer.choice import EngineName
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy
 from faults.run import keep_line, owners_can_import, show_story
@@ -38,22 +39,16 @@ SETTLING = ("claim.row_raised", "settle.looked", "settle.before_commit", "settle
 POINTS = (*WRITING, *SETTLING)
 ROLES = ("transaction coordinator", "leader of partition 0", "leader of partition 1", "group coordinator")
 DEEDS = ("kill", "suspend", "move")
-PATIENT: dict[str, object] = {
-    "retry.backoff.ms": 500,
-    "reconnect.backoff.ms": 50,
-    "reconnect.backoff.max.ms": 500,
-    "socket.timeout.ms": 3000,
-    "log_level": 0,
-}
+PATIENT: dict[str, object] = {"socket.timeout.ms": 3000}
 
 
 @contextlib.contextmanager
-def three_brokers() -> Iterator[OwnerContext]:
+def three_brokers(producer_engine: EngineName) -> Iterator[OwnerContext]:
     """A cluster, and a database."""
     owners_can_import()
     properties = {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, brokers=BROKERS, start_timeout_s=240) as kafka, EmbeddedPostgres() as postgres:
-        context = OwnerContext.prepare(kafka, postgres)
+        context = OwnerContext.prepare(kafka, postgres, producer_engine)
         warm = {"kafka": kafka.client_config(), "engine": context.engine, "timeout_s": RECOVERS_S}
         with DualWriter("warm-up", **warm):
             pass
@@ -336,11 +331,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults.cluster", description=__doc__)
     parser.add_argument("--cases", type=int, default=100, help="how many (100)")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no case after that time")
     parser.add_argument("--log", type=Path, help="where each result goes as a line of JSON; see faults.page")
     options = parser.parse_args()
     began, wrong, played = time.monotonic(), 0, 0
-    with three_brokers() as context, contextlib.closing(Slot(context, 0)) as slot:
+    with three_brokers(options.engine) as context, contextlib.closing(Slot(context, 0)) as slot:
         for seed in range(options.first_seed, options.first_seed + options.cases):
             if time.monotonic() - began > options.stop_after_s:
                 break
@@ -349,7 +345,7 @@ def main() -> int:
             wrong += bool(result.findings)
             show_story(f"{name}, seed {seed}", result)
             if options.log is not None:
-                keep_line(options.log, f"three brokers: {name}", seed, result)
+                keep_line(options.log, f"three brokers: {name}", seed, result, options.engine)
     sys.stdout.write(f"{played} cases, {wrong} with findings, {time.monotonic() - began:.0f} s\n")
     return 1 if wrong else 0
 

@@ -1,12 +1,14 @@
 """Delayed EndTxn (KAFKA-17754): each first copy arrives when the next transaction has begun, of the same owner or another.
 
 After every decision the EndTxn is held. Either the client repeats the request, is answered "done", and continues; or the owner
-is killed and another one settles. In the next transaction, between its messages, the held one is let go.
+is killed and another one settles. In the next transaction, between its messages, the held one is let go. With librdkafka such
+a producer must have been thrown away; a native EndTxn names a transaction that has ended, and must hit nothing.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 from dualwrite.testing import Api
 from dualwrite.testing.proxy.rules import Rule
@@ -21,8 +23,11 @@ class Late(Stage):
     """One id; each of its transactions but the last has an EndTxn that is late."""
 
     def __init__(self, slot: Slot, seed: int, *, mistake: str = "", rounds: int = ROUNDS) -> None:
-        # The retry comes soon, so that each EndTxn is one that may have been sent twice.
-        super().__init__(slot, mistake=mistake, settings={"retry.backoff.ms": 400, "retry.backoff.max.ms": 400})
+        # librdkafka's retry comes soon, so that each EndTxn is one that may have been sent twice.
+        soon: dict[str, object] = {"retry.backoff.ms": 400, "retry.backoff.max.ms": 400}
+        self._exact = slot.context.producer_engine == "native"
+        super().__init__(slot, mistake=mistake, settings={} if self._exact else soon)
+        self._kept: set[str] = set()
         self._rng = random.Random(f"late {seed}")
         self._rounds = rounds
         self._held: list[Rule] = []
@@ -79,6 +84,8 @@ class Late(Stage):
         count = 2 * self._left
         kinds = [Operation(self._rng.choice([MESSAGES, BOTH]), self._rng.random() < 0.33) for _ in range(count)]
         kinds[0] = Operation(MESSAGES, kinds[0].abort)
+        name = f"w{len(self.owners) + 1}"
+        self._kept |= {f"{name}-{number}" for number, operation in enumerate(kinds) if not operation.abort}
         points = [f"{number}:{point}" for number in range(count) for point in ("write.produced", "write.decided")]
         return self.own(tuple(kinds), *points)
 
@@ -89,6 +96,12 @@ class Late(Stage):
         self.note(f"arrived late: {held.taken[0]}")
         self.result.occurred += 1
 
+    def _judge(self) -> None:
+        super()._judge()
+        if self._exact:  # the broker knows by its epoch that a late request is not about this transaction
+            told = [report for owner in self.owners for report in owner.told]
+            self.result.findings += hit_by_a_late_request(told, self._kept)
+
     def heal(self) -> None:
         self.act_now()
         for rule in self._held:
@@ -97,3 +110,14 @@ class Late(Stage):
         for owner in self.owners:
             if owner.at is not None:
                 owner.go()
+
+
+def hit_by_a_late_request(told: Iterable[tuple[str, str]], kept: set[str]) -> list[str]:
+    """Findings about aborted operations.
+
+    Args:
+        told: What the owners were told, and of which operation.
+        kept: The operations whose blocks do not raise.
+    """
+    aborted = {operation for word, operation in told if word == "aborted"}
+    return [f"{operation} was aborted by a request that came late" for operation in sorted(aborted & kept)]

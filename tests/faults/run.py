@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dualwrite import DualWriter
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from faults.case import run_case
-from faults.cells import Cell
+from faults.cells import TWO_PHASE, Cell
 from faults.late import Late
 from faults.stage import OwnerContext, Result, Slot
 
@@ -26,6 +27,7 @@ TESTS = Path(__file__).parents[1]
 REVISION = subprocess.run(
     ["git", "describe", "--always", "--dirty"], cwd=TESTS, capture_output=True, text=True, check=False
 ).stdout.strip()
+TWO_PHASE_COMMIT = {"unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
 Task = tuple["Cell | None", int]
 """A cell and a seed; without a cell, a series of late EndTxn."""
 
@@ -38,6 +40,11 @@ def tasks(cells: Sequence[Cell], seeds: Iterable[int], late: Iterable[int]) -> l
     return found
 
 
+def needs_two_phase(task: Task) -> bool:
+    """Whether it needs a broker with KIP-939's two-phase commit."""
+    return task[0] is not None and task[0].request == TWO_PHASE
+
+
 def owners_can_import() -> None:
     """Let the server that forks the owners find this package."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -45,12 +52,12 @@ def owners_can_import() -> None:
 
 
 @contextlib.contextmanager
-def servers(slots: int) -> Iterator[OwnerContext]:
-    """A broker with room for so many proxies, and a database."""
+def servers(slots: int, producer_engine: EngineName, *, two_phase: bool = False) -> Iterator[OwnerContext]:
+    """A broker with room for so many proxies, if asked for with KIP-939's two-phase commit, and a database."""
     owners_can_import()
-    properties = {"transaction.max.timeout.ms": "2147483647"}
+    properties = TWO_PHASE_COMMIT if two_phase else {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, proxies=slots) as kafka, EmbeddedPostgres() as postgres:
-        context = OwnerContext.prepare(kafka, postgres)
+        context = OwnerContext.prepare(kafka, postgres, producer_engine)
         # The first transaction of a broker makes its internal topics, which takes longer than the cases' patience.
         with DualWriter("warm-up", kafka=kafka.client_config(), engine=context.engine):
             pass
@@ -98,7 +105,7 @@ def play(
 
     def told(task: Task, result: Result) -> None:
         if log is not None:
-            keep_line(log, name_of(task), task[1], result)
+            keep_line(log, name_of(task), task[1], result, context.producer_engine)
         if result.findings:
             show_story(f"{name_of(task)}, seed {task[1]}", result)
         if len(results) % 100 == 0:
@@ -113,9 +120,9 @@ def play(
     return results
 
 
-def keep_line(log: Path, name: str, seed: int, result: Result) -> None:
+def keep_line(log: Path, name: str, seed: int, result: Result, engine: EngineName) -> None:
     """Append one result, as a line of JSON. The story only where something is wrong: it is long."""
-    document = {"case": name, "seed": seed, "revision": REVISION, **asdict(result)}
+    document = {"engine": engine, "case": name, "seed": seed, "revision": REVISION, **asdict(result)}
     if not result.findings:
         del document["story"]
     with log.open("a", encoding="utf-8") as file:

@@ -16,23 +16,24 @@ from multiprocessing.process import BaseProcess
 from confluent_kafka.admin import AdminClient
 from sqlalchemy import Engine, create_engine
 
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, KafkaProxy, PostgresProxy
+from faults.sent import by_version, not_native
 from faults.verdict import compare, settle_twice
 from faults.work import OPERATIONS, PARTITIONS, Job, Operation, serve
 
 TICK_S = 0.02
 CASES_PER_TOPIC = 40
-# What is dropped is asked for again after a second; a call of 0.4 s is one that may have been sent twice.
+# What is dropped is asked for again after a second; with librdkafka a call of 0.4 s is one that may have been sent twice.
 IMPATIENT: dict[str, object] = {
     "socket.timeout.ms": 1000,
-    "retry.backoff.ms": 500,
-    "retry.backoff.max.ms": 1000,
     "reconnect.backoff.ms": 50,
     "reconnect.backoff.max.ms": 500,
     "socket.connection.setup.timeout.ms": 5000,
-    "log_level": 0,
 }
+OF_LIBRDKAFKA: dict[str, object] = {"retry.backoff.ms": 500, "retry.backoff.max.ms": 1000, "log_level": 0}
+"""The native engine knows by the broker's answer what was sent twice, and logs as Python does."""
 
 
 class Stuck(Exception):
@@ -41,16 +42,18 @@ class Stuck(Exception):
 
 @dataclass
 class OwnerContext:
-    """The servers of a run, and what its cases share."""
+    """The servers of a run, the producers' engine, and what its cases share."""
 
     kafka: EmbeddedKafka
     postgres: EmbeddedPostgres
+    producer_engine: EngineName
     url: str
 
     @classmethod
-    def prepare(cls, kafka: EmbeddedKafka, postgres: EmbeddedPostgres) -> OwnerContext:
+    def prepare(cls, kafka: EmbeddedKafka, postgres: EmbeddedPostgres, producer_engine: EngineName) -> OwnerContext:
         """Make a database on servers that were started."""
-        context = cls(kafka, postgres, postgres.create_database(f"faults_{secrets.token_hex(4)}"))
+        url = postgres.create_database(f"faults_{secrets.token_hex(4)}")
+        context = cls(kafka, postgres, producer_engine, url)
         with context.engine.connect() as connection:
             upgrade(connection)
         OPERATIONS.create(context.engine)
@@ -171,11 +174,21 @@ class Owner:
 
 @dataclass
 class Result:
-    """The result of one case."""
+    """The result of one case.
+
+    Attributes:
+        occurred: How often the fault struck.
+        findings: What is wrong.
+        told: How often owners were told something.
+        sent: How many requests went through the case's proxy, by kind and version.
+        story: What happened, with the time of each step.
+        seconds: How long it took.
+    """
 
     occurred: int = 0
     findings: list[str] = field(default_factory=list)
     told: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
     story: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -204,7 +217,8 @@ class Stage:
         self.topic = slot.topic
         self.transactional_id = f"case-{secrets.token_hex(6)}"
         self.group = f"group-{self.transactional_id}"
-        self._settings = {**IMPATIENT, **(settings or {})}
+        of_engine = {} if self.context.producer_engine == "native" else OF_LIBRDKAFKA
+        self._settings = {**IMPATIENT, **of_engine, **(settings or {})}
         self._mistake = mistake
         self._began = time.monotonic()
         self._deadline = self._began + self.bound_s
@@ -225,6 +239,12 @@ class Stage:
         """Open the proxies."""
         self.kafka = closed_later.enter_context(KafkaProxy(self.context.kafka, number=self.slot.number))
         self.postgres = closed_later.enter_context(PostgresProxy(self.context.postgres))
+        closed_later.callback(self._note_sent)
+
+    def _note_sent(self) -> None:
+        self.result.sent = by_version(self.kafka.requests)
+        if self.context.producer_engine == "native":
+            self.result.findings += not_native(self.result.sent)
 
     def ways(self) -> tuple[dict[str, str], str]:
         """How owners reach Kafka and the database."""
@@ -266,6 +286,7 @@ class Stage:
             operations=operations,
             pauses=frozenset(pauses),
             patience_s=self.patience_s,
+            engine=self.context.producer_engine,
             mistake=self._mistake,
         )
         owner = Owner(self.slot, job)

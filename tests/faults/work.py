@@ -10,9 +10,12 @@ from multiprocessing.connection import Connection
 
 import psycopg  # noqa: F401 - imported once, before the forks
 from confluent_kafka import Consumer, TopicPartition
+from harness.engines import send
+from harness.planting import plant
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
-import dualwrite.kafka.coordinator.client  # noqa: F401 - imported once, before the forks
+import dualwrite.kafka.coordinator.client
+import dualwrite.kafka.producer.librdkafka.instance  # noqa: F401 - imported once, before the forks
 from dualwrite import (
     CompletionPending,
     ConfigurationError,
@@ -21,10 +24,11 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     TransactionInDoubt,
-    failpoints,
 )
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
+from dualwrite.kafka.producer.choice import EngineName
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.runtime import failpoints
 
 OPERATIONS = Table(
     "operations",
@@ -37,8 +41,8 @@ OPERATIONS = Table(
 PARTITIONS = 2
 MESSAGES, OFFSETS, BOTH = "messages", "offsets", "both"
 OPENINGS = 3
-KEEPS_PRODUCERS = "a producer is kept after a call that may have been sent twice"
-"""A mistake that can be planted: the product without its rule against KAFKA-17754."""
+SENT_S = 2.0
+"""How long an owner that pauses after its first message waits until that has reached the broker."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Job:
         name: Begins the ids of its operations.
         pauses: Points, as ``operation:failpoint``, where it waits for a command to continue; while it opens, the operation is -1.
         patience_s: Bounds each call.
-        mistake: A planted mistake, to see that the harness catches it.
+        engine: The producers' engine.
+        mistake: A planted mistake of ``harness.mistakes``, to see that this catches it.
     """
 
     name: str
@@ -75,7 +80,16 @@ class Job:
     operations: tuple[Operation, ...]
     pauses: frozenset[str] = field(default_factory=frozenset)
     patience_s: float = 20.0
+    engine: EngineName = "native"
     mistake: str = ""
+
+
+@dataclass
+class _Now:
+    """The operation that an owner does, and its producer."""
+
+    number: int = -1
+    producer: TransactionalProducer | None = None
 
 
 def serve(told: Connection) -> None:
@@ -88,31 +102,30 @@ def serve(told: Connection) -> None:
 
 
 def _do(job: Job, told: Connection) -> None:
-    position = [-1]
+    plant(job.mistake)
+    now = _Now()
     passed: set[str] = set()
 
     def hit(name: str) -> None:
-        point = f"{position[0]}:{name}"
+        point = f"{now.number}:{name}"
         if point in job.pauses and point not in passed:
             passed.add(point)
+            if name == "write.produced":
+                send(now.producer, SENT_S)
             told.send(("at", point))
             told.recv()
 
-    judge = ProducerInstance._judge
-    if job.mistake == KEEPS_PRODUCERS:
-        ProducerInstance._judge = lambda *_: None
     failpoints.hit = hit
     try:
-        _write_all(job, told, position)
+        _write_all(job, told, now)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except BaseException as error:  # noqa: BLE001 - reported, and the case decides what it means
         told.send(("unexpected", f"{type(error).__name__}: {error}"))
-    ProducerInstance._judge = judge
     told.send(("end", ""))
 
 
-def _write_all(job: Job, told: Connection, position: list[int]) -> None:
+def _write_all(job: Job, told: Connection, now: _Now) -> None:
     engine = create_engine(job.url)
     consumer = None
     if any(operation.kind != MESSAGES for operation in job.operations):
@@ -125,6 +138,7 @@ def _write_all(job: Job, told: Connection, position: list[int]) -> None:
             engine=engine,
             max_lanes=1,
             timeout_s=job.patience_s,
+            producer_engine=job.engine,
             paused_owner_timeout_s=None,
         )
         try:
@@ -139,12 +153,12 @@ def _write_all(job: Job, told: Connection, position: list[int]) -> None:
                 return
     told.send(("opened", ""))
     for number, operation in enumerate(job.operations):
-        position[0] = number
+        now.number = number
         name = f"{job.name}-{number}"
         told.send(("begin", name))
-        if not _write(writer, job, operation, name, consumer, told):
+        if not _write(writer, job, operation, name, consumer, told, now):
             break
-    position[0] = len(job.operations)
+    now.number = len(job.operations)
     with contextlib.suppress(DualWriteError):
         writer.close()
     if consumer is not None:
@@ -152,10 +166,11 @@ def _write_all(job: Job, told: Connection, position: list[int]) -> None:
     engine.dispose()
 
 
-def _write(writer, job: Job, operation: Operation, name: str, consumer, told: Connection) -> bool:
+def _write(writer, job: Job, operation: Operation, name: str, consumer, told: Connection, now: _Now) -> bool:
     """One operation; whether the owner may go on."""
     try:
         with writer.transaction() as tx:
+            now.producer = tx._dual_write._lane.producer
             _fill(tx, job, operation, name, consumer)
     except KeyError:
         told.send(("aborted", name))

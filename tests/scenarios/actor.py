@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from harness.engines import answered
 from harness.mistakes import MISTAKES, planted
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dualwrite.runtime import DualWriter, failpoints, recover
+from dualwrite import DualWriter, recover
+from dualwrite.runtime import failpoints
 from scenarios.rows import ROWS
 
 TRANSACTIONAL_ID = "orders"
@@ -136,7 +138,7 @@ class _Actor:
 
 
 def _flush(tx: Any) -> None:
-    assert tx._dual_write._lane.producer._instance._raw.flush(30) == 0
+    answered(tx._dual_write._lane.producer)
 
 
 def main(director: Connection, settings: Settings) -> None:

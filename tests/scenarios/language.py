@@ -1,7 +1,7 @@
 """The language of the scenario files: one statement a line, read aloud as it stands. See README.md beside this file.
 
 A file is parsed into statements. Each names a method of the :class:`Stage` that performs it, and its arguments. So a file
-that can be parsed can be performed, by the stage of real servers and by that of the simulator alike.
+that can be parsed can be performed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+from dualwrite.kafka.producer.choice import EngineName
 
 _ACTOR: Final = r"(?P<actor>[A-Z])"
 _LABELS: Final = r"(?P<labels>nothing|[a-z]\w*(?: [a-z]\w*)*)"
@@ -102,7 +104,7 @@ class Scenario:
     Attributes:
         name: The file's name without its end.
         title: Its first line: what the scenario shows.
-        head: The other lines of its head, by their first word: ``hazard``, ``runs on``, ``because``, ``given``.
+        head: The other lines of its head, by their first word: ``hazard``, ``natively``, ``given``.
         statements: What happens.
     """
 
@@ -112,9 +114,9 @@ class Scenario:
     statements: tuple[Statement, ...] = field(repr=False)
 
     @property
-    def runs_on(self) -> frozenset[str]:
-        """``simulator``, ``real servers``, or both."""
-        return frozenset(part.strip() for part in self.head["runs on"].split(","))
+    def engines(self) -> tuple[EngineName, ...]:
+        """The producer engines through which it is performed: both, unless the hazard is that of one alone."""
+        return tuple(engine for engine in ENGINES if self.head.get("engine", engine) == engine)
 
     @property
     def given(self) -> frozenset[str]:
@@ -132,8 +134,8 @@ class Scenario:
         return _numbers(self.head.get("facts", ""))
 
 
-HEAD: Final = {"hazard", "facts", "failures", "runs on", "because", "given"}
-PLACES: Final = frozenset({"simulator", "real servers"})
+HEAD: Final = {"hazard", "natively", "engine", "facts", "failures", "given"}
+ENGINES: Final[tuple[EngineName, ...]] = ("librdkafka", "native")
 GIVEN: Final = frozenset(
     {
         "a hasty broker",
@@ -195,12 +197,12 @@ def _statement(name: str, number: int, line: str) -> Statement:
 
 def _check(scenario: Scenario) -> None:
     where = f"{scenario.name}.txt"
-    if not scenario.title or "hazard" not in scenario.head or "runs on" not in scenario.head:
-        raise ScenarioError(f"{where}: the head names no title, no hazard, or not where it runs")
-    if not scenario.runs_on <= PLACES or not scenario.runs_on:
-        raise ScenarioError(f"{where}: it runs on none of {sorted(PLACES)}")
-    if scenario.runs_on != PLACES and "because" not in scenario.head:
-        raise ScenarioError(f"{where}: the head does not say why it does not run on both")
+    if not scenario.title or "hazard" not in scenario.head:
+        raise ScenarioError(f"{where}: the head names no title, or no hazard")
+    if not scenario.engines:
+        raise ScenarioError(f"{where}: it is performed through none of {', '.join(ENGINES)}")
+    if scenario.engines == ("librdkafka",) and "natively" in scenario.head:
+        raise ScenarioError(f"{where}: it is not performed natively")
     if not scenario.given <= GIVEN:
         raise ScenarioError(f"{where}: not known to be given: {sorted(scenario.given - GIVEN)}")
 

@@ -23,11 +23,11 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, delete, insert, select, text
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Api, KafkaProxy, PostgresProxy, read_committed
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
     from dualwrite.testing.proxy.rules import Rule
 
@@ -101,13 +102,22 @@ class RealStage:
 
     Args:
         scenario: What to perform.
+        engine: The producers' engine.
         kafka: The broker.
         postgres: The database server.
         directory: For the actors' logs.
     """
 
-    def __init__(self, scenario: Scenario, kafka: EmbeddedKafka, postgres: EmbeddedPostgres, directory: Path) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        engine: EngineName,
+        kafka: EmbeddedKafka,
+        postgres: EmbeddedPostgres,
+        directory: Path,
+    ) -> None:
         self._scenario = scenario
+        self._producer_engine = engine
         self._kafka = kafka
         self._postgres = postgres
         self._directory = directory
@@ -216,8 +226,9 @@ class RealStage:
         return player
 
     def _settings(self, name: str, proxy: PostgresProxy) -> Settings:
-        kafka: dict[str, object] = {**patient(self._proxy.client_config()), "client.id": name}
-        options: dict[str, object] = {}
+        through_proxy = self._proxy.client_config()
+        kafka: dict[str, object] = {**patient(through_proxy, self._producer_engine), "client.id": name}
+        options: dict[str, object] = {"producer_engine": self._producer_engine}
         if "a hasty broker" in self._scenario.given:
             kafka["transaction.timeout.ms"] = TIMEOUT_MS
             options["margin_s"] = 1.0

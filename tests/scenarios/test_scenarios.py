@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-from scenarios.language import STATEMENTS, ScenarioError, load, parse
+from scenarios.language import ENGINES, STATEMENTS, ScenarioError, load, parse
 from scenarios.page import PAGE, render
 from scenarios.real import RealStage
 
@@ -33,10 +33,16 @@ DATABASES = {
 
 SPECIAL = BROKERS.keys() | DATABASES.keys() | {"short deadlines", "short sessions"}
 REAL = [
-    # Those that need servers of their own take minutes.
-    pytest.param(scenario, id=scenario.name, marks=[pytest.mark.thorough] if scenario.given & SPECIAL else [])
+    pytest.param(
+        scenario,
+        engine,
+        id=scenario.name if engine == "librdkafka" else f"{scenario.name}-{engine}",
+        # Those that need servers of their own take minutes; nearly all have been performed through librdkafka already.
+        marks=[pytest.mark.thorough] if engine == "native" or scenario.given & SPECIAL else [],
+    )
+    for engine in ENGINES
     for scenario in SCENARIOS
-    if "real servers" in scenario.runs_on
+    if engine in scenario.engines
 ]
 
 
@@ -68,9 +74,9 @@ def postgres(request, scenario, special):
     return request.getfixturevalue("dualwrite_postgres")
 
 
-@pytest.mark.parametrize("scenario", REAL)
-def test_scenario_on_real_servers(scenario, kafka, postgres, tmp_path):
-    with RealStage(scenario, kafka, postgres, tmp_path) as stage:
+@pytest.mark.parametrize(("scenario", "engine"), REAL)
+def test_scenario_on_real_servers(scenario, engine, kafka, postgres, tmp_path):
+    with RealStage(scenario, engine, kafka, postgres, tmp_path) as stage:
         for statement in scenario.statements:
             try:
                 stage.perform(statement)
@@ -111,11 +117,16 @@ def test_every_statement_of_the_language_is_used_and_in_the_readme():
 )
 def test_a_line_that_is_not_understood_is_named(text, says):
     with pytest.raises(ScenarioError, match=says):
-        parse("odd", f"# Title\n# Hazard: none\n# Runs on: simulator, real servers\n\n{text}\n")
+        parse("odd", f"# Title\n# Hazard: none\n\n{text}\n")
 
 
 @pytest.mark.parametrize(
-    "head", ["# Title", "# Title\n# Hazard: one\n# Runs on: the moon", "# T\n# Hazard: x\n# Runs on: simulator"]
+    "head",
+    [
+        "# Title",
+        "# Title\n# Hazard: one\n# Engine: steam",
+        "# Title\n# Hazard: one\n# Engine: librdkafka\n# Natively: other",
+    ],
 )
 def test_a_head_that_is_not_complete_is_refused(head):
     with pytest.raises(ScenarioError):
