@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from itertools import groupby
 from pathlib import Path
 
+import psycopg
 import pytest
 from harness import class_archive
 from harness.collected import COLLECTED
 from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.users import USERS
+from hypothesis import settings
 from sqlalchemy import create_engine
 
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.testing import EmbeddedKafka
+from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql, "spark": pytest.mark.spark}
 TESTS = Path(__file__).parent
@@ -29,6 +36,9 @@ SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "cluster"]
 
 def pytest_configure() -> None:
     class_archive.use()
+    # A busy machine is no failure.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
     # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
     plant_from_environment()
 
@@ -61,28 +71,29 @@ def pytest_collection_finish() -> None:
 def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
 
-    One worker begins with the tests that share Spark's session, another with the longest ones and those that share a server:
-    so few workers start these servers, and none begins a long test when all others are done. All others begin with tests that
-    wait for servers. What only computes comes last, and is what they steal: it fills the pauses.
+    Two workers begin with the tests that share Spark's session, so that no third must start one at the end; another with the
+    longest ones and those that share a server: so few workers start these servers, and none begins a long test when all others
+    are done. All others begin with tests that wait for servers. What only computes comes last, and is what they steal: it fills
+    the pauses.
     """
-    begins: list[list[pytest.Item]] = [[] for _ in range(max(3, workers))]
-    waiting, computing = [], []
+    in_spark, longest, waiting, computing = [], [], [], []
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()):
-            begins[0].append(item)
+            in_spark.append(item)
         elif item.get_closest_marker("longest") is not None or not all(_shared_servers(item)):
-            begins[1].append(item)
+            longest.append(item)
         elif item.get_closest_marker("spark") is not None:
-            begins[0].append(item)
+            in_spark.append(item)
         elif item.path.relative_to(TESTS).parts[0] in COMPUTING:
             computing.append(item)
         else:
             waiting.append(item)
-    begins[0].sort(key=lambda item: item.get_closest_marker("longest") is None)
-    begins[1].sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
-    modules = [list(tests) for _, tests in groupby(waiting, key=lambda item: item.path)]
-    for number, module in enumerate(modules):
-        begins[2 + number % (len(begins) - 2)] += module
+    longest.sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
+    begins = [
+        *_dealt(in_spark, 2 if workers > 3 else 1),
+        longest,
+        *_dealt(waiting, max(1, workers - (3 if workers > 3 else 2))),
+    ]
     found: list[pytest.Item] = []
     for begin in begins:
         taken = max(0, len(items) // workers - len(begin))
@@ -91,9 +102,71 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     return found + computing
 
 
+def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:
+    """Give the modules out by turns."""
+    found: list[list[pytest.Item]] = [[] for _ in range(hands)]
+    for number, (_, module) in enumerate(groupby(items, key=lambda item: item.path)):
+        found[number % hands] += module
+    return found
+
+
 def _shared_servers(item: pytest.Item) -> list[bool]:
     fixtures = getattr(item, "fixturenames", ())
     return [server not in fixtures for server in SERVERS]
+
+
+@pytest.fixture
+def coordinator(kafka):
+    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def kafka_id():
+    """A new transactional id."""
+    return f"producer-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def through_librdkafka(monkeypatch):
+    """Writers and producers of this test use librdkafka unless they choose another engine."""
+    monkeypatch.setenv("DUALWRITE_PRODUCER_ENGINE", "librdkafka")
+
+
+@pytest.fixture
+def producer_engine():
+    """The engine of the producers that a test makes."""
+    return "auto"
+
+
+@pytest.fixture
+def kafka(dualwrite_kafka, producer_engine):
+    return patient(dualwrite_kafka.client_config(), None if producer_engine == "auto" else producer_engine)
+
+
+@pytest.fixture
+def make_producer(kafka, kafka_id, coordinator, producer_engine):
+    """Makes producers of ``kafka_id``, which are closed after the test."""
+    with ExitStack() as closed_later:
+
+        def make(settings=None, **options):
+            options.setdefault("coordinator", coordinator)
+            options.setdefault("engine", producer_engine)
+            return closed_later.enter_context(TransactionalProducer({**kafka, **(settings or {})}, kafka_id, **options))
+
+        yield make
+
+
+@pytest.fixture
+def ready(make_producer):
+    """Makes producers of ``kafka_id`` that are initialised."""
+
+    def make(settings=None, **options):
+        producer = make_producer(settings, **options)
+        producer.init_transactions()
+        return producer
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -144,13 +217,31 @@ def cluster(tmp_path_factory):
         yield found
 
 
-@pytest.fixture
-def numbers(dualwrite_kafka, dualwrite_database, dualwrite_topic):
-    """A sink for numbered rows, in a migrated database."""
-    from harness.spark import SparkCase
-
-    migrated = create_engine(dualwrite_database)
+@pytest.fixture(scope="session")
+def migrated_template(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
+    """The name of a migrated database, to be copied: the migrations take longer than a copy of what they make."""
+    name = f"migrated_{secrets.token_hex(6)}"
+    migrated = create_engine(dualwrite_postgres.create_database(name))
     with migrated.connect() as connection:
         upgrade(connection)
     migrated.dispose()
-    return SparkCase(patient(dualwrite_kafka.client_config()), dualwrite_database, dualwrite_topic)
+    yield name
+    dualwrite_postgres.drop_database(name)
+
+
+@pytest.fixture
+def migrated_database(dualwrite_postgres: EmbeddedPostgres, migrated_template: str) -> Iterator[str]:
+    """The SQLAlchemy URL of a new, migrated database; dropped after the test."""
+    name = f"dualwrite_{secrets.token_hex(6)}"
+    with closing(psycopg.connect(dualwrite_postgres.dsn, autocommit=True)) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {migrated_template}")
+    yield dualwrite_postgres.url_of(name)
+    dualwrite_postgres.drop_database(name)
+
+
+@pytest.fixture
+def numbers(dualwrite_kafka, migrated_database, dualwrite_topic):
+    """A sink for numbered rows, in a migrated database."""
+    from harness.spark import SparkCase
+
+    return SparkCase(patient(dualwrite_kafka.client_config()), migrated_database, dualwrite_topic)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from dualwrite.testing import EmbeddedKafka
@@ -13,12 +14,18 @@ from dualwrite.testing.servers.jars import POM
 
 ARCHIVE = Path(__file__).parents[2] / ".cache" / "broker.jsa"
 OPTIONS = kafka_broker.JVM_OPTIONS
+_QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
 
 
 def use() -> None:
     """Let the brokers that this process starts from now on read it, if there is one."""
     if ARCHIVE.exists():
-        _give(f"-XX:SharedArchiveFile={ARCHIVE}")
+        kafka_broker.JVM_OPTIONS = (*OPTIONS, *_reading())
+
+
+def environment() -> dict[str, str]:
+    """The environment in which processes of their own start such brokers, if there is the file. Other JVMs do without it."""
+    return {"JAVA_TOOL_OPTIONS": shlex.join(_reading())} if ARCHIVE.exists() else {}
 
 
 def make() -> None:
@@ -27,7 +34,7 @@ def make() -> None:
         return
     ARCHIVE.parent.mkdir(exist_ok=True)
     unfinished = ARCHIVE.with_suffix(".new")
-    _give(f"-XX:ArchiveClassesAtExit={unfinished}")
+    kafka_broker.JVM_OPTIONS = (*OPTIONS, f"-XX:ArchiveClassesAtExit={unfinished}", *_QUIET)
     try:
         # A setting of its own: not the servers of the environment.
         with EmbeddedKafka({"auto.create.topics.enable": "false"}) as kafka:
@@ -38,8 +45,8 @@ def make() -> None:
     unfinished.replace(ARCHIVE)
 
 
-def _give(option: str) -> None:
-    kafka_broker.JVM_OPTIONS = (*OPTIONS, option, "-Xlog:cds=off", "-Xlog:cds+dynamic=off")
+def _reading() -> tuple[str, ...]:
+    return (f"-XX:SharedArchiveFile={ARCHIVE}", *_QUIET)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from confluent_kafka import Producer
 from sqlalchemy import Engine
 
-from dualwrite.runtime import DualWriter, failpoints
+from dualwrite import DualWriter
+from dualwrite.runtime import failpoints
 from dualwrite.stores.state import SqlStateStore
 
 

@@ -91,7 +91,7 @@ def paused_below(pid: int, count: int = 1, *, check: Callable[[], None] = lambda
         found[:] = [process for process in below if _is(process, psutil.STATUS_STOPPED)]
         return len(found) >= count
 
-    wait_until(all_paused)
+    wait_until(all_paused, pause_s=0.5)  # it looks at every process of the machine
     return found
 
 

@@ -18,7 +18,7 @@ _OURS, _TESTING = f"{ROOT}{os.sep}", f"{ROOT / 'testing'}{os.sep}"
 
 
 class Interruption:
-    """Raises once. What runs in finalizers counts, too: there Python prints the exception, and goes on.
+    """Raises once, but not in finalizers: there Python prints the exception, and goes on.
 
     Attributes:
         lines: How many lines have run.
@@ -42,7 +42,8 @@ class Interruption:
 
     def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
         path = frame.f_code.co_filename
-        return self._count if path.startswith(_OURS) and not path.startswith(_TESTING) else None
+        is_ours = path.startswith(_OURS) and not path.startswith(_TESTING)
+        return self._count if is_ours and frame.f_code.co_name != "__del__" else None
 
     def _count(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and self.at is None:

@@ -11,7 +11,6 @@ import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
 from dualwrite.kafka.coordinator.network import NotYet
@@ -19,11 +18,12 @@ from dualwrite.kafka.coordinator.routing import Coordinators, Topics
 from dualwrite.kafka.producer.native.records.body import RecordsBody
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
+from dualwrite.protocol.observations import NEVER_MS
+from dualwrite.runtime.deadline import Deadline
 from harness.patience import wait_until
 
 NATIVE, UNVERIFIED = 12, 11
 """``Produce`` that adds its partition to the transaction; and one that leaves that to another request, which never comes."""
-UNLIMITED_MS = 2**31 - 1
 
 
 class NativeProducer:
@@ -33,9 +33,7 @@ class NativeProducer:
         sent: The sealed batches of each partition, in their order.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], kafka_id: str | None = None, *, timeout_ms: int = UNLIMITED_MS
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], kafka_id: str | None = None, *, timeout_ms: int = NEVER_MS) -> None:
         self._brokers = Brokers(KafkaConfig.parse(config))
         self._topics = Topics(self._brokers)
         self._sequences: dict[tuple[str, int, int], int] = {}

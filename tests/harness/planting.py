@@ -3,6 +3,8 @@
 import os
 
 ENVIRONMENT = "DUALWRITE_MISTAKE"
+ENGINE = "DUALWRITE_PRODUCER_ENGINE"
+"""Names the producers' engine; a mistake is planted into programs of one of them."""
 
 
 def plant_from_environment() -> None:

@@ -19,10 +19,10 @@ from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
 from simulator.state import new_broker
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.recovery import recover
+from dualwrite.recovery import servers
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing import writer
 
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
@@ -58,8 +58,8 @@ class ServedKafka(Simulation):
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""
-        patch.setattr(writer, "KafkaCoordinator", lambda _: _Coordinator(self))
-        patch.setattr(recover, "KafkaCoordinator", lambda _: _Coordinator(self))
+        patch.setattr(writer, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
+        patch.setattr(servers, "KafkaCoordinator", lambda _: _Coordinator(self))
         patch.setattr(writer, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
 
 

@@ -16,10 +16,11 @@ from simulator.scheduler import Simulation
 from simulator.state import new_broker
 from simulator.store import SimulatedStore
 
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import FoundLoss, Losses
@@ -43,15 +44,16 @@ class NotReached(AssertionError):
 class Here:
     """The library inside one simulated process: its servers, and the losses that were reported to it."""
 
-    def __init__(self, simulation: Simulation, process: Process) -> None:
+    def __init__(self, simulation: Simulation, process: Process, engine: EngineName = "librdkafka") -> None:
         self.simulation = simulation
+        self.engine = engine
         self.context = OwnerContext(SimulatedCoordinator(simulation), SimulatedStore(simulation, process), process.name)
         self.connection: Any = SimulatedConnection(simulation)
         self.losses: list[FoundLoss] = []
 
     def lane(self, name: str = "orders", **kwargs: Any) -> Lane:
         """A lane that is not claimed yet."""
-        make = make_producer(self.simulation, self.context, eager=False)
+        make = make_producer(self.simulation, self.context, eager=False, engine=self.engine)
         return Lane(name, self.context, make, losses=Losses(self.losses.append), **kwargs)
 
     def ready(self, name: str = "orders") -> Lane:
@@ -81,20 +83,22 @@ class Running:
 
     Attributes:
         points: The fail points that it has passed.
+        process: The process.
     """
 
     def __init__(self, servers: Servers, name: str, work: Callable[[Here], Any]) -> None:
         self._simulation = servers.simulation
+        self._engine = servers.engine
         self._result: Any = None
         self._error: BaseException | None = None
         self.points: list[str] = []
         self._lost: Container[str] = ()
-        self._process = self._simulation.spawn(name, lambda process: self._run(work, process))
-        self.points += self._process.passed
+        self.process = self._simulation.spawn(name, lambda process: self._run(work, process))
+        self.points += self.process.passed
 
     def _run(self, work: Callable[[Here], Any], process: Process) -> None:
         try:
-            self._result = work(Here(self._simulation, process))
+            self._result = work(Here(self._simulation, process, self._engine))
         except Killed:
             raise
         except BaseException as error:  # noqa: BLE001 - result() raises it
@@ -103,24 +107,24 @@ class Running:
     @property
     def ended(self) -> bool:
         """Whether it has ended, by itself or killed."""
-        return self._process.call is None
+        return self.process.call is None
 
     @property
     def waits_for_lock(self) -> bool:
         """Whether another process holds a lock that it needs. It must have tried to take it."""
-        call = self._process.call
+        call = self.process.call
         return call is not None and call.session is not None and self._simulation.database.is_blocked(call.session)
 
     def step(self) -> None:
         """Let its next call be served, or fail where no answer can come."""
-        assert self._process.call is not None, "it has ended"
-        if self._process.call.server is Server.KAFKA and self._process.call.label in self._lost:
-            self._simulation.lose_request(self._process)
-        if self._simulation.waits_for_an_answer(self._process):
-            self._simulation.wait_in_vain(self._process, 1.0)
-        elif not self._simulation.step(self._process):
+        assert self.process.call is not None, "it has ended"
+        if self.process.call.server is Server.KAFKA and self.process.call.label in self._lost:
+            self._simulation.lose_request(self.process)
+        if self._simulation.waits_for_an_answer(self.process):
+            self._simulation.wait_in_vain(self.process, 1.0)
+        elif not self._simulation.step(self.process):
             return  # it waits for a lock
-        self.points += self._process.passed
+        self.points += self.process.passed
 
     def to(self, point: str, times: int = 1) -> Running:
         """Run until it has passed this fail point that many times; it stops before its next call.
@@ -136,7 +140,7 @@ class Running:
         Raises:
             NotReached: It ended, or waits for a lock, and did not come to it.
         """
-        return self._until(lambda: self._process.call is not None and self._process.call.label == label, label)
+        return self._until(lambda: self.process.call is not None and self.process.call.label == label, label)
 
     def _until(self, reached: Callable[[], bool], what: str) -> Running:
         for _ in range(_MOST_STEPS):
@@ -145,7 +149,7 @@ class Running:
             if self.ended or self.waits_for_lock:
                 break
             self.step()
-        raise NotReached(f"{self._process} did not come to {what}")
+        raise NotReached(f"{self.process} did not come to {what}")
 
     def result(self) -> Any:
         """Run it to its end: its result, or the error that it has raised."""
@@ -161,13 +165,13 @@ class Running:
 
     def break_connection(self, *, executed: bool) -> None:
         """Break its database connection before or after the pending statement, and let the server notice at once."""
-        self._simulation.break_connection(self._process, executed=executed)
-        self.points += self._process.passed
+        self._simulation.break_connection(self.process, executed=executed)
+        self.points += self.process.passed
         self._end_orphans()
 
     def lose_answer(self) -> None:
         """Serve its pending request, but lose the answer."""
-        self._simulation.lose_answer(self._process)
+        self._simulation.lose_answer(self.process)
 
     def cut_off(self, *requests: str) -> None:
         """From now on none of these requests reaches Kafka; none at all if none is named."""
@@ -177,9 +181,13 @@ class Running:
         """From now on every request reaches Kafka again."""
         self._lost = ()
 
+    def interrupt(self) -> None:
+        """Interrupt it where it waits for an answer, as Ctrl-C does."""
+        self.process.resume(error=KeyboardInterrupt())
+
     def kill(self) -> None:
         """SIGKILL. The database notices at once, and rolls back."""
-        self._simulation.kill(self._process)
+        self._simulation.kill(self.process)
         self._end_orphans()
 
     def _end_orphans(self) -> None:
@@ -188,10 +196,16 @@ class Running:
 
 
 class Servers:
-    """A simulated broker and database."""
+    """A simulated broker and database.
 
-    def __init__(self, kind: Kind = Kind.READ_COMMITTED) -> None:
-        self.simulation = Simulation(new_broker({TOPIC: 2}), Database(kind))
+    Attributes:
+        engine: The engine of the processes that start from now on.
+    """
+
+    def __init__(self, kind: Kind = Kind.READ_COMMITTED, *, transaction_version: int = 1) -> None:
+        broker = new_broker({TOPIC: 2}, transaction_version=transaction_version)
+        self.simulation = Simulation(broker, Database(kind))
+        self.engine: EngineName = "librdkafka" if transaction_version == 1 else "native"
 
     @property
     def database(self) -> Database:
@@ -249,8 +263,8 @@ class Servers:
 
 
 @contextmanager
-def simulated(kind: Kind = Kind.READ_COMMITTED) -> Iterator[Servers]:
+def simulated(kind: Kind = Kind.READ_COMMITTED, *, transaction_version: int = 1) -> Iterator[Servers]:
     """Servers without processes; those that still run at the end are killed."""
-    servers = Servers(kind)
+    servers = Servers(kind, transaction_version=transaction_version)
     with servers.simulation.clock_and_points():
         yield servers

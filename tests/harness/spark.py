@@ -40,23 +40,29 @@ _SHORT_LIFE = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xshare
 """A JVM of a test lives for a minute or two: most of its processor time would go into compiling and collecting in parallel."""
 
 
-def environment_of_java() -> dict[str, str]:
-    """The environment in which Spark starts JVMs that suit a test."""
+def environment() -> dict[str, str]:
+    """Variables by which Spark starts JVMs that suit a test, and their Python processes with half the work."""
     java = " ".join([_SHORT_LIFE, *spark_archive.options()])
     return {
         "SPARK_LAUNCHER_OPTS": _SHORT_LIFE,
         "PYSPARK_SUBMIT_ARGS": f"--driver-java-options '{java}' --conf 'spark.executor.extraJavaOptions={java}' "
         "--conf spark.ui.enabled=false --driver-memory 1g pyspark-shell",
+        "PYTHONPATH": _python_path(TESTS / "harness" / "site"),
     }
+
+
+def _python_path(*before: Path) -> str:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*map(str, before), *filter(None, given)]))
 
 
 def set_environment() -> None:
     """Set the environment that Spark's JVM and its processes must find at their start."""
-    os.environ |= environment_of_java()
+    os.environ |= environment()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
     os.environ["TZ"] = "America/New_York"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = _python_path(TESTS)
 
 
 def session(master: str = "local[2,3]", **settings: str) -> SparkSession:

@@ -103,19 +103,26 @@ _MADE = {
     **dict.fromkeys(LEGS, _Whole),
     **{f"{leg} stream": _Stream for leg in LEGS},
 }
-_THOROUGH = {"prepared stream"}
+_RARE = {"prepared stream"}
+_STREAMS = {"foreach_batch", "staging stream"}
 
 
 def _made(name: str, request: pytest.FixtureRequest) -> Sink:
     return _MADE[name](name, request.getfixturevalue("spark"), request.getfixturevalue("tmp_path"))
 
 
-SINKS = [
-    pytest.param(
-        partial(_made, name),
-        id=name,
-        marks=[pytest.mark.spark, *([pytest.mark.thorough] if name in _THOROUGH else [])],
-    )
-    for name in _MADE
-]
+def _parameters(thorough: set[str]) -> list[object]:
+    return [
+        pytest.param(
+            partial(_made, name),
+            id=name,
+            marks=[pytest.mark.spark, *([pytest.mark.thorough] if name in thorough else [])],
+        )
+        for name in _MADE
+    ]
+
+
+SINKS = _parameters(_RARE)
 """For ``pytest.mark.parametrize``: functions of a test's request."""
+BATCHES = _parameters(_RARE | _STREAMS)
+"""For what a stream does as its batches do: it adds their names."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from unittest import mock
 
 from pyspark import TaskContext
 
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
+from dualwrite.sinks.spark.driver import prepared_limit
 from dualwrite.sinks.spark.options.source_options import OPTION_NAMES
 from dualwrite.sinks.spark.source import (  # not every PySpark has them
     DataSourceArrowWriter,
@@ -80,21 +82,27 @@ def nothing_is_left(case):
 
 @dataclass(frozen=True)
 class Armed:
-    """As in :class:`harness.spark.ArmedTask`."""
+    """As in :class:`harness.spark.ArmedTask`; and for how long a task waits for a lock, as PostgreSQL has it."""
 
     attempts: int
     counter: str
     pid_file: str
+    waits: str
 
 
 class ArmedSource(DualWriteDataSource):
     """``format("armed")``: the option ``inTask`` arms a point in the first attempts at one partition, ``inTasks`` one for each
     partition (as JSON), ``inCommit`` where it is decided, ``inAbort`` where it is given up. ``attempts``, ``counter`` and
-    ``pidFile`` are those of :class:`Armed`."""
+    ``pidFile`` are those of :class:`Armed`. Its tasks wait for a lock for ``waits`` at most."""
 
     def __init__(self, options):
         self.points = {where: options.pop(where, "") for where in ("inTask", "inTasks", "inCommit", "inAbort")}
-        self.armed = Armed(int(options.pop("attempts", "1")), options.pop("counter", ""), options.pop("pidFile", ""))
+        self.armed = Armed(
+            int(options.pop("attempts", "1")),
+            options.pop("counter", ""),
+            options.pop("pidFile", ""),
+            options.pop("waits", prepared_limit._LONGEST_WAIT),
+        )
         super().__init__(options)
 
     @classmethod
@@ -123,7 +131,8 @@ class _Armed:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)
             failpoints.arm(point)
-        return self.inner.write(iterator)
+        with mock.patch.object(prepared_limit, "_LONGEST_WAIT", self.armed.waits):
+            return self.inner.write(iterator)
 
     def commit(self, *arguments):
         failpoints.arm(self.points["inCommit"])

@@ -6,5 +6,6 @@ USERS = {
     "shop": "hunter2-canary",
     "app": "app-password",
     "mail": "mail-password",
+    "native": "native-password",
     "other": "other-password",
 }

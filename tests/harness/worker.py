@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sqlalchemy import Column, Engine, MetaData, Table, Text, create_engine, event, exc
+from sqlalchemy.orm import sessionmaker
 
 from dualwrite import (
     CompletionPending,
@@ -25,8 +26,8 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
-    failpoints,
 )
+from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 
@@ -66,11 +67,12 @@ def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
             max_lanes=job.get("max_lanes", 1),
             paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
             timeout_s=job.get("timeout_s", 60),
+            producer_engine=job.get("producer_engine", "auto"),
         ) as writer:
             tell(f"open {time.monotonic() - started:.3f}")
             threads = job.get("threads", 1)
             with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:
-                writing = _Writing(job, writer, journal)
+                writing = _Writing(job, engine, writer, journal)
                 for future in [pool.submit(writing.run, number) for number in range(threads)]:
                     future.result()
     except Fenced:
@@ -85,11 +87,14 @@ def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
 class _Writing:
     """The operations of one worker; ``run`` is one thread's share."""
 
-    def __init__(self, job: dict, writer: DualWriter, journal: Journal) -> None:
+    def __init__(self, job: dict, engine: Engine, writer: DualWriter, journal: Journal) -> None:
         self._job = job
         self._writer = writer
         self._journal = journal
         self._over = threading.Event()
+        if job.get("session"):
+            self._sessions = sessionmaker(engine)
+            self._bound = writer.bind(self._sessions)
 
     def run(self, thread: int) -> None:
         stream = f"{self._job['transactional_id']}/{thread}"
@@ -111,10 +116,24 @@ class _Writing:
                 continue  # the journal has it; the next operation is another one
 
     def _one(self, operation: str, *, abort: bool) -> None:
+        if self._job.get("session"):
+            self._one_in_session(operation, abort=abort)
+            return
         with self._writer.transaction() as tx:
             for partition in range(self._job.get("partitions", 2)):
                 tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
             tx.connection.execute(OPERATIONS.insert().values(id=operation))
+            if abort:
+                raise OnPurpose(operation)
+
+    def _one_in_session(self, operation: str, *, abort: bool) -> None:
+        with self._sessions.begin() as session:
+            session.execute(OPERATIONS.insert().values(id=operation))
+            for partition in range(self._job.get("partitions", 2)):
+                with session.begin_nested():
+                    self._bound.produce(
+                        session, self._job["topic"], value=operation, key=str(partition), partition=partition
+                    )
             if abort:
                 raise OnPurpose(operation)
 

@@ -1,35 +1,25 @@
-"""Fixtures of the integration tests: a migrated database and an engine to look with; producers that are closed."""
+"""Fixtures of the integration tests: a migrated database and an engine to look with."""
 
-import secrets
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import pytest
 from harness.orders import Base, Order
-from harness.patience import patient
 from sqlalchemy import create_engine, make_url, select, text, update
 
-from dualwrite.runtime import DualWriter, failpoints
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite import DualWriter
 from dualwrite.migrations import upgrade
+from dualwrite.runtime import failpoints
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
-
-
-@pytest.fixture
-def kafka(dualwrite_kafka):
-    return patient(dualwrite_kafka.client_config())
 
 
 @pytest.fixture(params=["postgresql", pytest.param("sqlite", marks=pytest.mark.thorough)])
 def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
     if request.param == "postgresql":
-        found = request.getfixturevalue("dualwrite_database")
-    else:
-        found = f"sqlite:///{tmp_path / 'rows.db'}"
+        return request.getfixturevalue("migrated_database")
+    found = f"sqlite:///{tmp_path / 'rows.db'}"
     migrated = create_engine(found)
     with migrated.connect() as connection:
         upgrade(connection)
@@ -141,39 +131,3 @@ def both(engine, orders, kafka, dualwrite_topic):
 def disarm():
     yield
     failpoints.arm("")
-
-
-@pytest.fixture
-def coordinator(kafka):
-    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
-        yield coordinator
-
-
-@pytest.fixture
-def kafka_id():
-    """A new transactional id."""
-    return f"producer-{secrets.token_hex(6)}"
-
-
-@pytest.fixture
-def make_producer(kafka, kafka_id, coordinator):
-    """Makes producers of ``kafka_id``, which are closed after the test."""
-    with ExitStack() as closed_later:
-
-        def make(settings=None, **options):
-            options.setdefault("coordinator", coordinator)
-            return closed_later.enter_context(TransactionalProducer({**kafka, **(settings or {})}, kafka_id, **options))
-
-        yield make
-
-
-@pytest.fixture
-def ready(make_producer):
-    """Makes producers of ``kafka_id`` that are initialised."""
-
-    def make(settings=None, **options):
-        producer = make_producer(settings, **options)
-        producer.init_transactions()
-        return producer
-
-    return make

@@ -21,11 +21,11 @@ from dualwrite import (
     Fenced,
     IllegalStateError,
     TransactionAborted,
-    failpoints,
     recover,
 )
-from dualwrite.runtime.deadline import running_on
 from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import running_on
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
@@ -122,6 +122,7 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
         assert both() == ([1, 2], [1, 2])
 
 
+@pytest.mark.usefixtures("through_librdkafka")
 @on_postgresql
 def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:

@@ -4,8 +4,10 @@ import io
 import logging
 import pickle
 import traceback
+from functools import partial
 
 import pytest
+from harness.engines import ENGINES
 from harness.orders import on_both
 from harness.patience import patient
 from harness.users import USERS
@@ -18,6 +20,7 @@ from dualwrite.stores.tables import VERSION_TABLE, declare_tables
 from dualwrite.testing.reading import read_committed
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+on_each_engine = pytest.mark.parametrize("producer_engine", ENGINES)
 STATE = declare_tables(None).state
 SECRET = USERS["shop"]
 
@@ -78,8 +81,9 @@ def test_missing_grant_is_named(kafka, engine, url):
     stranger.dispose()
 
 
-def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+@on_each_engine
+def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders, producer_engine):
+    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
         with pytest.raises(TransactionAborted, match="no-such-topic") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce("no-such-topic", value="1")
@@ -88,9 +92,12 @@ def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders):
         assert connection.execute(select(orders)).all() == []
 
 
-def test_message_larger_than_the_topic_takes_aborts_both(dualwrite_kafka, kafka, engine, orders):
-    topic = dualwrite_kafka.create_topic(f"small-{engine.dialect.name}", 1, {"max.message.bytes": "2000"})
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+@on_each_engine
+def test_message_larger_than_the_topic_takes_aborts_both(dualwrite_kafka, kafka, engine, orders, producer_engine):
+    topic = dualwrite_kafka.create_topic(
+        f"small-{engine.dialect.name}-{producer_engine}", 1, {"max.message.bytes": "2000"}
+    )
+    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
         with pytest.raises(TransactionAborted, match="(?i)large") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce(topic, value=b"x" * 5000)
@@ -144,46 +151,50 @@ def guarded(guarded_kafka):
 
 
 @on_postgresql
-def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, orders):
+@on_each_engine
+def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, orders, producer_engine):
     """With a right added at a time, each missing one is named, until the granted prefix and topic are enough."""
+    name, topic = f"orders-{producer_engine}", f"guarded-{producer_engine}"
+    guarded.create_topic(topic, 1)
+    kafka = patient(guarded.client_config("shop"), producer_engine)
     for operation in ("write", "describe"):
-        guarded.allow("shop", operation, "topic", "guarded")
+        guarded.allow("shop", operation, "topic", topic)
     with pytest.raises(ConfigurationError, match="(?i)transactional.?id"):
-        opening(guarded.client_config("shop"), engine)
-    assert SqlStateStore(engine).read(["orders"]) == []
+        DualWriter(name, kafka=kafka, engine=engine, producer_engine=producer_engine).open()
+    assert SqlStateStore(engine).read([name]) == []
     for operation in ("write", "describe"):
-        guarded.allow("shop", operation, "transactional_id", "orders", prefixed=True)
-    guarded.allow("shop", "read", "topic", "guarded")
-    with (
-        DualWriter("orders", kafka=patient(guarded.client_config("shop")), engine=engine) as writer,
-        writer.transaction() as tx,
-    ):
-        tx.connection.execute(orders.insert().values(id=1))
-        tx.produce("guarded", value="1")
+        guarded.allow("shop", operation, "transactional_id", name, prefixed=True)
+    guarded.allow("shop", "read", "topic", topic)
+    with DualWriter(name, kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
+        for number in (1, 2):
+            with writer.transaction() as tx:
+                tx.connection.execute(orders.insert().values(id=number))
+                tx.produce(topic, value=str(number))
     assert recover(open_for_s=0, kafka=guarded.client_config("shop"), engine=engine).losses == []
-    assert [record.value for record in read_committed(guarded.admin_config(), "guarded")] == [b"1"]
+    assert [record.value for record in read_committed(guarded.admin_config(), topic)] == [b"1", b"2"]
 
 
 @on_postgresql
-def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engine, orders):
+@on_each_engine
+def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engine, orders, producer_engine):
     """A canary: one password for Kafka and one for the database, through good and bad ways."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     root = logging.getLogger()
     root.addHandler(handler)
     level, root.level = root.level, logging.DEBUG
-    shown = []
+    shown, trying = [], partial(opening, producer_engine=producer_engine)
     database_password = make_url(url).password
     wrong = make_url(url).set(password=SECRET, username="nobody")
     try:
         kafka = guarded.client_config("shop")
-        writer = DualWriter("canary", kafka=kafka, engine=url)
+        writer = DualWriter("canary", kafka=kafka, engine=url, producer_engine=producer_engine)
         shown += [repr(writer), str(writer), repr(vars(writer)["_config"])]
         for attempt in (
-            lambda: opening({**kafka, "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "eve"}, engine, timeout_s=5),
-            lambda: opening({**kafka, "ssl.key.password": SECRET, "ssl.bad": SECRET}, engine),
-            lambda: opening(kafka, wrong.render_as_string(hide_password=False), timeout_s=5),
-            lambda: opening(kafka, engine),
+            lambda: trying({**kafka, "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "eve"}, engine, timeout_s=5),
+            lambda: trying({**kafka, "ssl.key.password": SECRET, "ssl.bad": SECRET}, engine),
+            lambda: trying(kafka, wrong.render_as_string(hide_password=False), timeout_s=5),
+            lambda: trying(kafka, engine),
         ):
             try:
                 attempt()

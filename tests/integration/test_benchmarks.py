@@ -1,4 +1,4 @@
-"""The benchmarks of Spark run to their end on little data: a change of what they call shows here, and not hours into a measurement."""
+"""The benchmarks run to their end on little data: a change of what they call shows here, and not hours into a measurement."""
 
 import os
 import subprocess
@@ -13,9 +13,10 @@ ROOT = TESTS.parent
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.thorough]
 
 
-def test_every_part_is_measured_once_on_little_data():
+@pytest.mark.parametrize(("module", "page"), [("benchmarks", "bench"), ("benchmarks.spark", "bench-spark")])
+def test_every_part_is_measured_once_on_little_data(module, page):
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.spark", "--small"],
+        [sys.executable, "-m", module, "--small"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
@@ -24,4 +25,4 @@ def test_every_part_is_measured_once_on_little_data():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "written: bench-spark/benchmarks.md" in done.stdout
+    assert f"written: {page}/benchmarks.md" in done.stdout

@@ -59,7 +59,7 @@ def test_it_prints_a_script_without_connecting() -> None:
     assert 'CREATE TABLE "Side".kafka_transaction_state' in up.output
     assert run("migrate", "--url", url, "--sql", "--revision", "0004:head").output.count("CREATE") == 0
     down = run("migrate", "--url", url, "--sql", "--downgrade", "--revision", "0004:base")
-    assert down.output.count("DROP TABLE") == 5
+    assert down.output.count("DROP TABLE") == 6
     assert "s3cret" not in up.output + down.output
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from harness.engines import ENGINES
 
 from dualwrite import DualWriter, blocking_transactions, recover
 
@@ -18,26 +19,27 @@ import sys
 from confluent_kafka import Consumer, TopicPartition
 from dualwrite import DualWriter
 
-servers, url, group, topic = sys.argv[1:]
+servers, url, group, topic, engine = sys.argv[1:]
 consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 6000, "enable.auto.commit": False,
                      "auto.offset.reset": "earliest"})
 consumer.subscribe([topic])
 while (message := consumer.poll(1.0)) is None or message.error() is not None:
     pass
-with DualWriter(f"{group}-0", kafka={"bootstrap.servers": servers}, engine=url) as writer, writer.transaction() as tx:
+settings = {"kafka": {"bootstrap.servers": servers}, "engine": url, "producer_engine": engine}
+with DualWriter(f"{group}-0", **settings) as writer, writer.transaction() as tx:
     tx.produce(topic, value="receipt")
     tx.send_offsets_to_transaction([TopicPartition(topic, 0, message.offset() + 1)], consumer.consumer_group_metadata())
 """
 
 
-def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog):
+def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog, producer_engine):
     """It writes to the same partitions, and warns of the dead member's transaction once."""
 
     def warnings():
         return [line for line in caplog.messages if "consumers are held back" in line]
 
     deadline = time.monotonic() + 120
-    with DualWriter(f"other-{topic}", kafka=kafka, engine=engine) as writer:
+    with DualWriter(f"other-{topic}", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
         while not warnings():
             assert time.monotonic() < deadline
             for partition in (0, 1):
@@ -52,20 +54,21 @@ def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog):
     assert "open since 2" in warning
 
 
+@pytest.mark.parametrize("producer_engine", ENGINES)
 def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned(
-    kafka, url, engine, dualwrite_topic, caplog
+    kafka, url, engine, dualwrite_topic, caplog, producer_engine
 ):
     servers, group = kafka["bootstrap.servers"], f"group-{dualwrite_topic}"
     producer = Producer(kafka)
     producer.produce(dualwrite_topic, value="payment", partition=0)
     producer.flush()
     dead = subprocess.run(
-        [sys.executable, "-c", MEMBER, servers, url, group, dualwrite_topic],
+        [sys.executable, "-c", MEMBER, servers, url, group, dualwrite_topic, producer_engine],
         env={**os.environ, "DUALWRITE_FAILPOINT": "write.prepared"},
         check=False,
     )
     assert dead.returncode == -signal.SIGKILL
-    expect_a_warning_of_a_writer(kafka, engine, dualwrite_topic, group, caplog)
+    expect_a_warning_of_a_writer(kafka, engine, dualwrite_topic, group, caplog, producer_engine)
     found = blocking_transactions(kafka, topics=[dualwrite_topic], group=group)
     assert {one.topic for one in found} == {dualwrite_topic, "__consumer_offsets"}
     assert {one.writer for one in found} == {f"{group}-0"}

@@ -9,11 +9,11 @@ import pytest
 from harness.patience import wait_until
 from harness.transactions import PlainProducer
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
 
@@ -52,6 +52,33 @@ def prepared(dualwrite_kafka, dualwrite_topic):
     producer.write(dualwrite_topic, (0, 1), value=b"x")
     with coordinator_of(dualwrite_kafka.client_config()) as coordinator:
         return producer, producer.state(coordinator)
+
+
+@pytest.fixture
+def nowhere():
+    """A port at which nothing answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_connections_like_others_need_no_bootstrap_server(dualwrite_kafka, nowhere, kafka_id):
+    with (
+        coordinator_of(dualwrite_kafka.client_config()) as first,
+        KafkaCoordinator(KafkaConfig.parse({"bootstrap.servers": f"127.0.0.1:{nowhere}"}), like=first) as second,
+    ):
+        cluster = first.cluster_id(soon())
+        assert second.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.NO_SUCH_ID
+        assert second.cluster_id(soon()) == cluster
+
+
+def test_connections_like_others_bootstrap_where_the_brokers_have_moved(dualwrite_kafka, nowhere, kafka_id):
+    config = KafkaConfig.parse(dualwrite_kafka.client_config())
+    with KafkaCoordinator(config) as first, KafkaCoordinator(config, like=first) as second:
+        first.cluster_id(soon())
+        for broker in first.brokers._known.brokers:
+            broker.port = nowhere
+        assert second.describe([kafka_id], soon())[kafka_id].status is TransactionStatus.NO_SUCH_ID
 
 
 @pytest.mark.parametrize("times", [1, 3])

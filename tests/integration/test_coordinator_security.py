@@ -18,12 +18,13 @@ from harness.users import USERS
 from kafka.errors import KafkaConnectionError
 from kafka.net.transport import KafkaTCPTransport
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.coordinator.listing import list_transactions
 from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.protocol.observations import LogProof, TransactionStatus
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import EmbeddedKafka
 
 PASSWORD = USERS["ann"]  # as short as it is, it must show nowhere
@@ -184,8 +185,15 @@ def test_the_missing_right_is_named_with_the_topic(kafka, ann, prepared, topic):
     assert ann.prove([state], soon()) == [LogProof.OPEN]
 
 
-def test_what_may_not_be_read_of_the_cluster_is_left_out(kafka, ann, prepared):
+def test_what_may_not_be_read_of_the_cluster_is_left_out(kafka, ann, prepared, caplog):
     with coordinator_of(kafka.client_config("bob")) as bob:
+        assert bob.list_ids("", soon()) == []
+        for right in ("__transaction_state", "dualwrite-probe."):
+            assert right in caplog.text
+        kafka.allow("bob", "describe", "topic", "__transaction_state")
+        assert not list_transactions(bob.brokers, (), soon()).is_complete
+        kafka.allow("bob", "describe", "transactional_id", "dualwrite-probe.", prefixed=True)
+        wait_until(lambda: list_transactions(bob.brokers, (), soon()).is_complete)
         assert bob.list_ids("", soon()) == []
         assert bob.max_transaction_timeout_ms(soon()) is None
         kafka.allow("bob", "describe_configs", "broker", "kafka-cluster")

@@ -12,11 +12,11 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from harness.patience import PATIENCE_S, wait_until
 from harness.transactions import PlainProducer, fresh_id
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import read_committed
 
 

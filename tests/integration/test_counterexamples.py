@@ -20,16 +20,16 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     TransactionInDoubt,
-    failpoints,
     recover,
 )
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.recovery.settling.look_back import lost_decisions
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
@@ -101,6 +101,7 @@ def test_without_that_rule_the_late_copy_commits_half_a_transaction(
         assert both() == ([], [1, 2]), "half of a transaction that nobody has committed is visible"
 
 
+@pytest.mark.usefixtures("through_librdkafka")
 def test_a_newer_transaction_of_the_same_epoch_is_never_committed_by_an_older_row(
     tmp_path, kafka, url, dualwrite_topic
 ):

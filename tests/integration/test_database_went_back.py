@@ -8,11 +8,12 @@ from confluent_kafka import Producer
 from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
-from dualwrite.runtime import ConfigurationError, DatabaseWentBack, DualWriter, failpoints, recover
+from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
 from dualwrite.cli.group import commands
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling import lost_decisions
 from dualwrite.recovery.recover import status
+from dualwrite.runtime import failpoints
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane_pool import Lanes

@@ -10,6 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from dualwrite import DualWriter, IllegalStateError, TransactionAborted
+from dualwrite.stores.dialects import savepoints
 from dualwrite.testing.reading import read_committed
 
 
@@ -134,17 +135,43 @@ def test_a_savepoint_that_the_library_cannot_see_aborts_both(writer, dualwrite_t
     assert both() == (["3"], ["3"])
 
 
+@on_postgresql
+def test_sessions_that_are_first_possible_inside_the_block_abort_it_once(
+    writer, dualwrite_topic, orders, both, monkeypatch
+):
+    possible = False
+    monkeypatch.setattr(savepoints, "_has_sessions", lambda: possible)
+    with (
+        pytest.raises(
+            TransactionAborted, match=r"went on after an error: sqlalchemy\.orm was imported inside"
+        ) as caught,
+        writer.transaction() as tx,
+    ):
+        add_by_connection(tx, orders, 1, "1")
+        tx.produce(dualwrite_topic, value="1")
+        possible = True
+        with pytest.raises(TransactionAborted, match="a savepoint may have been missed"):
+            tx.produce(dualwrite_topic, value="2")
+    assert caught.value.retryable
+    possible = False
+    with writer.transaction() as tx:
+        tx.session.add(Order(id=1, note="1"))  # the block's own session is no surprise
+        possible = True
+        tx.produce(dualwrite_topic, value="1")
+    assert both() == (["1"], ["1"])
+
+
 @pytest.mark.parametrize("kept", [True, False])
 @on_both
 def test_what_the_producer_would_refuse_is_refused_inside_the_savepoint(writer, dualwrite_topic, orders, both, kept):
     """Nothing that is known to fail waits; and once it has failed, both sides abort whatever becomes of the savepoint."""
     with (
-        pytest.raises(TransactionAborted, match="went on after an error: .*MSG_SIZE_TOO_LARGE"),
+        pytest.raises(TransactionAborted, match="went on after an error: .*MESSAGE_TOO_LARGE"),
         writer.transaction() as tx,
     ):
         add_by_connection(tx, orders, 1, "1")
         savepoint = tx.connection.begin_nested()
-        with pytest.raises(TransactionAborted, match="MSG_SIZE_TOO_LARGE"):
+        with pytest.raises(TransactionAborted, match="MESSAGE_TOO_LARGE"):
             tx.produce(dualwrite_topic, value=b"x" * 1_000_001)
         (savepoint.commit if kept else savepoint.rollback)()
     with pytest.raises(ValueError, match="2 values, 1 keys"), writer.transaction() as tx, tx.connection.begin_nested():
@@ -164,7 +191,7 @@ def test_bulk_mode_refuses_on_delivery_inside_a_savepoint_too(kafka, engine, dua
 
 
 @on_both
-def test_a_connection_of_the_users_is_as_it_was_after_the_block(writer, engine, dualwrite_topic, orders, both):
+def test_a_connection_of_the_users_is_free_after_the_block(writer, engine, dualwrite_topic, orders, both):
     with engine.connect() as connection:
         for end in ("normal", "error"):
             with (
@@ -177,6 +204,9 @@ def test_a_connection_of_the_users_is_as_it_was_after_the_block(writer, engine, 
                 if end == "error":
                     raise ZeroDivisionError
         assert "wait" not in getattr(connection.connection.driver_connection, "__dict__", {})
-        assert not list(connection.dispatch.before_cursor_execute)
-        assert not list(connection.dispatch.after_cursor_execute)
-    assert both() == (["normal"], ["normal"])
+        for listeners in (connection.dispatch.before_cursor_execute, connection.dispatch.after_cursor_execute):
+            assert len(list(listeners)) == 1, "however many blocks it has served"
+        connection.execute(orders.insert().values(id=1, note="on its own"))
+        connection.commit()
+    rows, messages = both()
+    assert (sorted(rows), messages) == (["normal", "on its own"], ["normal"])

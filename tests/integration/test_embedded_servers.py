@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import class_archive
 from harness.patience import PATIENCE_S
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
@@ -23,6 +24,7 @@ def run(directory, command):
     done = subprocess.run(
         [sys.executable, "-m", "dualwrite.testing.servers", command],
         cwd=directory,
+        env=os.environ | class_archive.environment(),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from harness.checker import Case
 from harness.death import ended_by_hand, mortal
+from harness.engines import answered
 from harness.orders import write as write_order
 from harness.patience import PATIENCE_S, patient, wait_until
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient
@@ -22,16 +23,18 @@ from dualwrite import (
     Fenced,
     OutcomeUnverifiable,
     TransactionAborted,
-    failpoints,
     recover,
 )
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer import engine as engine_port
 from dualwrite.kafka.producer.librdkafka import evidence, instance
+from dualwrite.kafka.producer.native import instance as native_instance
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane import Lane
@@ -270,7 +273,7 @@ def write_around_a_marker(kafka, topic, writer, orders, number):
         tx.connection.execute(insert(orders).values(id=number))
         tx.produce(topic, value=str(number), partition=0)
         producer = writer._lanes.first.producer
-        assert producer._instance._raw.flush(30) == 0
+        answered(producer)
         write_abort_markers(kafka, topic, writer, [0])
         tx.produce(topic, value=str(number), partition=0)
 
@@ -339,7 +342,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
 def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
     kafka, engine, orders, dualwrite_topic, monkeypatch, bulk, ended_by, coordinator
 ):
-    for module in (evidence, instance):
+    for module in (engine_port, evidence, instance, native_instance):
         monkeypatch.setattr(module, "OLD_S", -1.0)
 
     def abort_at_the_coordinator():

@@ -5,15 +5,15 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import insert, select, text
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
@@ -205,6 +205,7 @@ def test_a_request_that_may_come_late_is_followed_by_a_claim(
     assert shown() == [1, 1, 2, 2]
 
 
+@pytest.mark.usefixtures("through_librdkafka")
 @pytest.mark.parametrize("fault", ["reset_request", "reset_answer"])
 def test_a_request_whose_connection_breaks_is_not_sent_again(
     dualwrite_kafka, context_of, context, lane, hand_over, decide, shown, fault
@@ -248,6 +249,7 @@ def test_who_comes_after_a_decider_claims_what_it_has_decided(
     assert shown() == [1, 1]
 
 
+@pytest.mark.usefixtures("through_librdkafka")
 def test_without_that_rule_the_late_request_commits_what_nobody_has_decided(
     dualwrite_kafka, context, lane, hand_over, decide, shown
 ):

@@ -4,14 +4,16 @@ import threading
 
 import pytest
 from harness.death import ended_by_hand
+from harness.engines import answered
 from harness.orders import write
 from harness.patience import patient, wait_until
 from sqlalchemy import create_engine
 
-from dualwrite.runtime import DecidedTransactionLost, DualWriter, Fenced, failpoints
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced
 from dualwrite.errors import CompletionPending, Unavailable
-from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.recovery.recover import status
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.proxy.postgresql import PostgresProxy
@@ -68,7 +70,7 @@ def test_messages_that_were_not_delivered_hold_no_reader_back(through, proxy, du
     """The first message opens the transaction; the second is never answered, so that nothing can be aborted any more."""
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._dual_write._lane.producer._instance._raw.flush(120)
+        answered(tx._dual_write._lane.producer)
         proxy.on(Api.PRODUCE, nth=None).drop_request()
         proxy.on(Api.END_TXN).drop_request()
         tx.produce(dualwrite_topic, value="2", partition=0)
@@ -95,7 +97,7 @@ def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_to
 def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, orders, both, caplog):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._dual_write._lane.producer._instance._raw.flush(120)
+        answered(tx._dual_write._lane.producer)
         proxy.on(Api.END_TXN).drop_request()
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
         raise LookupError
@@ -286,7 +288,7 @@ def test_closing_settles_what_is_open(through, proxy, dualwrite_topic, orders, b
 def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, dualwrite_topic):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
-        tx._dual_write._lane.producer._instance._raw.flush(120)
+        answered(tx._dual_write._lane.producer)
         proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).drop_request()
         proxy.on(Api.END_TXN, nth=None).drop_request()
         raise LookupError

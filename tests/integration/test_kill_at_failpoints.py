@@ -3,8 +3,9 @@
 import pytest
 from harness.checker import Case
 
-from dualwrite.runtime import failpoints, recover
+from dualwrite import recover
 from dualwrite.recovery.recover import status
+from dualwrite.runtime import failpoints
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +23,7 @@ WRITERS_IN_EVERY_RUN = {
     ("write.decided", "postgresql"),
     ("write.decided", "sqlite"),
 }
+SESSIONS_IN_EVERY_RUN = {("write.recorded", "postgresql"), ("write.decided", "postgresql")}
 SETTLERS_IN_EVERY_RUN = {
     ("postgresql", "claim.row_raised", "write.recorded"),
     ("postgresql", "settle.before_commit", "write.decided"),
@@ -57,6 +59,24 @@ def test_writer_killed_then_next_start_makes_both_sides_equal(case, point):
     assert {"w1-0", "w2-0", "w2-1"} <= rows
     recover(open_for_s=0, kafka=case.kafka, engine=case.url)
     assert case.verify() == rows, "a second settling changed something"
+
+
+@pytest.mark.parametrize(
+    ("point", "url"),
+    [
+        pytest.param(point, url, marks=() if (point, url) in SESSIONS_IN_EVERY_RUN else pytest.mark.thorough)
+        for point in WRITE_POINTS
+        for url in URLS
+    ],
+    indirect=["url"],
+)
+def test_a_process_killed_in_the_commit_of_a_session_then_next_start_makes_both_sides_equal(case, point):
+    nth = 1 if aborting(point) else 3 if point == "write.produced" else 2
+    case.run(session=True, failpoint=f"{point}:{nth}", killed=True, **aborting(point))
+    case.run(session=True, operations=2)
+    rows = case.verify()
+    assert ("w1-1" in rows) is (point in DECIDED)
+    assert {"w1-0", "w2-0", "w2-1"} <= rows
 
 
 @pytest.mark.parametrize(

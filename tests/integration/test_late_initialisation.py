@@ -9,10 +9,14 @@ import threading
 import pytest
 from sqlalchemy import insert, select
 
-from dualwrite.runtime import DualWriter, TransactionAborted, failpoints
+from dualwrite import DualWriter, TransactionAborted
+from dualwrite.runtime import failpoints
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
-pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+pytestmark = [
+    pytest.mark.parametrize("url", ["postgresql"], indirect=True),
+    pytest.mark.usefixtures("through_librdkafka"),
+]
 
 
 def test_a_first_copy_that_comes_late_finds_nothing_that_it_could_abort(

@@ -13,7 +13,7 @@ from harness.native import NativeProducer
 from harness.patience import PATIENCE_S
 
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.columns import bodies
+from dualwrite.kafka.producer.native.records.columns import batches
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.testing.reading import read_committed
 
@@ -64,7 +64,8 @@ def from_columns(codec):
     values, keys, headers = (
         pa.array([row[place] for row in ROWS], kind) for place, kind in enumerate((None, None, HEADERS_TYPE))
     )
-    return bodies(values, keys, headers, timestamp_ms=NOW_MS, codec=codec, limit_bytes=LIMIT)
+    made = batches(values, keys, headers, timestamp_ms=NOW_MS, codec=codec, limit_bytes=LIMIT)
+    return (body for _, body in made)
 
 
 @pytest.fixture(scope="module")

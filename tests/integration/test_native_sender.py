@@ -6,7 +6,6 @@ from contextlib import closing
 import pytest
 from harness.patience import PATIENCE_S, wait_until
 
-from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
@@ -14,6 +13,7 @@ from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.wire.answers import Code, Meaning
 from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore, Refusal
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.testing import read_committed
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 

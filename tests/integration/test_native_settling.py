@@ -9,16 +9,28 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from harness.databases import CLUSTER, prepare, sqlite_url
-from harness.native import UNLIMITED_MS, UNVERIFIED, NativeProducer
+from harness.native import UNVERIFIED, NativeProducer
 from harness.patience import wait_until
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, Outcome, TransactionStatus
+from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends, know_end
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.protocol.observations import (
+    NEVER_MS,
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    Outcome,
+    ShownProducer,
+    TransactionStatus,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -34,7 +46,7 @@ def broker():
     marker the coordinator never writes: as if it had forgotten it (KAFKA-20734).
     """
     properties = {
-        "transaction.max.timeout.ms": str(UNLIMITED_MS),
+        "transaction.max.timeout.ms": str(NEVER_MS),
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "transaction.partition.verification.enable": "false",
     }
@@ -45,11 +57,12 @@ def broker():
 class Stage:
     """A row, its incarnation's producer, and a topic."""
 
-    def __init__(self, config, path, topic, *, timeout_ms=UNLIMITED_MS):
+    def __init__(self, config, path, topic, *, timeout_ms=NEVER_MS):
         self.config, self.topic = config, topic
         self.database = prepare("sqlite", sqlite_url(path))
         self.store = self.database.store()
         self.coordinator = KafkaCoordinator(KafkaConfig.parse(config))
+        self.admin = AdminClient({**config, "log_level": 0})
         self.row = self.claim()
         self.kafka_id = self.row.kafka_id(self.row.incarnation)
         self.producer = NativeProducer(config, self.kafka_id, timeout_ms=timeout_ms)
@@ -120,18 +133,77 @@ def test_the_requests_name_one_transaction_and_every_answer_has_a_meaning(stage)
     assert made.coordinator.open_transactions([(state, state.partitions)], Deadline(60)) == [
         [OpenTransaction((topic, 0), 0, offset)]
     ]
-    epochs = {(topic, 0): (0, offset), (topic, 1): None}
-    assert made.coordinator.producer_epochs(state, Deadline(60)) == epochs
+    epochs = {(topic, 0): ShownProducer(0, offset), (topic, 1): ShownProducer()}
+    assert made.coordinator.producer_epochs([state], Deadline(60)) == [epochs]
     assert made.end(1) is EndAnswer.FENCED
     made.end_fully(0)
     assert made.end(0) is EndAnswer.ENDED  # again
     assert made.end(0, committed=False) is EndAnswer.INVALID_STATE
     assert made.view().epoch == 1
-    assert made.coordinator.producer_epochs(state, Deadline(60))[topic, 0] == (1, None)
+    assert made.coordinator.producer_epochs([state], Deadline(60))[0][topic, 0] == ShownProducer(1)
     assert made.coordinator.prove([state], Deadline(60)) == [LogProof.COMMITTED]
     elsewhere = replace(made.row, transactional_id="never-seen").kafka_id(1)
     unknown = made.coordinator.end_exactly({elsewhere: (1, 0)}, committed=True, deadline=Deadline(60))
     assert unknown == {elsewhere: EndAnswer.NO_SUCH_ID}
+
+
+def test_only_the_end_of_native_transactions_raises_the_epoch_whichever_engine_has_written(stage):
+    made = stage()
+    undecided = made.state({0: made.producer.produce(made.topic, 0, "native")})
+    shared = made.coordinator.end({made.kafka_id: undecided}, committed=False, deadline=Deadline(60))
+    assert shared == {made.kafka_id: EndAnswer.ENDED}
+    wait_until(lambda: made.view().status is TransactionStatus.COMPLETE_ABORT)
+    assert made.view().epoch == 0  # the next transaction would have the same name
+    other = made.kafka_id + "-librdkafka"
+    with TransactionalProducer(made.config, other, coordinator=made.coordinator) as owner:
+        owner.init_transactions()
+        owner.begin_transaction()
+        owner.produce(made.topic, "librdkafka's", partition=1)
+        state = owner.prepare_transaction()
+        exactly = {other: (state.producer_id, state.epoch)}
+        answers = made.coordinator.end_exactly(exactly, committed=True, deadline=Deadline(60))
+        assert answers == {other: EndAnswer.ENDED}
+        wait_until(lambda: made.coordinator.prove([state], Deadline(60)) == [LogProof.COMMITTED])
+        view = made.coordinator.describe([other], Deadline(60))[other]
+        assert (view.producer_id, view.epoch) == (state.producer_id, state.epoch + 1)
+        assert made.coordinator.end({other: state}, committed=True, deadline=Deadline(60))[other] is EndAnswer.FENCED
+    assert made.visible() == ["librdkafka's"]
+
+
+def test_the_end_of_a_transaction_is_known_from_the_leaders(stage):
+    made = stage()
+    made.producer.produce(made.topic, 0, "a/0")
+    state = made.state({0: 0, 1: made.producer.produce(made.topic, 1, "a/1")})
+    pending = PendingEnd(Ended(state, committed=True))
+    assert ask_for_ends(made.coordinator, [pending], Deadline(60)) == [EndStep.WAIT]
+    wait_until(lambda: made.end(0) is EndAnswer.ENDED)
+    assert know_end(made.coordinator, PendingEnd(pending.ended), Deadline(60)) is EndStep.KNOWN
+    # In a topic made again under that name nothing of it is left.
+    made.admin.delete_topics([made.topic])[made.topic].result(60)
+    wait_until(lambda: made.topic not in made.coordinator.topic_ids([made.topic], Deadline(60)))
+    made.admin.create_topics([NewTopic(made.topic, num_partitions=2)])[made.topic].result(60)
+    assert know_end(made.coordinator, PendingEnd(pending.ended), Deadline(60)) is EndStep.KNOWN
+
+
+def test_a_forgotten_marker_keeps_the_end_from_being_known(stage):
+    made = stage()
+    hung(made)
+    assert (
+        know_end(made.coordinator, PendingEnd(Ended(made.now().prepared, committed=True)), Deadline(60))
+        is EndStep.SETTLE
+    )
+
+
+def test_an_abandoned_transaction_is_completed_by_its_state(stage):
+    made = stage()
+    state = made.state({number: made.producer.produce(made.topic, number, f"a/{number}") for number in (0, 1)})
+    kept = KeptTransaction(made.coordinator, made.kafka_id)
+    assert kept.complete(state, Deadline(60)) is Completion.COMMITTED
+    assert made.view().epoch == 1
+    made.producer.produce(made.topic, 0, "b/0", epoch=1)
+    assert kept.complete(state, Deadline(60)) is Completion.ABORTED
+    assert made.view().epoch == 2
+    assert made.visible() == ["a/0", "a/1"]
 
 
 def test_a_decided_transaction_left_open_is_committed(stage):
@@ -192,6 +264,20 @@ def test_what_the_broker_has_forgotten_is_repaired_with_commit(stage):
     assert made.now().completed is Outcome.COMMITTED
 
 
+def test_an_undecided_transaction_that_the_broker_has_forgotten_is_found_in_the_topics_of_the_last_decision(stage):
+    made = stage()
+    made.decide(made.state({0: made.producer.produce(made.topic, 0, "decided")}))
+    made.end_fully(0)
+    made.producer.produce(made.topic, 0, "undecided", epoch=1)
+    made.producer.produce(made.topic, 1, "undecided", epoch=1, version=UNVERIFIED)
+    made.end_fully(1, committed=False)
+    report = made.settle()
+    assert (report.mended, report.losses) == ([made.row.transactional_id], [])
+    state = made.now().prepared
+    assert made.coordinator.open_transactions([(state, ())], Deadline(60)) == [[]]
+    assert made.visible() == ["decided"]
+
+
 def test_a_repair_that_could_time_out_unnoticed_is_not_begun(stage):
     made = stage(timeout_ms=60_000)
     hung(made)
@@ -200,9 +286,31 @@ def test_a_repair_that_could_time_out_unnoticed_is_not_begun(stage):
     assert (made.now().completed, made.now().settled_incarnation) == (None, 0)
 
 
+@pytest.mark.parametrize("seen_by", ["its epoch", "the log"])
+def test_a_decision_that_a_restored_database_has_lost_is_recorded(stage, seen_by):
+    made = stage()
+    made.decide(made.state({0: made.producer.produce(made.topic, 0, "kept")}))
+    made.end_fully(0)
+    kept = made.now().prepared
+    later = 1 if seen_by == "its epoch" else 0
+    offset = made.producer.produce(made.topic, later, "lost", epoch=1)
+    made.end_fully(1)
+    if seen_by == "the log":
+        made.producer.produce(made.topic, 1, "aborted", epoch=2)
+        made.end_fully(2, committed=False)
+    report = made.settle()
+    assert made.now().prepared == kept
+    [loss] = report.losses
+    assert loss.went_back
+    assert (loss.row.prepared.epoch, loss.row.prepared.is_native) == (1, True)
+    firsts = [first.offset for first in loss.row.prepared.first_offsets]
+    assert firsts == ([offset] if seen_by == "the log" else [])
+    assert made.visible() == ["kept", "lost"]
+
+
 @pytest.mark.thorough
 def test_a_partition_whose_broker_was_suspended_is_repaired(tmp_path):
-    with EmbeddedKafka({"transaction.max.timeout.ms": str(UNLIMITED_MS)}, brokers=3) as cluster:
+    with EmbeddedKafka({"transaction.max.timeout.ms": str(NEVER_MS)}, brokers=3) as cluster:
         admin = AdminClient({**cluster.client_config(), "log_level": 0})
         while True:
             topic = f"suspended-{time.monotonic_ns()}"

@@ -10,7 +10,8 @@ from harness.patience import PATIENCE_S
 from harness.pgbouncer import PROGRAM, PgBouncer
 from sqlalchemy import create_engine, text
 
-from dualwrite.runtime import ConfigurationError, DualWriter, TransactionAborted, failpoints, recover
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, recover
+from dualwrite.runtime import failpoints
 from dualwrite.testing import PostgresProxy
 
 pytestmark = [

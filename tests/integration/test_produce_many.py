@@ -1,14 +1,20 @@
 """Many messages of one dual write in one call: the same promise as one by one."""
 
 import pytest
+from harness.engines import ENGINES
 
 from dualwrite import DualWriter, TransactionAborted
 from dualwrite.testing.reading import read_committed
 
 
+@pytest.fixture(params=ENGINES)
+def producer_engine(request):
+    return request.param
+
+
 @pytest.fixture
-def writer(kafka, engine, kafka_id):
-    with DualWriter(kafka_id, kafka=kafka, engine=engine, bulk=True) as writer:
+def writer(kafka, engine, kafka_id, producer_engine):
+    with DualWriter(kafka_id, kafka=kafka, engine=engine, bulk=True, producer_engine=producer_engine) as writer:
         yield writer
 
 
@@ -25,7 +31,7 @@ def test_all_messages_arrive_in_order_with_their_keys(writer, kafka, engine, ord
 
 
 def test_one_message_that_is_refused_aborts_all(writer, kafka, engine, orders, dualwrite_topic):
-    with pytest.raises(TransactionAborted, match=r"(?i)too large"), writer.transaction() as tx:
+    with pytest.raises(TransactionAborted, match=r"message\.max\.bytes"), writer.transaction() as tx:
         tx.connection.execute(orders.insert().values(id=1))
         tx.produce_many(dualwrite_topic, ["a", "b" * 2_000_000, "c"])
     assert read_committed(kafka, dualwrite_topic) == []
@@ -33,8 +39,9 @@ def test_one_message_that_is_refused_aborts_all(writer, kafka, engine, orders, d
         assert connection.execute(orders.select()).all() == []
 
 
-def test_more_messages_than_the_queue_holds_wait_for_room(kafka, engine, kafka_id, dualwrite_topic):
+def test_more_messages_than_the_queue_holds_wait_for_room(kafka, engine, kafka_id, dualwrite_topic, producer_engine):
     small = {**kafka, "queue.buffering.max.messages": 100}
-    with DualWriter(kafka_id, kafka=small, engine=engine, bulk=True) as writer, writer.transaction() as tx:
+    settings = {"kafka": small, "engine": engine, "producer_engine": producer_engine}
+    with DualWriter(kafka_id, bulk=True, **settings) as writer, writer.transaction() as tx:
         tx.produce_many(dualwrite_topic, [str(number) for number in range(5000)])
     assert len(read_committed(kafka, dualwrite_topic)) == 5000

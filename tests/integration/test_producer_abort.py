@@ -17,7 +17,7 @@ kafka, transactional_id, topic = json.loads(sys.argv[1])
 patient = {"retry.backoff.ms": 20000, "retry.backoff.max.ms": 20000}
 # Asked again, and not sent again yet, when librdkafka has aborted.
 hasty = {"retry.backoff.ms": 3000, "retry.backoff.max.ms": 3000, "socket.timeout.ms": 700}
-with TransactionalProducer({**kafka, **hasty}, transactional_id) as producer:
+with TransactionalProducer({**kafka, **hasty}, transactional_id, engine="librdkafka") as producer:
     producer.init_transactions()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -27,7 +27,7 @@ with TransactionalProducer({**kafka, **hasty}, transactional_id) as producer:
         producer.abort_transaction()
     except Unavailable:
         print("thrown away", flush=True)
-with TransactionalProducer({**kafka, **patient}, transactional_id) as producer:
+with TransactionalProducer({**kafka, **patient}, transactional_id, engine="librdkafka") as producer:
     producer.init_transactions()
     producer.begin_transaction()
     producer.produce(topic, b"committed", partition=0)

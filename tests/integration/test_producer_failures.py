@@ -1,16 +1,16 @@
-"""TransactionalProducer when something goes wrong: failed messages, missing answers, late answers, other owners, missing rights."""
+"""Both engines' producers when something goes wrong: failed messages, missing answers, late answers, other owners, missing rights."""
 
 import os
 import secrets
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from harness.engines import ENGINES, answered, quick
 from harness.patience import patient
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
@@ -22,18 +22,24 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.abandoned_transaction import Completion
-from dualwrite.kafka.producer.librdkafka.failures import Phase
+from dualwrite.kafka.producer.failure import Phase
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
-QUICK = {"topic.metadata.propagation.max.ms": 300, "topic.metadata.refresh.interval.ms": 300}
 # What may have been sent twice is known after 0.8 x this. Long enough for a busy machine to initialise a producer in less.
 IMPATIENT = {"retry.backoff.ms": 3000, "retry.backoff.max.ms": 3000}
 SLOW_S = 2.6
 SHORT_S = 2.0
+of_librdkafka = pytest.mark.parametrize("producer_engine", ["librdkafka"], indirect=True)
+
+
+@pytest.fixture(params=ENGINES)
+def producer_engine(request):
+    return request.param
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,14 +81,14 @@ TOO_LARGE = os.urandom(5000)
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_flush_says_that_nothing_is_left(
+def test_a_message_too_large_for_the_topic_comes_out_of_prepare_though_librdkafkas_flush_says_that_nothing_is_left(
     ready, dualwrite_topic, narrow_topic, values, bulk
 ):
     producer = ready(bulk=bulk)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"fits")
     producer.produce(narrow_topic, TOO_LARGE)
-    assert producer._instance._raw.flush(120) == 0
+    answered(producer)
     with pytest.raises(TransactionAborted, match=r"max\.message\.bytes") as failed:
         producer.prepare_transaction()
     assert not failed.value.retryable
@@ -114,12 +120,12 @@ def test_one_bad_message_among_many_is_found(ready, dualwrite_topic, narrow_topi
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_an_unknown_topic_comes_out_of_prepare(ready, dualwrite_topic, values, bulk):
-    producer = ready(QUICK, bulk=bulk)
+def test_an_unknown_topic_comes_out_of_produce_or_prepare(ready, dualwrite_topic, values, bulk, producer_engine):
+    producer = ready(quick(producer_engine), bulk=bulk)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"fits")
-    producer.produce("no-such-topic", b"x")
     with pytest.raises(TransactionAborted, match="create the topic") as failed:
+        producer.produce("no-such-topic", b"x")
         producer.prepare_transaction()
     assert not failed.value.retryable
     producer.abort_transaction()
@@ -127,24 +133,27 @@ def test_an_unknown_topic_comes_out_of_prepare(ready, dualwrite_topic, values, b
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_a_topic_deleted_in_the_middle_comes_out_of_prepare(ready, dualwrite_kafka, dualwrite_topic, bulk):
+def test_a_topic_deleted_in_the_middle_comes_out_of_prepare(ready, dualwrite_kafka, bulk, producer_engine):
     topic = dualwrite_kafka.create_topic(f"gone-{secrets.token_hex(6)}")
-    producer = ready(QUICK, bulk=bulk)
+    producer = ready(quick(producer_engine), bulk=bulk)
     producer.begin_transaction()
     producer.produce(topic, b"there")
-    assert producer._instance._raw.flush(120) == 0
+    answered(producer)
     dualwrite_kafka.delete_topic(topic)
     until = time.monotonic() + 60  # brokers delete after they have answered
     with pytest.raises(TransactionAborted, match=r"create the topic|partition that the topic has"):
-        while time.monotonic() < until and not producer._instance._raw.flush(120):
+        while time.monotonic() < until:
+            answered(producer)
             producer.produce(topic, b"gone")
         producer.prepare_transaction()
     assert producer.state is ProducerState.FAILED
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_a_partition_that_the_topic_has_not_comes_out_of_produce_or_prepare(ready, dualwrite_topic, values, bulk):
-    producer = ready(QUICK, bulk=bulk)
+def test_a_partition_that_the_topic_has_not_comes_out_of_produce_or_prepare(
+    ready, dualwrite_topic, values, bulk, producer_engine
+):
+    producer = ready(quick(producer_engine), bulk=bulk)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"fits")
     with pytest.raises(TransactionAborted, match="partition that the topic has"):
@@ -154,7 +163,7 @@ def test_a_partition_that_the_topic_has_not_comes_out_of_produce_or_prepare(read
     assert works_again(producer, dualwrite_topic, values)
 
 
-def test_a_message_too_large_for_librdkafka_comes_out_of_produce_and_spoils_the_transaction(
+def test_a_message_too_large_for_the_engine_comes_out_of_produce_and_spoils_the_transaction(
     ready, dualwrite_topic, values
 ):
     producer = ready()
@@ -171,12 +180,13 @@ def test_after_a_failure_produce_says_what_failed(ready, dualwrite_topic, narrow
     producer = ready()
     producer.begin_transaction()
     producer.produce(narrow_topic, TOO_LARGE)
-    assert producer._instance._raw.flush(120) == 0
-    with pytest.raises(TransactionAborted, match=r"MSG_SIZE_TOO_LARGE"):
+    answered(producer)
+    with pytest.raises(TransactionAborted, match=r"(MSG_SIZE|MESSAGE)_TOO_LARGE"):
         producer.produce(dualwrite_topic, b"next")
     assert producer.state is ProducerState.FAILED
 
 
+@of_librdkafka
 def test_messages_that_cannot_be_delivered_by_the_deadline_make_the_producer_doubtful(
     make_producer, proxy, dualwrite_topic
 ):
@@ -203,6 +213,7 @@ def test_a_queue_that_stays_full_is_unavailable(make_producer, proxy, dualwrite_
     assert producer.state is ProducerState.FAILED
 
 
+@of_librdkafka
 def test_an_abort_with_messages_on_their_way_costs_the_producer(make_producer, proxy, dualwrite_topic, values):
     producer = make_producer(proxy.client_config())
     producer.init_transactions()
@@ -220,6 +231,7 @@ def test_an_abort_with_messages_on_their_way_costs_the_producer(make_producer, p
     assert values() == []
 
 
+@of_librdkafka
 def test_a_commit_that_took_long_enough_to_be_sent_twice_succeeds_and_costs_the_producer(
     make_producer, proxy, dualwrite_topic, values
 ):
@@ -239,6 +251,7 @@ def test_a_commit_that_took_long_enough_to_be_sent_twice_succeeds_and_costs_the_
     assert values() == [b"x"]
 
 
+@of_librdkafka
 def test_offsets_that_may_have_been_sent_twice_cost_the_producer_after_its_transaction(
     make_producer, proxy, kafka, dualwrite_topic
 ):
@@ -294,6 +307,7 @@ HANGING = {
 }
 
 
+@of_librdkafka
 @pytest.mark.parametrize("phase", HANGING)
 def test_a_call_of_librdkafka_that_hangs_is_left_behind_at_the_deadline(ready, phase):
     producer, go_on = ready(), threading.Event()
@@ -303,6 +317,7 @@ def test_a_call_of_librdkafka_that_hangs_is_left_behind_at_the_deadline(ready, p
     go_on.set()
 
 
+@of_librdkafka
 def test_a_wait_that_a_signal_interrupts_costs_the_producer(ready):
     producer = ready()
 
@@ -353,7 +368,7 @@ def test_a_producer_whose_id_was_taken_over_is_fenced_when_it_writes(ready, dual
     old = ready()
     old.begin_transaction()
     old.produce(dualwrite_topic, b"old")
-    assert old._instance._raw.flush(120) == 0
+    answered(old)
     ready()
     with pytest.raises(Fenced) as fenced:
         old.produce(dualwrite_topic, b"late")
@@ -376,8 +391,8 @@ def test_a_fenced_commit_says_that_its_outcome_is_unknown(ready, dualwrite_topic
     assert values() == []
 
 
-def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
-    ready, dualwrite_topic, narrow_topic, coordinator, kafka_id
+def test_the_ids_are_known_after_an_abort_that_raised_the_epoch(
+    ready, dualwrite_topic, narrow_topic, coordinator, kafka_id, producer_engine
 ):
     producer = ready()
     producer.begin_transaction()
@@ -386,7 +401,7 @@ def test_the_ids_are_asked_again_after_an_abort_that_raised_the_epoch(
     with pytest.raises(TransactionAborted):
         producer.prepare_transaction()
     producer.abort_transaction()
-    assert producer.producer_id is None
+    assert (producer.producer_id is None) is (producer_engine == "librdkafka"), "it is asked again there"
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"y")
     state = producer.prepare_transaction()
@@ -407,46 +422,82 @@ def guarded(guarded_kafka):
     return guarded_kafka
 
 
-def guarded_producer(kafka, kafka_id, user="app", **settings):
-    return TransactionalProducer({**patient(kafka.client_config(user)), **settings}, kafka_id)
+@pytest.fixture
+def guarded_producer(guarded, producer_engine):
+    """Makes producers of the user ``app``."""
+    with ExitStack() as closed_later:
+
+        def make(kafka_id, **options):
+            config = patient(guarded.client_config("app"), producer_engine)
+            producer = TransactionalProducer(
+                config | options.pop("settings", {}), kafka_id, engine=producer_engine, **options
+            )
+            return closed_later.enter_context(producer)
+
+        yield make
 
 
-def test_a_transactional_id_without_a_right_names_the_right(guarded):
-    with guarded_producer(guarded, "other-id") as producer, pytest.raises(ConfigurationError, match="transactional id"):
+def test_a_transactional_id_without_a_right_names_the_right(guarded_producer):
+    producer = guarded_producer("other-id")
+    with pytest.raises(ConfigurationError, match="transactional id"):
         producer.init_transactions()
 
 
-def test_a_topic_without_a_right_names_the_right_and_the_topic(guarded):
-    with guarded_producer(guarded, "app-1") as producer:
-        producer.init_transactions()
-        producer.begin_transaction()
-        with pytest.raises(ConfigurationError, match="Write and Describe on topic"):
-            producer.produce("withheld", b"x")
-            producer.prepare_transaction()
-        assert producer.state is ProducerState.FAILED
-        # librdkafka asks for the end of a transaction that never began at the coordinator, and then takes itself for dead.
-        with pytest.raises(Unavailable, match="make a new one"):
-            producer.abort_transaction()
-        assert producer.doubtful
-
-
-def test_a_wrong_password_is_a_configuration_error_and_is_not_shown(guarded, caplog):
-    wrong = "canary-of-a-password"
-    settings = {**patient(guarded.client_config("app")), "sasl.password": wrong}
-    with TransactionalProducer(settings, "app-2", call_timeout_s=5.0) as producer:
-        with pytest.raises((ConfigurationError, Unavailable)) as refused:
-            producer.init_transactions()
-        assert wrong not in repr(refused.value) + str(refused.value) + caplog.text
-
-
-def test_rights_that_suffice_suffice(guarded):
-    with guarded_producer(guarded, "app-3") as producer:
-        producer.init_transactions()
+def test_a_topic_without_a_right_names_the_right_and_the_topic(guarded_producer, producer_engine):
+    producer = guarded_producer("app-1")
+    producer.init_transactions()
+    producer.begin_transaction()
+    with pytest.raises(ConfigurationError, match="Write and Describe on topic (withheld|concerned)"):
+        producer.produce("withheld", b"x")
+        producer.prepare_transaction()
+    assert producer.state is ProducerState.FAILED
+    if producer_engine == "native":
+        producer.abort_transaction()
         producer.begin_transaction()
         producer.produce("granted", b"x")
-        state = producer.prepare_transaction()
-        assert state.first_offsets
         producer.commit_transaction()
+        return
+    # librdkafka asks for the end of a transaction that never began at the coordinator, and then takes itself for dead.
+    with pytest.raises(Unavailable, match="make a new one"):
+        producer.abort_transaction()
+    assert producer.doubtful
+
+
+def test_a_topic_that_must_not_be_seen_names_the_right_and_the_topic(guarded_producer):
+    producer = guarded_producer("app-4")
+    producer.init_transactions()
+    producer.begin_transaction()
+    with pytest.raises(ConfigurationError, match="(?i)describe on (the )?topic '?hidden"):
+        producer.produce("hidden", b"x")
+        producer.prepare_transaction()
+
+
+def test_a_consumer_group_without_a_right_names_the_right_and_the_group(guarded_producer, guarded):
+    producer = guarded_producer("app-5")
+    producer.init_transactions()
+    producer.begin_transaction()
+    with closing(Consumer({**guarded.client_config("app"), "group.id": "others"})) as consumer:
+        metadata = consumer.consumer_group_metadata()
+    with pytest.raises(ConfigurationError, match="Read on consumer group (others|concerned)"):
+        producer.send_offsets_to_transaction([TopicPartition("granted", 0, 1)], metadata)
+
+
+def test_a_wrong_password_is_a_configuration_error_and_is_not_shown(guarded_producer, caplog):
+    wrong = "canary-of-a-password"
+    producer = guarded_producer("app-2", settings={"sasl.password": wrong}, call_timeout_s=5.0)
+    with pytest.raises((ConfigurationError, Unavailable)) as refused:
+        producer.init_transactions()
+    assert wrong not in repr(refused.value) + str(refused.value) + caplog.text
+
+
+def test_rights_that_suffice_suffice(guarded_producer, guarded):
+    producer = guarded_producer("app-3")
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.produce("granted", b"x")
+    state = producer.prepare_transaction()
+    assert state.first_offsets
+    producer.commit_transaction()
     with closing(KafkaCoordinator(KafkaConfig.parse(guarded.admin_config()))) as coordinator:
         view = coordinator.describe(["app-3"], Deadline(30))["app-3"]
     assert view.status in {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.PREPARE_COMMIT}

@@ -6,14 +6,17 @@ import pytest
 from confluent_kafka import Producer
 from harness.patience import patient
 
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 
 HELD_S = 2.5  # librdkafka looks for requests that have timed out once a second
+
+
+pytestmark = pytest.mark.usefixtures("through_librdkafka")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS, ArmedTask, newest_job
 from harness.spark import numbers as numbered
 from pyspark.sql import functions
 
-from dualwrite.runtime import ConfigurationError, Fenced, TransactionAborted, failpoints
+from dualwrite import ConfigurationError, Fenced, TransactionAborted
+from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark import foreach_partition, write_batch
 from dualwrite.sinks.spark.columns.from_rows import row_batches
 from dualwrite.sinks.spark.options.settings import SinkOptions

@@ -18,9 +18,9 @@ def connected():
 
 @pytest.fixture
 def source(spark, tmp_path):
-    """Numbers in three files."""
+    """Numbers in two files."""
     path = tmp_path / "source"
-    numbered(spark, ROWS, 3).write.parquet(str(path))
+    numbered(spark, ROWS, 2).write.parquet(str(path))
     return str(path)
 
 
@@ -43,11 +43,14 @@ def test_a_stream_writes_each_micro_batch_once_by_the_name_of_its_query(connecte
     queries = {connected.run(stream, numbers, source, str(tmp_path / "checkpoint")) for _ in range(2)}
     numbers.verify()
     batches = numbers.execute("SELECT DISTINCT batch_id FROM dualwrite_ledger ORDER BY 1")
-    assert batches == [(f"{query}/{number}",) for query in queries for number in range(3)]
+    assert batches == [(f"{query}/{number}",) for query in queries for number in range(2)]
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("way", ["write_batch", "foreach_partition", "foreach_batch"])
+# A stream's function calls write_batch.
+@pytest.mark.parametrize(
+    "way", ["write_batch", "foreach_partition", pytest.param("foreach_batch", marks=pytest.mark.thorough)]
+)
 def test_what_needs_a_classic_session_says_so_and_writes_nothing(connected, numbers, source, tmp_path, way):
     with pytest.raises(Failed, match="Spark Connect does not tell how many partitions.*format\\(.dualwrite.\\)"):
         connected.run(refused, numbers, way, source, str(tmp_path / "checkpoint"))

@@ -9,8 +9,9 @@ from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite.runtime import ConfigurationError, TransactionAborted, failpoints
+from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.migrations import upgrade
+from dualwrite.runtime import failpoints
 from dualwrite.testing import EmbeddedPostgres
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness.patience import PATIENCE_S
-from harness.spark import environment_of_java
+from harness.spark import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -33,7 +33,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
     }
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example)],
-        env=os.environ | environment_of_java() | servers,
+        env=os.environ | environment() | servers,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -48,7 +48,7 @@ def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgr
 def test_the_demonstration_ends_with_both_sides_equal():
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py"), "--kills", "1"],
-        env=os.environ | environment_of_java(),
+        env=os.environ | environment(),
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,

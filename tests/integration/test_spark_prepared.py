@@ -36,7 +36,7 @@ def write(spark, numbers):
 @pytest.mark.parametrize("point", [pytest.param("write.prepared", marks=pytest.mark.thorough), "batch.handed_over"])
 def test_a_killed_task_is_run_again_also_where_its_former_self_holds_the_keys(spark, numbers, write, point):
     numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
-    write(numbered(spark), source="armed", batchId="1", inTask=point)
+    write(numbered(spark), source="armed", batchId="1", inTask=point, waits="500ms")
     numbers.verify()
     nothing_is_left(numbers)
 

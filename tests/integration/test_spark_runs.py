@@ -15,7 +15,8 @@ from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left, options, write_with
 from pyspark import TaskContext
 
-from dualwrite.runtime import DualWriteError, Fenced, Unavailable, failpoints, recover
+from dualwrite import DualWriteError, Fenced, Unavailable, recover
+from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs

@@ -10,6 +10,7 @@ from harness.drivers import Drivers, as_installed, kill_group, paused_below, pha
 from harness.patience import PATIENCE_S
 from harness.spark import HAS_CONNECTOR, ROWS, connector_jars
 from harness.spark import numbers as numbered
+from harness.spark_job import kafka_stream
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions
@@ -121,25 +122,19 @@ def test_totals_in_update_mode_replace_those_of_former_micro_batches_and_a_repla
     nothing_is_left(numbers)
 
 
-@pytest.fixture
-def die(tmp_path):
+def die(drivers, **document):
     """Start a driver that stands still at a point where it decides; then kill all its processes."""
+    driver = drivers.start(**document)
 
-    def die(**document):
-        drivers = Drivers(tmp_path)
-        driver = drivers.start(master="local[2,4]", checkpoint=str(tmp_path / "checkpoint"), **document)
+    def check():
+        assert driver.poll() is None, drivers.log.read_text()[-3000:]
 
-        def check():
-            assert driver.poll() is None, drivers.log.read_text()[-3000:]
-
-        try:
-            [deciding] = paused_below(driver.pid, check=check)
-        finally:
-            kill_group(driver)
-        # Spark's daemon is in a group of its own, and ends what it has started when the driver is gone.
-        assert not psutil.wait_procs([deciding], timeout=PATIENCE_S)[1]
-
-    return die
+    try:
+        [deciding] = paused_below(driver.pid, check=check)
+    finally:
+        kill_group(driver)
+    # Spark's daemon is in a group of its own, and ends what it has started when the driver is gone.
+    assert not psutil.wait_procs([deciding], timeout=PATIENCE_S)[1]
 
 
 # In every run the stream that reads Kafka loses its driver so.
@@ -154,13 +149,20 @@ def die(tmp_path):
     ],
 )
 def test_a_driver_that_dies_with_all_its_processes_is_followed_by_one_that_goes_on(
-    numbers, start, source, die, where, point, written
+    numbers, start, source, tmp_path, where, point, written
 ):
     """The process that decides stands still at that point; then everything of that driver is killed."""
     armed = {where: f"{point}:1:stop"}
     if where == "inAbort":
         armed |= {"inTask": "batch.handed_over", "attempts": "99"}
-    die(do="source_stream", source=source, options=options(numbers, **armed))
+    die(
+        Drivers(tmp_path),
+        do="source_stream",
+        master="local[2,4]",
+        checkpoint=str(tmp_path / "checkpoint"),
+        source=source,
+        options=options(numbers, **armed),
+    )
     assert bool(numbers.rows()) == written
     start("staging").awaitTermination()
     numbers.verify()
@@ -200,38 +202,46 @@ def test_a_query_one_of_whose_processes_dies_goes_on_from_its_checkpoint(numbers
     nothing_is_left(numbers)
 
 
-@pytest.mark.longest
 @pytest.mark.skipif(not HAS_CONNECTOR, reason="the connector is that of Spark 4.2")
 def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its_driver(
-    numbers, kafka, dualwrite_kafka, die, tmp_path
+    spark, numbers, kafka, dualwrite_kafka, tmp_path
 ):
     """Exactly once from a topic into a topic and a table: what the checkpoint has not noted is read and decided again.
 
-    The next driver is one in which Spark finds the format by itself.
+    The driver that dies is one in which Spark finds the format by itself.
     """
-    given = f"given-{numbers.topic}"
+    given, checkpoint = f"given-{numbers.topic}", tmp_path / "checkpoint"
     dualwrite_kafka.create_topic(given, partitions=2)
     producer = Producer(kafka)
     for number in range(ROWS):
         producer.produce(given, json.dumps({"id": number, "name": f"row {number}"}), str(number))
     producer.flush()
     document = {
-        "do": "kafka_stream",
-        "session": {"spark.jars": connector_jars()},
         "source": {
             "kafka.bootstrap.servers": kafka["bootstrap.servers"],
             "subscribe": given,
             "startingOffsets": "earliest",
-            "maxOffsetsPerTrigger": str(ROWS // 2),
+            "maxOffsetsPerTrigger": str(ROWS // 3 + 1),
         },
+        "options": options(numbers),
+        "checkpoint": str(checkpoint),
+        "format": "dualwrite",
     }
-    die(**document, options=options(numbers, inCommit="batch.decided:1:stop"))
-    decided = numbers.rows()
-    assert 0 < len(decided) < ROWS
     drivers = Drivers(tmp_path, path=as_installed(tmp_path))
-    drivers.run(**document, format="dualwrite", checkpoint=str(tmp_path / "checkpoint"), options=options(numbers))
+    die(
+        drivers,
+        do="kafka_stream",
+        session={"spark.jars": connector_jars()},
+        failpoint="batch.decided:2:stop",
+        **document,
+    )
+    assert 0 < len(numbers.rows()) < ROWS
+    # And the driver's log shows where a batch is.
+    query = json.loads((checkpoint / "metadata").read_text())["id"]
+    assert phases_of(f"{query}/0", drivers.log.read_text()) == ["decided", "completed"]
+    register(spark)
+    for jar in connector_jars().split(","):
+        spark.sql(f"ADD JAR '{jar}'")
+    kafka_stream(spark, document)
     numbers.verify()
     nothing_is_left(numbers)
-    # And the driver's log shows where a batch is.
-    newest = json.loads((tmp_path / "checkpoint" / "metadata").read_text())["id"] + "/1"
-    assert phases_of(newest, drivers.log.read_text()) == ["decided", "completed"]

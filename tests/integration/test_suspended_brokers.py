@@ -25,9 +25,7 @@ from harness.hanging import abort_hanging
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
-from dualwrite.runtime import DualWriteError, DualWriter, failpoints, recover
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.decide import Decision
+from dualwrite import DualWriteError, DualWriter, recover
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -35,6 +33,9 @@ from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.recover import status
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare

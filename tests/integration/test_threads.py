@@ -1,6 +1,5 @@
 """Blocks and threads: entered in one and left in another, inside each other, and in the tasks of an event loop."""
 
-import asyncio
 import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -104,21 +103,6 @@ def test_a_thread_started_inside_a_block_has_a_block_of_its_own(writer, write, b
         thread = threading.Thread(target=contextvars.copy_context().run, args=(other,))
         thread.start()
         thread.join()
-    assert both() == ([1, 2], [1, 2])
-
-
-def test_tasks_of_an_event_loop_have_blocks_of_their_own(writer, write, both):
-    async def task(number, mine, others):
-        with writer.transaction() as tx:
-            write(tx, number)
-            mine.set()
-            await others.wait()
-
-    async def run():
-        inside = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(task(1, *inside), task(2, *reversed(inside)))
-
-    asyncio.run(run())
     assert both() == ([1, 2], [1, 2])
 
 

@@ -6,8 +6,9 @@ from confluent_kafka.admin import AdminClient
 from harness.death import mortal
 from harness.orders import on_postgresql, write
 
-from dualwrite.runtime import CompletionPending, DecidedTransactionLost, DualWriter, OutcomeUnverifiable, failpoints
+from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
+from dualwrite.runtime import failpoints
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import KafkaProxy
 

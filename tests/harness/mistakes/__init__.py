@@ -8,7 +8,7 @@ environment variable ``DUALWRITE_MISTAKE``, in a whole process::
 ``python -m controls`` (in the directory of the tests) plants each of them and runs the checks that must fail.
 """
 
-from harness.mistakes import database, handing_over, kafka, settling, spark, writing
+from harness.mistakes import consumer, database, handing_over, kafka, native, native_engine, settling, spark, writing
 from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
 from harness.planting import ENVIRONMENT
 
@@ -17,9 +17,12 @@ __all__ = [
     "MISTAKES",
     "Check",
     "Mistake",
+    "consumer",
     "database",
     "handing_over",
     "kafka",
+    "native",
+    "native_engine",
     "planted",
     "settling",
     "spark",

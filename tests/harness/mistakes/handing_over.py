@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.errors import DualWriteError
-from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.identity import belongs
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery.settling import settle
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.writing.lanes import lane
 from dualwrite.writing.lanes.lane import Lane
 from harness.mistakes.registry import Check, mistake

@@ -9,6 +9,7 @@ from dualwrite.kafka.coordinator import log
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.coordinator.log import Scan
 from dualwrite.kafka.coordinator.partitions import Place
+from dualwrite.kafka.producer.engine import ProducerEngine
 from dualwrite.kafka.producer.librdkafka.evidence import Evidence
 from dualwrite.kafka.producer.librdkafka.handle import Handle
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
@@ -70,12 +71,12 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
     """A producer begins its next transaction on the answer to its last one."""
     patch.setattr(Lane, "watch_end", lambda *_: None)
     patch.setattr(Lane, "know_end", lambda *_: None)
-    patch.setattr(ProducerInstance, "_require_end_known", lambda *_: None)
+    patch.setattr(ProducerEngine, "_require_end_known", lambda *_: None)
 
 
 @mistake(
     Check(
-        "unit/writing/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
+        "unit/writing/lanes/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
         "KNOWN",
     )
 )

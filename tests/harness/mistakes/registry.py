@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from harness.planting import ENVIRONMENT
+from harness.planting import ENGINE, ENVIRONMENT
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -40,15 +41,19 @@ class Mistake:
         sentence: What the mistaken program does.
         plant: Patches the product.
         checks: The tests on real servers that must catch it.
+        engine: The producer engine of the mistaken program.
     """
 
     name: str
     sentence: str
     plant: Plant
     checks: tuple[Check, ...]
+    engine: str
 
 
 MISTAKES: dict[str, Mistake] = {}
+_OF_NATIVE = frozenset({"native", "native_engine"})
+"""The modules of mistakes that only the native engine can make; the checks of the others show them through librdkafka."""
 
 
 def mistake(*checks: Check) -> Callable[[Plant], Plant]:
@@ -56,7 +61,8 @@ def mistake(*checks: Check) -> Callable[[Plant], Plant]:
 
     def register(plant: Plant) -> Plant:
         assert plant.__doc__ is not None
-        MISTAKES[plant.__name__] = Mistake(plant.__name__, " ".join(plant.__doc__.split()), plant, checks)
+        engine = "native" if plant.__module__.rpartition(".")[2] in _OF_NATIVE else "librdkafka"
+        MISTAKES[plant.__name__] = Mistake(plant.__name__, " ".join(plant.__doc__.split()), plant, checks, engine)
         return plant
 
     return register
@@ -70,6 +76,7 @@ def planted(name: str) -> Iterator[None]:
     """Break one rule in this process, and in those that are started meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENVIRONMENT, name)
+        patch.setenv(ENGINE, MISTAKES[name].engine)
         MISTAKES[name].plant(patch)
         _planted.append(name)
         try:
@@ -84,4 +91,5 @@ def plant_for_good(name: str) -> None:
 
     if name not in _planted:
         _planted.append(name)
+        os.environ[ENGINE] = MISTAKES[name].engine
         MISTAKES[name].plant(pytest.MonkeyPatch())

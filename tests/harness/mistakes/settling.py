@@ -10,7 +10,8 @@ from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling import settle as rules
 from dualwrite.protocol.settling.settle import Knowledge, SettleStep
-from dualwrite.recovery import plan, recover, reported
+from dualwrite.protocol.terminating import TerminateStep
+from dualwrite.recovery import claim, plan, recover, reported, servers, terminate
 from dualwrite.recovery.settling import look_back
 from dualwrite.recovery.settling import settle as settling
 from harness.mistakes.registry import Check, mistake, performed
@@ -154,8 +155,6 @@ def partition_asked_before_the_coordinator(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("slow_settler_and_a_new_owner", "told (DecidedTransactionLost|DatabaseWentBack)"))
 def one_kafka_id_for_all_incarnations(patch: pytest.MonkeyPatch) -> None:
     """Every owner initialises the same Kafka id, as programs do that know nothing of incarnations."""
-    from dualwrite.recovery import claim
-
     patch.setattr(StateRow, "kafka_id", lambda self, _: f"{self.transactional_id}.{self.namespace}")
     patch.setattr(claim, "_check_new_ids", lambda *_: None)
     patch.setattr(recover, "went_back", lambda *_: {})  # every id is known before it is claimed
@@ -217,5 +216,38 @@ def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def recovery_takes_a_lane_alone(patch: pytest.MonkeyPatch) -> None:
     """A recovery claims the lane that has something open, and leaves the others to an owner that lives."""
-    patch.setattr(plan, "writer_of", lambda name: name)
-    patch.setattr(recover, "writer_of", lambda name: name)
+    for module in (plan, claim, servers):
+        patch.setattr(module, "writer_of", lambda name: name)
+
+
+@mistake(
+    Check("unit/recovery/test_terminate.py::test_kafkas_own_id_leads_to_its_row[librdkafka]", "DID NOT RAISE"),
+    Check("unit/recovery/test_terminate.py::test_kafkas_own_id_leads_to_its_row[native]", "DID NOT RAISE"),
+)
+def kafkas_id_taken_for_another_programs(patch: pytest.MonkeyPatch) -> None:
+    """A termination by Kafka's own id does not ask the row that the id belongs to."""
+    patch.setattr(
+        terminate, "_named", lambda store, asked: (store.read([asked])[0], None) if store.read([asked]) else None
+    )
+
+
+@mistake(
+    Check(
+        "unit/recovery/test_terminate.py::test_what_the_owner_decides_between_the_look_and_the_claim_is_refused_too"
+        "[librdkafka]",
+        "DID NOT RAISE",
+    )
+)
+def termination_looks_before_its_claim_only(patch: pytest.MonkeyPatch) -> None:
+    """A termination decides by what it saw before its claim, while the owner could still decide."""
+    real = terminate._settle
+    looked = terminate._step
+
+    def settle_without_a_look(context, name, claimed, deadline, *, lose_decided):
+        patch.setattr(terminate, "_step", lambda *_, **__: (TerminateStep.SETTLE, []))
+        try:
+            return real(context, name, claimed, deadline, lose_decided=lose_decided)
+        finally:
+            patch.setattr(terminate, "_step", looked)
+
+    patch.setattr(terminate, "_settle", settle_without_a_look)

@@ -1,22 +1,27 @@
 """Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
 
+from collections import OrderedDict
 from dataclasses import replace
+from typing import Final
 
 import pytest
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.errors import CompletionPending, Fenced
+from dualwrite.errors import CompletionPending, DualWriteError, Fenced
 from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.redo import Redo
 from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
 from dualwrite.recovery.settling.settle import SettleReport
+from dualwrite.runtime import waiting
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.dialects import postgresql
 from dualwrite.stores.dialects.savepoints import SavepointWatch
 from dualwrite.stores.dialects.witness import PsycopgWitness
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing import dual_write
-from dualwrite.writing.lanes import lane
+from dualwrite.writing import dual_write, redo, sessions
 from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.lanes import lane
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses
 from dualwrite.writing.lanes.turns import Turns
@@ -166,10 +171,10 @@ def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
 def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     """A recovery command settles what it finds in the rows without raising their incarnations first."""
 
-    def only_read(context, ids, deadline, **_):
+    def only_read(context, ids, *_, **__):
         return [replace(row, incarnation=row.incarnation + 1) for row in context.store.read(ids)]
 
-    patch.setattr(recover, "claim_rows", only_read)
+    patch.setattr(recover, "claim_writers", only_read)
 
 
 @mistake(performed("database_restored", "told None, not DatabaseWentBack"))
@@ -207,7 +212,7 @@ def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/test_lane.py"
+        "unit/writing/lanes/test_lane.py"
         "::test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed",
         "assert",
     ),
@@ -298,7 +303,7 @@ def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
+        "unit/writing/lanes/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
         "assert",
     ),
     Check(
@@ -310,7 +315,78 @@ def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
     """A lane goes to the thread that has asked for it last."""
 
     def queue_up(self, ticket):
-        self._waiting.insert(0, ticket)
+        queue = self._waiting.setdefault(ticket.kind, OrderedDict())
+        queue[ticket] = None
+        queue.move_to_end(ticket, last=False)
         self.serve()
 
     patch.setattr(Turns, "queue_up", queue_up)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
+        "it ran twice",
+    ),
+    Check(
+        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_completion_is_pending",
+        "it ran twice",
+    ),
+)
+def redone_after_any_error(patch: pytest.MonkeyPatch) -> None:
+    """A writer runs work again after each error of its own, also while its commit is in doubt or its completion is pending."""
+    patch.setattr(redo, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_sessions.py::test_a_session_that_could_not_join_cannot_commit_its_rows_alone",
+        "DID NOT RAISE",
+    )
+)
+def session_commits_its_rows_alone(patch: pytest.MonkeyPatch) -> None:
+    """A session whose message was refused because it could not join a dual write commits its rows without it."""
+    real = sessions._Joined.begin
+
+    def begin(self, session):
+        try:
+            real(self, session)
+        except BaseException:
+            self._close()
+            raise
+
+    patch.setattr(sessions._Joined, "begin", begin)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_sessions.py::test_a_message_right_after_begin_nested_belongs_to_the_savepoint",
+        "both_have",
+    )
+)
+def session_sends_its_savepoints_late(patch: pytest.MonkeyPatch) -> None:
+    """A bound session sends SAVEPOINT with its first statement: a message before that outlives the savepoint's rollback."""
+    patch.setattr(sessions.BoundSessions, "_created", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_sessions.py::test_a_snapshot_that_is_older_than_the_dual_write_is_refused[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def old_snapshots_may_produce(patch: pytest.MonkeyPatch) -> None:
+    """A session joins a dual write with a snapshot that is older than the check whether its writer is still the owner."""
+    patch.setattr(postgresql, "_FRESH", {"read committed", "repeatable read", "serializable"})
+
+
+_CANCELLED: Final = (
+    "unit/apps/test_async_cancelled.py::"
+    "test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on"
+)
+
+
+@mistake(Check(f"{_CANCELLED}[at_once]", "aborted after its COMMIT|after await|has vanished"))
+def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
+    """A task that is cancelled after COMMIT was sent leaves its dual write there."""
+    patch.setattr(waiting, "uninterrupted", waiting.interruptible)

@@ -9,8 +9,9 @@ import pytest
 from harness.places import ROOT
 
 import dualwrite
-from dualwrite.runtime import DualWriteError, failpoints
+from dualwrite import DualWriteError
 from dualwrite.cli.group import COMMANDS
+from dualwrite.runtime import failpoints
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -114,7 +115,13 @@ def test_the_architecture_page_names_every_module_and_no_other():
 def test_every_page_is_in_the_table_of_contents():
     lines = "".join(blocks(DOCS / "index.md", r"\{toctree\}")).splitlines()
     listed = [line for line in lines if line and not line.startswith(":")]
-    assert sorted(listed) == [page.stem for page in PAGES[1:] if page.stem != "index"]
+    pages = [page.stem for page in PAGES[1:] if page.stem != "index" and not is_orphan(page)]
+    assert sorted(listed) == pages
+
+
+def is_orphan(page):
+    """Whether a page is about something that is not offered yet: Sphinx then expects no link to it."""
+    return page.read_text(encoding="utf-8").startswith("---\norphan: true\n---\n")
 
 
 @every_page

@@ -19,6 +19,17 @@ def test_runs_are_added_up():
     assert both["places"]["kills"]["COMMIT"] == 2 * one["places"]["kills"]["COMMIT"]
 
 
+def test_more_runs_are_added_to_what_is_kept():
+    kept = json.loads(page.FIGURES.read_text(encoding="utf-8"))
+    run = {**kept["runs"][0], **{name: kept[name] for name in ("findings", "happened", "passed", "places", "told")}}
+    both = page.added(kept, page.summary([run]))
+    assert both["schedules"] == kept["schedules"] + run["schedules"]
+    assert both["runs"] == [*kept["runs"], kept["runs"][0]]
+    assert both["happened"]["kills"] == 2 * kept["happened"]["kills"]
+    assert both["places"]["held"]["EndTxn"] == 2 * kept["places"]["held"]["EndTxn"]
+    assert page.render(both)
+
+
 def test_a_finding_counts_until_its_seed_has_run_again_without_it():
     figures = json.loads(page.FIGURES.read_text(encoding="utf-8"))
     run = {

@@ -12,13 +12,20 @@ from harness.places import ROOT
 LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
 PLANTED = {
     "the rooms point one way": ("errors", "dualwrite.runtime.deadline"),
+    "runtime: deadlines over waits": ("runtime/waiting", "dualwrite.runtime.deadline"),
     "the protocol: batches and decisions over values, tables on their own": (
         "protocol/naming",
         "dualwrite.protocol.settling.settle",
     ),
     "recovery: calls for people over recipes": ("recovery/reported", "dualwrite.recovery.recover"),
     "recovery: settling over looking": ("recovery/settling/look_back", "dualwrite.recovery.settling.settle"),
-    "writing: the writer over lanes over one dual write": ("writing/turns", "dualwrite.writing.writer"),
+    "writing: the writer over lanes over one dual write": ("writing/lanes/turns", "dualwrite.writing.writer"),
+    "the consumer: one loop over reading and working": (
+        "apps/consumer/offsets",
+        "dualwrite.apps.consumer.reading",
+    ),
+    "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
+    "lanes: the pool over lanes": ("writing/lanes/losses", "dualwrite.writing.lanes.lane"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),
     "native: the rules of the wire over the bytes of batches": (
@@ -38,6 +45,8 @@ PLANTED = {
     "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
+    "sinks: engines over the decision on a batch": ("sinks/jobs/complete", "dualwrite.sinks.spark.api"),
+    "the decision on a batch needs no writer": ("sinks/jobs/decide", "dualwrite.writing.lanes.lane"),
     "the Spark sinks: two ways over what both share": (
         "sinks/spark/options/near_names",
         "dualwrite.sinks.spark.schemas.parts",

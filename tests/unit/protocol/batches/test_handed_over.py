@@ -6,10 +6,19 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.batches.handed_over import CompletionStep, HandedOver, may_go_on, next_completion_step
+from dualwrite.protocol.batches.handed_over import (
+    CompletionStep,
+    HandedOver,
+    NativeHandedOver,
+    may_go_on,
+    next_completion_step,
+    next_native_completion_step,
+    waited,
+)
 from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.settling.known_end import EndStep
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("events", 0, 17), FirstOffset("events", 1, 33)), 1000)
 Status = TransactionStatus
@@ -70,6 +79,38 @@ def test_what_another_producer_has_there_is_left(status, ids):
 def test_only_one_combination_of_all_lets_the_owner_go_on():
     told = [known for known in SPACE if step(*known) is CompletionStep.RECORD]
     assert told == [(EndAnswer.ENDED, own(Status.COMPLETE_COMMIT), LogProof.COMMITTED)]
+
+
+def native_steps():
+    for answer, end, proof in product([None, *EndAnswer], [None, *EndStep], [None, *LogProof]):
+        yield (answer, end, proof), next_native_completion_step(NativeHandedOver(answer, end, proof))
+
+
+def test_a_native_transaction_is_ended_until_the_coordinator_has_done_it():
+    for (answer, _, _), step in native_steps():
+        assert (step is CompletionStep.END) is (answer is None)
+        if answer is EndAnswer.IN_PROGRESS:
+            assert step is CompletionStep.WAIT
+        elif answer is not None and answer is not EndAnswer.ENDED:
+            assert step is CompletionStep.LEAVE
+
+
+def test_a_native_transaction_is_recorded_on_the_end_in_every_partition_and_the_logs_proof():
+    recorded = [known for known, step in native_steps() if step is CompletionStep.RECORD]
+    assert recorded == [(EndAnswer.ENDED, EndStep.KNOWN, LogProof.COMMITTED)]
+    for (answer, end, proof), step in native_steps():
+        if answer is EndAnswer.ENDED and end is not EndStep.KNOWN:
+            asking = {None: CompletionStep.LOOK, EndStep.WAIT: CompletionStep.WAIT}
+            assert step is asking.get(end, CompletionStep.LEAVE)
+        elif answer is EndAnswer.ENDED and proof is not LogProof.COMMITTED:
+            assert step is (CompletionStep.PROVE if proof is None else CompletionStep.LEAVE)
+
+
+def test_after_waiting_a_native_transaction_is_asked_for_again():
+    for answer, end in product(EndAnswer, EndStep):
+        step = next_native_completion_step(waited(NativeHandedOver(answer, end)))
+        asked = {EndAnswer.IN_PROGRESS: CompletionStep.END, EndAnswer.ENDED: CompletionStep.LOOK}
+        assert step is asked.get(answer, CompletionStep.LEAVE)
 
 
 KNOWN = StateRow("slot#1", PreparedTxnState(), "n", 7, 6, None, "c", "W1", datetime(2026, 1, 1, tzinfo=timezone.utc))

@@ -57,6 +57,81 @@ def test_known_is_what_the_row_and_the_incidents_name_together():
     assert known_of([state(incarnation=2)], 1) == NONE
 
 
+E = 4
+S = PreparedTxnState.native(7, E, 1, {("t", 0): 10, ("t", 1): None}, {"t": "id"})
+UNWITNESSED = PreparedTxnState.native(7, E, 1, {("t", 0): None}, {"t": "id"})
+
+
+def histories():
+    """The coordinator's epoch and status, the row's fence, and whether a later decision was committed.
+
+    After S its owner ends up to three transactions, may leave one open, and may be settled up to some point, with repairs.
+    """
+    ended = {True: TransactionStatus.COMPLETE_COMMIT, False: TransactionStatus.COMPLETE_ABORT}
+    for count in range(4):
+        for later in product([True, False], repeat=count):
+            lost = any(later)
+            epoch, status = E + 1 + count, ended[later[-1] if later else True]
+            for opens in (True, False):
+                shown = TransactionStatus.ONGOING if opens else status
+                yield epoch, shown, None, lost, later
+                fence = epoch + 1
+                yield epoch, shown, fence, lost, later  # written, and nothing aborted yet
+                for repairs in product([True, False], repeat=2):
+                    yield fence, TransactionStatus.COMPLETE_ABORT, fence, lost, later
+                    yield fence, TransactionStatus.ONGOING, fence, lost, later
+                    yield fence + 1, ended[repairs[0]], fence, lost, later
+                    yield fence + 2, ended[repairs[1]], fence, lost, later
+
+
+@pytest.mark.parametrize("known", [S, UNWITNESSED])
+def test_the_epochs_of_native_transactions_never_tell_a_lost_decision_that_is_none_nor_hide_one_that_logs_show(known):
+    for epoch, status, fence, lost, later in histories():
+        answer = look_up(Known(known, None), view(status, epoch=epoch), fence)
+        story = (epoch - E, status, fence, later)
+        if answer is Lookup.LOST:
+            assert lost, story
+        elif answer is Lookup.NOTHING:
+            assert not lost or not known.first_offsets, story
+        if fence is None and status is TransactionStatus.COMPLETE_COMMIT:
+            assert answer is (Lookup.LOST if later else Lookup.NOTHING), story
+        if not later:
+            assert answer is Lookup.NOTHING, story
+
+
+def test_where_the_coordinator_knows_the_id_no_more_only_the_logs_can_tell_of_native_transactions():
+    gone = TransactionView(TransactionStatus.NO_SUCH_ID)
+    assert look_up(Known(S, None), gone) is Lookup.READ
+    assert look_up(Known(UNWITNESSED, None), gone) is Lookup.NOTHING
+
+
+def native(epoch, offset=None):
+    named = {} if offset is None else {("t", 0): offset}
+    return PreparedTxnState.native(7, epoch, 1, named, {"t": "id"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "later", "epoch", "lost"),
+    [
+        (Lookup.NOTHING, Later(native(5, 50)), 7, None),
+        (Lookup.READ, None, 7, None),
+        (Lookup.READ, Later(), 7, None),
+        (Lookup.READ, Later(native(5, 50)), 7, native(5, 50)),
+        (Lookup.LOST, None, 7, native(6)),
+        (Lookup.LOST, Later(), 7, native(6)),
+        (Lookup.LOST, Later(native(6, 60)), 7, native(6, 60)),
+        (Lookup.LOST, Later(native(5, 50)), 7, native(6)),
+    ],
+)
+def test_the_newest_lost_native_decision(answer, later, epoch, lost):
+    shown = view(epoch=epoch)
+    found = lost_decision(Known(S, None), shown, 1, answer, later)
+    assert str(found) == str(lost or "None")
+    if found is not None:  # as an incident it is named by then
+        assert PreparedTxnState.from_string(str(found)) == found
+        assert look_up(known_of([S, found], 1), shown) is (Lookup.LOST if found.epoch < epoch - 1 else Lookup.NOTHING)
+
+
 LATER = Later(state(50))
 LONG_AGO, JUST_NOW = 100 - CLOCKS_DIFFER_MS - 1, 100 - CLOCKS_DIFFER_MS
 

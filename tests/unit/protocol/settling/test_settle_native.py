@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from dualwrite.protocol.observations import (
+    NEVER_MS,
     EndAnswer,
     LogProof,
     OpenTransaction,
@@ -17,7 +18,6 @@ from dualwrite.protocol.observations import (
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.settle_native import (
-    UNLIMITED_MS,
     NativeKnowledge,
     NativeStep,
     acted,
@@ -47,7 +47,7 @@ IN_TRANSITION = (Status.PREPARE_COMMIT, Status.PREPARE_ABORT, Status.PREPARE_EPO
 
 
 def view(status: Status, epoch: int = E + 1, producer_id: int = ID, **kwargs: object) -> TransactionView:
-    return TransactionView(status, producer_id, epoch, timeout_ms=kwargs.pop("timeout_ms", UNLIMITED_MS), **kwargs)  # type: ignore[arg-type]
+    return TransactionView(status, producer_id, epoch, timeout_ms=kwargs.pop("timeout_ms", NEVER_MS), **kwargs)  # type: ignore[arg-type]
 
 
 GONE = TransactionView(Status.NO_SUCH_ID)

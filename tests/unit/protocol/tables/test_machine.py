@@ -54,6 +54,16 @@ BATCH_ARROWS = {
 }
 
 
+def test_a_machine_reports_each_other_state_and_no_event_that_stays():
+    shown = []
+    machine = Machine("dual write", WRITE_LIFE, W.BEGUN, moved=shown.append)
+    for event in (E.CHECK, E.PRODUCE, E.EXECUTE, E.PREPARE):
+        machine.apply(event)
+    with pytest.raises(IllegalStateError):
+        machine.apply(E.PRODUCE)
+    assert shown == [W.CHECKED, W.PREPARED]
+
+
 def hold_against(machine, arrows, state, event):
     target = arrows.get((state, event))
     if target is None:

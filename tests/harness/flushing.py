@@ -1,0 +1,17 @@
+"""Sends what a producer holds back, whichever engine it has, without preparing the transaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dualwrite.kafka.producer.native.instance import NativeInstance
+from dualwrite.runtime.deadline import Deadline
+
+
+def flush(producer: Any, timeout_s: float) -> None:
+    """Everything that was produced is in the brokers' logs on return."""
+    instance = producer._instance
+    if isinstance(instance, NativeInstance):
+        assert instance._sender.flush(Deadline(timeout_s))
+    else:
+        assert instance._raw.flush(timeout_s) == 0

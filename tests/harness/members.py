@@ -1,0 +1,122 @@
+"""Members of a consumer group, in this process or in one of their own that can be killed and paused.
+
+Each copies every message of its topic to a row and to a message of another topic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+
+from confluent_kafka import Producer
+from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert, select
+
+from dualwrite import ExactlyOnceConsumer
+from dualwrite.testing.reading import read_committed
+from harness.planting import plant_from_environment
+
+METADATA = MetaData()
+COPIES = Table("copies", METADATA, Column("id", Integer, primary_key=True), Column("body", Text))
+
+PROTOCOLS = {
+    "eager": {"partition.assignment.strategy": "range"},
+    "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
+    "consumer": {"group.protocol": "consumer"},
+}
+QUICK = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500}
+"""A group that goes on soon after a member has died; with KIP-848 the broker's own settings count."""
+
+
+def settings_of(protocol: str) -> dict[str, object]:
+    """The consumer's settings."""
+    return {**({} if protocol == "consumer" else QUICK), **PROTOCOLS[protocol]}
+
+
+def fill(kafka: Mapping[str, object], topic: str, count: int, begin: int = 0) -> None:
+    """Write this many numbers."""
+    producer = Producer(dict(kafka))
+    for number in range(begin, begin + count):
+        producer.produce(topic, value=str(number))
+    producer.flush()
+
+
+def copier(target: str):
+    """A handler that copies."""
+
+    def copy(tx, messages):
+        bodies = [message.value().decode() for message in messages]
+        tx.connection.execute(insert(COPIES), [{"body": body} for body in bodies])
+        tx.produce_many(target, bodies)
+
+    return copy
+
+
+def make_member(
+    name: str, group: str, *, kafka, url, source: str, target: str, protocol: str, **options
+) -> ExactlyOnceConsumer:
+    """A member that copies."""
+
+    given = {"handler": copier(target), "consumer": settings_of(protocol), **options}
+    return ExactlyOnceConsumer(group, name, topics=[source], kafka=kafka, engine=url, **given)
+
+
+@contextmanager
+def running(consumer: ExactlyOnceConsumer):
+    """Runs a member in a thread of its own while the block runs."""
+    failures: list[BaseException] = []
+
+    def run():
+        try:
+            consumer.run()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield consumer
+    finally:
+        consumer.stop()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def start_member(name: str, group: str, failpoint: str = "", **options) -> subprocess.Popen:
+    """A member in a process of its own, which copies until nothing comes for some seconds."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness.members", json.dumps({"name": name, "group": group, **options})],
+        env={**os.environ, "DUALWRITE_FAILPOINT": failpoint, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def copies(kafka: Mapping[str, str], url: str, topic: str) -> tuple[Counter[str], Counter[str]]:
+    """The rows, and the messages."""
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        rows = Counter(connection.scalars(select(COPIES.c.body)))
+    engine.dispose()
+    return rows, Counter((record.value or b"").decode() for record in read_committed(kafka, topic))
+
+
+def numbers(count: int) -> Counter[str]:
+    """The numbers that were filled in, once each."""
+    return Counter(map(str, range(count)))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a member until it is idle."""
+    plant_from_environment()
+    options = json.loads(arguments[0])
+    idle_s = options.pop("idle_s", 8)
+    make_member(**options).run(idle_s=idle_s)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""Mistakes about native transactions, which producer id and epoch name exactly."""
+
+import pytest
+
+from dualwrite.kafka.producer.abandoned_transaction import KeptTransaction
+from dualwrite.kafka.producer.native import initialising, requests
+from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.protocol.batches.handed_over import CompletionStep, next_native_completion_step
+from dualwrite.protocol.settling import known_end
+from dualwrite.protocol.settling.lost_decisions import Lookup
+from dualwrite.recovery.settling import look_back
+from dualwrite.sinks.jobs import complete
+from dualwrite.writing.lanes import lane
+from harness.mistakes.registry import Check, mistake
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/test_ends.py::test_a_leader_that_does_not_answer_or_does_not_know_the_producer_shows_nothing",
+        "KNOWN",
+    )
+)
+def nothing_open_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A native transaction counts as ended where the leader shows nothing open, whatever epoch it knows."""
+    patch.setattr(known_end, "_has_ended", lambda _, found: found is None or found.open_from is None)
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/test_ends.py::test_the_next_transaction_in_the_same_partition_shows_nothing_of_the_last_one",
+        "KNOWN",
+    )
+)
+def a_later_epoch_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A native transaction counts as ended where the leader knows a later epoch, though something is open there."""
+    patch.setattr(known_end, "_has_ended", lambda ended, found: found is None or found.epoch > ended.state.epoch)
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/test_abandoned_transaction.py::test_another_native_state_aborts_it[False]",
+        "aborted by the broker",
+    )
+)
+def native_ended_by_the_request_of_the_other_engine(patch: pytest.MonkeyPatch) -> None:
+    """A successor ends an abandoned native transaction by the request that leaves the epoch as it is."""
+    real = KeptTransaction._end
+
+    def end(self, view, deadline, *, committed, natively):
+        del natively
+        return real(self, view, deadline, committed=committed, natively=False)
+
+    patch.setattr(KeptTransaction, "_end", end)
+
+
+@mistake(
+    Check(
+        "unit/sinks/jobs/test_complete.py::test_a_native_transaction_with_a_forgotten_marker_is_left_to_a_claim",
+        r"== \[\]",
+    )
+)
+def native_completed_on_the_coordinators_word(patch: pytest.MonkeyPatch) -> None:
+    """A decider records a native transaction as completed because the coordinator has answered its commit."""
+
+    def next_step(known):
+        step = next_native_completion_step(known)
+        return CompletionStep.RECORD if step is CompletionStep.LOOK else step
+
+    patch.setattr(complete, "next_native_completion_step", next_step)
+
+
+@mistake(
+    Check(
+        "unit/recovery/settling/test_look_back.py::test_a_settlers_fence_and_repair_are_no_lost_decisions[repair.ended]",
+        r"== \[\]",
+    )
+)
+def repair_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> None:
+    """A settler looks for lost decisions by the fence as it claimed it, and another one has repaired since."""
+    patch.setattr(look_back, "_fences", lambda items, *_: [row.settle_fence for row, _ in items])
+
+
+@mistake(
+    Check(
+        "unit/recovery/settling/test_look_back.py"
+        "::test_a_native_decision_in_other_partitions_is_found_by_its_epoch_alone",
+        r"\[\] == \[",
+    )
+)
+def later_native_decisions_known_by_the_log_alone(patch: pytest.MonkeyPatch) -> None:
+    """The epoch that the coordinator shows is not asked whether the database has lost decisions."""
+
+    def look_up(known, view, fence=None):
+        answer = real(known, view, fence)
+        return Lookup.READ if answer is Lookup.LOST and known.newest is not None else answer
+
+    real = look_back.look_up
+    patch.setattr(look_back, "look_up", look_up)
+
+
+@mistake(
+    Check(
+        "unit/writing/lanes/test_lane.py"
+        "::test_a_native_commit_is_recorded_as_complete_only_if_the_log_does_not_speak_against_it[LogProof.ABORTED]",
+        "assert True is",
+    )
+)
+def native_closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
+    """An owner that closes or idles records a native transaction as committed because it has ended everywhere."""
+    patch.setattr(lane, "end_at_rest", lambda *_: known_end.EndStep.KNOWN)
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/native/test_requests.py::test_a_new_producer_is_not_asked_for_again_after_silence",
+        "is None",
+    ),
+    Check(
+        "unit/kafka/producer/native/test_instance.py::test_the_first_request_is_sent_at_most_once_without_an_answer",
+        "DID NOT RAISE",
+    ),
+)
+def a_new_producer_asked_for_again_after_silence(patch: pytest.MonkeyPatch) -> None:
+    """A producer repeats `InitProducerId` without an answer: the first copy may come late, and abort what it has begun since."""
+    real = CoordinatorRequests._answered
+
+    def answered(self, *arguments, after_silence=True):
+        del after_silence
+        return real(self, *arguments, after_silence=True)
+
+    patch.setattr(CoordinatorRequests, "_answered", answered)
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/native/test_requests.py::test_the_gravest_answer_of_the_partitions_counts",
+        "ILLEGAL_GENERATION",
+    )
+)
+def offsets_judged_by_the_first_partition(patch: pytest.MonkeyPatch) -> None:
+    """A producer goes on although the group has moved on, because the first partition's offset was taken."""
+    patch.setattr(
+        requests, "_read_partitions", lambda response: requests.Answered(response.topics[0].partitions[0].error_code)
+    )
+
+
+@mistake(
+    Check(
+        "unit/kafka/producer/native/test_initialising.py::test_the_users_own_timeout_else_the_longest_first[None-2147483647-expected0]",
+        "2147483547",
+    )
+)
+def librdkafkas_time_limit_for_native_transactions(patch: pytest.MonkeyPatch) -> None:
+    """The native engine asks for librdkafka's greatest timeout: after 24.8 days the broker aborts what the database has decided."""
+    patch.setattr(initialising, "NEVER_MS", GREATEST_TIMEOUT_MS)

@@ -1,0 +1,18 @@
+"""Python imports this at its start, in the processes that Spark's JVMs of the tests start: it takes half their work from them.
+
+They import the installed PySpark, which is compiled. Spark puts its archive of the sources before it, which each process would
+compile for itself, in a second. And what they all need is imported by those that fork the others.
+"""
+
+import gc
+import sys
+
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("pyspark.zip")]
+
+_FORKS = ["-m", "pyspark.daemon"]
+_NEEDS_LITTLE = "pyspark.sql.worker.lookup_data_sources"
+if sys.orig_argv[-3:-1] == _FORKS and sys.orig_argv[-1] != _NEEDS_LITTLE:
+    import dualwrite.sinks.spark  # noqa: F401 - imported for the workers
+
+    # They need not look through the modules for garbage, nor copy their pages.
+    gc.freeze()

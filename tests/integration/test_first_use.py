@@ -1,0 +1,50 @@
+"""The first dual write of a process loads what it uses, and no more."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness.orders import on_both
+
+FIRST_USE = """
+import json, sys
+from dualwrite import DualWriter
+url, topic, name, engine = sys.argv[1:5]
+with DualWriter(name, kafka=json.loads(sys.argv[5]), engine=url, producer_engine=engine) as writer:
+    with writer.transaction() as tx:
+        tx.connection.exec_driver_sql("INSERT INTO orders (id, note) VALUES (1, 'first')")
+        tx.produce(topic, b"first", key=b"1")
+    loaded = sorted(sys.modules)
+    with writer.transaction() as tx:  # what was left out comes with its first use
+        tx.session.connection().exec_driver_sql("UPDATE orders SET note = 'second'")
+print(json.dumps(loaded))
+"""
+NEVER = (
+    "alembic", "click", "dualwrite.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.jobs",
+    "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.orm",
+)  # fmt: skip
+LEFT_OUT = {
+    "native": ("confluent_kafka", "dualwrite.kafka.producer.librdkafka.instance"),
+    "librdkafka": ("cramjam", "dualwrite.kafka.producer.native.instance"),
+    "postgresql": ("dualwrite.stores.dialects.sqlite", "sqlalchemy.dialects.sqlite"),
+    "sqlite": ("dualwrite.stores.dialects.postgresql", "psycopg"),
+}
+
+
+@pytest.mark.parametrize("producer_engine", ["native", "librdkafka"])
+@on_both
+def test_the_first_dual_write_loads_only_its_engines(
+    dualwrite_kafka, dualwrite_topic, url, engine, kafka_id, producer_engine
+):
+    kafka = json.dumps(dict(dualwrite_kafka.client_config()))
+    shown = engine.url.render_as_string(hide_password=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_USE, shown, dualwrite_topic, kafka_id, producer_engine, kafka],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout))
+    assert {"dualwrite.writing.writer", "sqlalchemy"} <= loaded
+    unused = {*NEVER, *LEFT_OUT[producer_engine], *LEFT_OUT[engine.url.get_backend_name()]}
+    assert sorted(unused & loaded) == []
