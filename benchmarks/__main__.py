@@ -1,40 +1,91 @@
-"""All figures of ``docs/benchmarks.md``, measured now: ``make bench`` (some minutes)."""
+"""All figures of ``docs/benchmarks.md``, measured now: ``make bench`` (half an hour, on a machine that does nothing else).
+
+Each part is kept as soon as it is measured. With ``--small`` everything runs once, on little data, into a directory of its own:
+it shows that the benchmarks work, and no figure of it means anything.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from benchmarks import fairness, known_end, latency, page, settling, spark_memory
-from benchmarks.servers import Ground, machine, servers
+from benchmarks import (
+    async_tasks,
+    consumer,
+    first,
+    known_end,
+    latency,
+    network,
+    page,
+    records,
+    settling,
+    sizes,
+    spark_memory,
+    steps,
+    telemetry,
+    threads,
+)
+from benchmarks.servers import machine, servers
 
-PARTS = ("latency", "known_end", "fairness", "settling", "memory")
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the page.
+
+    Attributes:
+        measure: Called with the servers.
+        small: What it is called with, too, to run once on little data.
+    """
+
+    measure: Callable[..., object]
+    small: Mapping[str, Any] = field(default_factory=dict)
+
+
+PARTS = {
+    "latency": Part(latency.run, {"operations": 10, "visible": 10, "warm_up": 2}),
+    "steps": Part(steps.run, {"operations": 10, "warm_up": 2}),
+    "sizes": Part(sizes.run, {"operations": 5, "warm_up": 1}),
+    "threads": Part(threads.run, {"rounds": 1, "slice_s": 1.0}),
+    "async": Part(async_tasks.run, {"tasks": (1, 20), "rounds": 1, "slice_s": 1.0}),
+    "consumer": Part(consumer.run, {"messages": 3000, "rounds": 1, "seconds": 3.0, "per_second": 50}),
+    "network": Part(network.run, {"operations": 5, "warm_up": 2, "counted": 10}),
+    "known_end": Part(known_end.run, {"operations": 20, "rounds": 1, "seconds": 0.3}),
+    "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),
+    "first": Part(first.run, {"runs": 1}),
+    "settling": Part(settling.run, {"ids": 5}),
+    "records": Part(records.run, {"rows": 20_000, "rounds": 1}),
+    "memory": Part(spark_memory.measure, {"millions": (1,)}),
+}
 
 
 def main() -> None:
     """Measure what is asked for, keep the figures, and write the page from all that are known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--small", action="store_true", help="everything once, on little data, into .cache/bench")
     arguments = parser.parse_args()
     wanted = set(arguments.only or PARTS)
-    figures = page.known()
+    directory = ROOT / ".cache" / "bench" if arguments.small else ROOT / "docs"
+    directory.mkdir(parents=True, exist_ok=True)
+    store = directory / page.FIGURES.name if arguments.small else page.FIGURES
+    figures = page.known(store)
     figures["machine"] = machine()
-    measures: dict[str, Callable[[Ground], object]] = {
-        "latency": latency.run,
-        "known_end": known_end.run,
-        "fairness": fairness.run,
-        "settling": settling.run,
-        "memory": lambda ground: spark_memory.measure(ground, (1, 10)),
-    }
     with servers() as ground:
-        for name, measure in measures.items():
+        for name, part in PARTS.items():
             if name in wanted:
                 print(f"{name} ...", flush=True)
-                figures[name] = measured = measure(ground)
-                print(measured, flush=True)
+                begun = time.perf_counter()
+                figures[name] = measured = part.measure(ground, **(part.small if arguments.small else {}))
+                print(f"{name}: {time.perf_counter() - begun:.0f} s: {measured}", flush=True)
                 # After each: what took minutes to measure is not lost to what comes after it.
-                page.keep(figures)
-    print(f"written: {page.PAGE.name}", flush=True)
+                page.keep(figures, store, directory / page.PAGE.name)
+    print(f"written: {directory.name}/{page.PAGE.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
+from sqlalchemy import create_engine
 
 from benchmarks.servers import Ground, p50, p95
+from benchmarks.ways import ENGINES, LIBRDKAFKA, METADATA, NATIVE, writing
 from dualwrite import DualWriter
 from dualwrite.writing.lanes.lane import Lane
 
-ROWS = Table(
-    "known_end_rows", MetaData(), Column("id", Integer, primary_key=True, autoincrement=True), Column("note", Text)
-)
 WITH, WITHOUT = "knows how each transaction has ended", "believes the answer"
 THREADS = 8
 
 Write = Callable[[], None]
+
+
+def writer_name(known: str, way: str) -> str:
+    """The name of a writer that knows, or does not, by one of the ways of this library."""
+    return {NATIVE: known, LIBRDKAFKA: f"{known}, through librdkafka"}[way]
 
 
 class BelievingLane(Lane):
@@ -36,23 +40,31 @@ class BelievingLane(Lane):
 
 
 def run(
-    ground: Ground, *, operations: int = 1500, rounds: int = 10, seconds: float = 1.0
+    ground: Ground, *, operations: int = 1500, rounds: int = 10, seconds: float = 1.0, warm_up_s: float = 2.0
 ) -> dict[str, dict[str, float]]:
     """Measure: milliseconds of a call by one thread, and dual writes in a second by one thread and by eight."""
     engine = create_engine(ground.url, pool_size=2 * THREADS)
-    ROWS.metadata.create_all(engine)
+    METADATA.create_all(engine)
     topic = ground.topic(1)
     with ExitStack() as stack:
         ways: dict[str, Write] = {}
-        for name in (WITH, WITHOUT):
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            if name == WITHOUT:
-                patch.setattr("dualwrite.writing.writer.Lane", BelievingLane)
-            writer = DualWriter(name.replace(" ", "-"), kafka=ground.kafka, engine=engine, max_lanes=THREADS)
-            writer.open()
-            stack.enter_context(closing(writer))
-            ways[name] = _write(writer, topic)
-            _for_a_while(ways[name], THREADS, 2.0)  # makes all lanes
+        for way, producer_engine in ENGINES.items():
+            for known in (WITH, WITHOUT):
+                name = writer_name(known, way)
+                with pytest.MonkeyPatch.context() as patch:
+                    if known == WITHOUT:
+                        patch.setattr("dualwrite.writing.writer.Lane", BelievingLane)
+                    writer = DualWriter(
+                        name.replace(" ", "-"),
+                        kafka=ground.kafka,
+                        engine=engine,
+                        max_lanes=THREADS,
+                        producer_engine=producer_engine,
+                    )
+                    writer.open()
+                    stack.enter_context(closing(writer))
+                    ways[name] = partial(writing(writer, topic), ["a message"])
+                    _for_a_while(ways[name], THREADS, warm_up_s)  # makes all lanes
         calls = _calls(ways, operations)
         rates: dict[str, dict[int, list[float]]] = {name: {1: [], THREADS: []} for name in ways}
         for _ in range(rounds):
@@ -69,15 +81,6 @@ def run(
         }
         for name in ways
     }
-
-
-def _write(writer: DualWriter, topic: str) -> Write:
-    def write() -> None:
-        with writer.transaction() as tx:
-            tx.produce(topic, value="a message")
-            tx.connection.execute(insert(ROWS).values(note="a row"))
-
-    return write
 
 
 def _calls(ways: dict[str, Write], operations: int) -> dict[str, list[float]]:

@@ -1,11 +1,11 @@
 """Processor time for a million records of about 100 bytes, from Arrow's columns to a committed transaction, lz4.
 
-One way hands each record to librdkafka (`produce_many`, as Spark's tasks do), the others build record batches themselves: from
-columns, or record by record. The broker is another process, whose time does not count. The ways take turns; medians.
+Both engines, by `produce_arrow`, as Spark's tasks do, and by `produce_many`; and the native engine's batches alone, from
+columns and record by record. The broker is another process, whose time does not count. The ways take turns; medians.
 
 Beside that, what one record costs that is appended in Python, here and in kafka-python.
 
-``PYTHONPATH=tests python -m benchmarks.records``; with ``--rows 0`` the appended records alone, without a broker.
+``PYTHONPATH=tests python -m benchmarks.records``, or for the page ``python -m benchmarks --only records``; with ``--rows 0`` the appended records alone, without a broker.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from contextlib import closing
 from typing import Any
 
 import pyarrow as pa
-from harness.native import NativeProducer
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-from benchmarks.servers import machine
+from benchmarks.servers import Ground, machine, p50
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.kafka.producer.native.records.body import RecordsBody
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.columns import bodies, partition_rows, split
+from dualwrite.kafka.producer.native.records.columns import batches, partition_rows
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import partitioner
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -42,57 +42,68 @@ Way = Callable[[EmbeddedKafka, str, list[Piece]], float]
 """Writes the rows to a topic in one transaction; seconds of processor time."""
 
 
-def by_librdkafka(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+def by_arrow(engine: EngineName) -> Way:
+    def way(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+        return _committed(kafka, engine, lambda producer, piece: producer.produce_arrow(topic, *piece), rows)
+
+    return way
+
+
+def by_lists(engine: EngineName) -> Way:
+    def way(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
+        return _committed(
+            kafka, engine, lambda producer, piece: producer.produce_many(topic, *map(_listed, piece)), rows
+        )
+
+    return way
+
+
+def _committed(
+    kafka: EmbeddedKafka, engine: EngineName, send: Callable[[TransactionalProducer, Piece], None], rows: list[Piece]
+) -> float:
     config = {**kafka.client_config(), "partitioner": MURMUR2.name}
-    with closing(TransactionalProducer(config, f"bench-{secrets.token_hex(4)}", bulk=True)) as producer:
+    name = f"bench-{secrets.token_hex(4)}"
+    with closing(TransactionalProducer(config, name, bulk=True, engine=engine)) as producer:
         producer.init_transactions()
         started = time.process_time()
         producer.begin_transaction()
-        for values, keys in rows:
-            producer.produce_many(topic, _listed(values), _listed(keys))
+        for piece in rows:
+            send(producer, piece)
         producer.commit_transaction()
         return time.process_time() - started
 
 
-def by_columns(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
-    return _sent(kafka, topic, _from_columns(rows))
+def columns_sealed(_: EmbeddedKafka, __: str, rows: list[Piece]) -> float:
+    return _sealed(_from_columns(rows))
 
 
-def record_by_record(kafka: EmbeddedKafka, topic: str, rows: list[Piece]) -> float:
-    return _sent(kafka, topic, _from_records(rows))
+def records_sealed(_: EmbeddedKafka, __: str, rows: list[Piece]) -> float:
+    return _sealed(_from_records(rows))
 
 
-def sealed_only(_: EmbeddedKafka, __: str, rows: list[Piece]) -> float:
+def _sealed(found: Iterator[tuple[int, RecordsBody]]) -> float:
     started = time.process_time()
-    for partition, body in _from_columns(rows):
+    for partition, body in found:
         body.sealed(1, 1, partition)
     return time.process_time() - started
 
 
+FIRST, NATIVE_ARROW = "librdkafka, produce_arrow", "native, produce_arrow"
 WAYS: dict[str, Way] = {
-    "librdkafka, produce_many": by_librdkafka,
-    "from columns": by_columns,
-    "from columns, sealed but not sent": sealed_only,
-    "record by record": record_by_record,
+    FIRST: by_arrow("librdkafka"),
+    "librdkafka, produce_many": by_lists("librdkafka"),
+    NATIVE_ARROW: by_arrow("native"),
+    "native, produce_many": by_lists("native"),
+    "batches from columns, not sent": columns_sealed,
+    "batches record by record, not sent": records_sealed,
 }
-NOT_SENT = {"from columns, sealed but not sent"}
-
-
-def _sent(kafka: EmbeddedKafka, topic: str, found: Iterator[tuple[int, RecordsBody]]) -> float:
-    with closing(NativeProducer(kafka.client_config(), timeout_ms=60_000)) as producer:
-        started = time.process_time()
-        for partition, body in found:
-            producer.send(topic, partition, body)
-        producer.end(commit=True)
-        return time.process_time() - started
+NOT_SENT = {"batches from columns, not sent", "batches record by record, not sent"}
 
 
 def _from_columns(rows: list[Piece]) -> Iterator[tuple[int, RecordsBody]]:
     for values, keys in rows:
         partitions = partition_rows(keys, PARTITIONS, MURMUR2)
-        for partition, part in split((values, keys), partitions):
-            for body in bodies(*part, timestamp_ms=_now_ms(), codec=LZ4, limit_bytes=LIMIT):
-                yield partition, body
+        yield from batches(values, keys, partitions=partitions, timestamp_ms=_now_ms(), codec=LZ4, limit_bytes=LIMIT)
 
 
 def _from_records(rows: list[Piece]) -> Iterator[tuple[int, RecordsBody]]:
@@ -154,6 +165,27 @@ def _rows(count: int) -> list[Piece]:
     return found
 
 
+def measure(kafka: EmbeddedKafka, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of processor time of each way, in turn."""
+    rows = _rows(count)
+    samples: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(rounds):
+        for name, way in WAYS.items():
+            topic = kafka.create_topic(f"bench-{secrets.token_hex(4)}", PARTITIONS)
+            samples[name].append(way(kafka, topic, rows))
+            if number == 0 and name not in NOT_SENT:  # once: it takes longer than writing
+                found = len(read_committed(kafka.client_config(), topic))
+                if found != count:
+                    raise RuntimeError(f"{name}: {found} of {count} messages")
+            kafka.delete_topic(topic)
+    return samples
+
+
+def run(ground: Ground, *, rows: int = 1_000_000, rounds: int = 3) -> dict[str, Any]:
+    """Measure for the page."""
+    return {"rows": rows, "seconds": measure(ground.kafka_server, rows, rounds)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -162,20 +194,12 @@ def main() -> None:
     _print_appended(5 * arguments.rounds)
     if not arguments.rows:
         return
-    rows = _rows(arguments.rows)
-    samples: dict[str, list[float]] = {name: [] for name in WAYS}
     with EmbeddedKafka() as kafka:
-        for number in range(arguments.rounds):
-            for name, way in WAYS.items():
-                topic = kafka.create_topic(f"bench-{secrets.token_hex(4)}", PARTITIONS)
-                samples[name].append(way(kafka, topic, rows))
-                if number == 0 and name not in NOT_SENT:  # once: it takes longer than writing
-                    assert len(read_committed(kafka.client_config(), topic)) == arguments.rows
-                kafka.delete_topic(topic)
+        samples = measure(kafka, arguments.rows, arguments.rounds)
     print(f"{machine()}; {arguments.rows:,} records, medians of {arguments.rounds}")
-    first = statistics.median(next(iter(samples.values())))
+    first = p50(samples[FIRST])
     for name, found in samples.items():
-        median = statistics.median(found)
+        median = p50(found)
         spread = f"{min(found):.2f} to {max(found):.2f}"
         print(f"{name:35} {median:5.2f} s of processor time ({spread}), {median / first:.2f} of librdkafka's")
 

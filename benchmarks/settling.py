@@ -8,7 +8,8 @@ from harness.death import mortal
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
 from benchmarks.servers import Ground
-from dualwrite.runtime import DualWriter, failpoints, recover
+from dualwrite import DualWriter, recover
+from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 
 METADATA = MetaData()

@@ -15,7 +15,7 @@ from benchmarks.servers import Ground
 from dualwrite.sinks.spark import write_batch
 
 
-def measure(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:
+def measure(ground: Ground, *, millions: tuple[int, ...] = (1, 10)) -> dict[str, object]:
     """The greatest resident size that any Python worker had while it wrote one partition of so many rows."""
     peaks: dict[int, float] = {}
     engine = create_engine(ground.url)
@@ -37,6 +37,7 @@ def measure(ground: Ground, millions: tuple[int, ...]) -> dict[str, object]:
                 topic=topic,
                 table=table,
                 allow_nondeterministic=True,  # the numbers have a seed
+                producer_engine="native",
             )
         spark.stop()
         peaks[count] = peak.mebibytes

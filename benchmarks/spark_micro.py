@@ -87,10 +87,17 @@ def _sink(ground: Ground, name: str, table: str, topic: str) -> Callable[[DataFr
         return lambda df: df.writeStream.format("noop")
     if name == FOREACH:
         write = foreach_batch(
-            sink=f"bench-{table}", kafka=ground.kafka, url=ground.url, topic=topic, table=table, key="id"
+            sink=f"bench-{table}",
+            kafka=ground.kafka,
+            url=ground.url,
+            topic=topic,
+            table=table,
+            key="id",
+            producer_engine="native",
         )
         return lambda df: df.writeStream.foreachBatch(write)
-    options = {"sink": f"bench-{table}", "url": ground.url, "dbtable": table, "topic": topic, "keyColumn": "id"}
+    options = {"sink": f"bench-{table}", "url": ground.url, "dbtable": table, "topic": topic}
+    options |= {"keyColumn": "id", "producerEngine": "native"}
     kafka = {f"kafka.{key}": value for key, value in ground.kafka.items()}
     return lambda df: df.writeStream.format("dualwrite").options(**options, **kafka)
 

@@ -21,6 +21,7 @@ from sqlalchemy import create_engine, make_url, text
 
 from benchmarks.processors import KINDS, processor_s, used
 from benchmarks.servers import Ground, p50
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches, without_unused
@@ -54,6 +55,11 @@ DATABASE_LEG = "our database leg alone"
 KAFKA_LEG = "our Kafka leg alone"
 
 
+def through_librdkafka(way: str) -> str:
+    """The name of one of our ways that sends through librdkafka; without it, by the library's own producer."""
+    return f"{way}, through librdkafka"
+
+
 @dataclass(frozen=True)
 class Data:
     """What is written.
@@ -80,6 +86,7 @@ class Job:
     key: str
     topic: str
     table: str
+    producer_engine: EngineName = "native"
 
     @property
     def options(self) -> SinkOptions:
@@ -96,6 +103,7 @@ class Job:
             "topic": self.topic,
             "table": self.table,
             "key": self.key,
+            "producer_engine": self.producer_engine,
         }
 
 
@@ -111,7 +119,7 @@ def by_data_source(job: Job, *, leg: str) -> None:
     """The product, the whole batch decided as one."""
     kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
     options = {"sink": f"bench-{job.table}", "url": job.ground.url, "dbtable": job.table, "topic": job.topic}
-    own = {"keyColumn": job.key, "batchId": "1", "databaseLeg": leg}
+    own = {"keyColumn": job.key, "batchId": "1", "databaseLeg": leg, "producerEngine": job.producer_engine}
     job.df.write.format("dualwrite").mode("append").options(**options, **kafka, **own).save()
 
 
@@ -198,7 +206,7 @@ def by_kafka_leg(job: Job) -> None:
     def produce_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         name = f"leg-{secrets.token_hex(8)}"
         with (
-            TransactionalProducer(options.kafka_config(), name, bulk=True) as producer,
+            TransactionalProducer(options.kafka_config(), name, bulk=True, engine=options.producer_engine) as producer,
             serializing(options, layout) as serializers,
         ):
             producer.init_transactions()
@@ -211,20 +219,28 @@ def by_kafka_leg(job: Job) -> None:
     without_unused(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
 
 
+def by_librdkafka(way: Way) -> Way:
+    """One of our ways with the other producer."""
+    return lambda job: way(replace(job, producer_engine="librdkafka"))
+
+
 OUR_WAYS: Mapping[str, Way] = {
     WRITE_BATCH: by_write_batch,
     PREPARED: partial(by_data_source, leg="prepared"),
     STAGING: partial(by_data_source, leg="staging"),
 }
 ALL_WAYS: Mapping[str, Way] = {
+    WRITE_BATCH: by_write_batch,
+    through_librdkafka(WRITE_BATCH): by_librdkafka(by_write_batch),
     **OUR_WAYS,
     SPARKS: by_sparks_sinks,
     SPARKS_LZ4: partial(by_sparks_sinks, **{"compression.type": "lz4"}),
     NAIVE: by_hand,
     DATABASE_LEG: by_database_leg,
     KAFKA_LEG: by_kafka_leg,
+    through_librdkafka(KAFKA_LEG): by_librdkafka(by_kafka_leg),
 }
-NO_ROWS, NO_MESSAGES = {KAFKA_LEG}, {DATABASE_LEG}
+NO_ROWS, NO_MESSAGES = {KAFKA_LEG, through_librdkafka(KAFKA_LEG)}, {DATABASE_LEG}
 
 
 def flights(spark: SparkSession, directory: Path, times: int) -> Data:

@@ -19,8 +19,6 @@ from sqlalchemy import create_engine
 from typing_extensions import Self
 
 from benchmarks.servers import Ground
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -29,6 +27,8 @@ from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settling.settle import settle
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.complete import complete_handed_over
 from dualwrite.stores.state import SqlStateStore
 
 PATIENCE_S = 600.0

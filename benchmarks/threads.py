@@ -1,0 +1,139 @@
+"""Many threads: dual writes per second, how long each takes with its wait for a lane, and whether all threads get their turn.
+
+``PYTHONPATH=tests python -m benchmarks --only threads``
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, insert
+
+from benchmarks.servers import Ground, p50
+from benchmarks.ways import ENGINES, METADATA, ROWS, UNSAFE, Write, idempotent, ours
+
+THREADS = (8, 64)
+LANES = 8
+
+
+@dataclass
+class Measured:
+    """The measurements of one way in all its slices.
+
+    Attributes:
+        samples: Milliseconds of each call.
+        rates: Calls per second of each slice.
+        counts: Calls of each thread, by its place among those that start.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def note(self, took: Sequence[Sequence[float]], seconds: float) -> None:
+        """Take the milliseconds of each call, by thread, of a slice that was so long."""
+        self.samples += [sample for mine in took for sample in mine]
+        self.rates.append(sum(map(len, took)) / seconds)
+        self.counts.update({number: len(mine) for number, mine in enumerate(took)})
+
+    def figures(self) -> dict[str, float]:
+        """Those of the page."""
+        return {
+            "p50": p50(self.samples),
+            "p99": statistics.quantiles(self.samples, n=100, method="inclusive")[98],
+            "longest": max(self.samples),
+            "per second": p50(self.rates),
+            "fewest of a thread": min(self.counts.values()),
+            "most of a thread": max(self.counts.values()),
+        }
+
+
+@contextmanager
+def shared_unsafe(kafka: Mapping[str, str], engine: Engine, topic: str) -> Iterator[Write]:
+    """Database commit, then produce, by one producer of all threads: each waits for its own messages alone."""
+    producer = idempotent(kafka)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            producer.poll(0.1)
+
+    def write(notes: Sequence[str]) -> None:
+        with engine.begin() as connection:
+            connection.execute(insert(ROWS).values(note=notes[0]))
+        answers: list[Any] = []
+        all_answered = threading.Event()
+
+        def answered(error: Any, _: Any) -> None:
+            answers.append(error)
+            if len(answers) == len(notes):
+                all_answered.set()
+
+        for note in notes:
+            producer.produce(topic, value=note, on_delivery=answered)
+        if not all_answered.wait(30) or any(answers):
+            raise RuntimeError(f"not delivered: {answers}")
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        yield write
+    finally:
+        stop.set()
+        serving.join()
+
+
+def run(
+    ground: Ground,
+    *,
+    threads: Sequence[int] = THREADS,
+    rounds: int = 4,
+    slice_s: float = 5.0,
+    warm_up_s: float = 1.0,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure in slices, the ways in turn; by number of threads, way and figure. Times in milliseconds."""
+    engine = create_engine(ground.url, pool_size=2 * LANES, max_overflow=0)
+    unsafes = create_engine(ground.url, pool_size=LANES, max_overflow=0, pool_timeout=60)
+    METADATA.create_all(engine)
+    topic = ground.topic()
+    with ExitStack() as stack:
+        ways: dict[str, Write] = {
+            name: stack.enter_context(ours(ground.kafka, engine, topic, name, lanes=LANES)) for name in ENGINES
+        }
+        ways[UNSAFE] = stack.enter_context(shared_unsafe(ground.kafka, unsafes, topic))
+        found = {count: {name: Measured() for name in ways} for count in threads}
+        for write in ways.values():
+            slice_of_threads(write, max(threads), warm_up_s, 0.0, Measured())  # makes all lanes
+        for _ in range(rounds):
+            for count, by_way in found.items():
+                for name, write in ways.items():
+                    slice_of_threads(write, count, slice_s, warm_up_s, by_way[name])
+    engine.dispose()
+    unsafes.dispose()
+    return {str(count): {name: one.figures() for name, one in by_way.items()} for count, by_way in found.items()}
+
+
+def slice_of_threads(write: Write, threads: int, seconds: float, warm_up_s: float, measured: Measured) -> None:
+    """Let the threads write; what began after the warm-up is measured."""
+    begin = time.perf_counter() + warm_up_s
+    end = begin + seconds
+
+    def work() -> list[float]:
+        samples = []
+        while (started := time.perf_counter()) < end:
+            write(["x"])
+            if started >= begin:
+                samples.append(1000 * (time.perf_counter() - started))
+        return samples
+
+    with ThreadPoolExecutor(threads) as pool:
+        took = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
+    measured.note(took, seconds)
