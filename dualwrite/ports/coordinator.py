@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dualwrite.errors import IllegalStateError
+
 if TYPE_CHECKING:
-    from dualwrite.runtime.deadline import Deadline
-    from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, TransactionView
+    from dualwrite.protocol.observations import EndAnswer, LogProof, OpenTransaction, ShownProducer, TransactionView
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.settling.lost_decisions import Later
+    from dualwrite.runtime.deadline import Deadline
 
 
 class TransactionCoordinator(Protocol):
@@ -147,12 +149,33 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
     def open_transactions(
         self, asked: Sequence[tuple[PreparedTxnState, Collection[tuple[str, int]]]], deadline: Deadline
     ) -> Sequence[Sequence[OpenTransaction]]:
-        """For each state with (topic, partition) pairs: the transactions that its producer has open there.
+        """For each state with further (topic, partition) pairs: the transactions that its producer has open.
 
-        Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
+        Looks in these, and in every partition of the topics that the state names. Transactions of every epoch count. Waits for
+        leaders, then asks them (``DescribeProducers``).
+        """
+        ...
+
+    def producer_epochs(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], ShownProducer | None]]:
+        """For each state, by (topic, partition), its producer as the leader shows it now. Does not wait for leaders.
+
+        None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
         """
         ...
 
     def transaction_version(self, deadline: Deadline) -> int:
         """The cluster's finalized ``transaction.version``; 0 if it has none."""
         ...
+
+
+def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
+    """The coordinator, if it can end native transactions.
+
+    Raises:
+        IllegalStateError: It cannot.
+    """
+    if not isinstance(coordinator, NativeCoordinator):
+        raise IllegalStateError("this coordinator cannot end transactions of the native engine")
+    return coordinator

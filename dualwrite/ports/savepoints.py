@@ -14,12 +14,20 @@ class SavepointWatch(Protocol):
 
     @property
     def direct(self) -> bool:
-        """Whether a message may go to the producer at once, without :meth:`add`."""
+        """Whether a message may go to the producer at once, without :meth:`add`.
+
+        Raises:
+            TransactionAborted: ORM sessions became possible only inside the block: one may have begun a savepoint unseen.
+        """
         ...
 
     @property
     def holds(self) -> bool:
         """Whether a message that is added now waits for a savepoint."""
+        ...
+
+    def expect_session(self) -> None:
+        """Watch ORM sessions too. Call it before the block's own session is made."""
         ...
 
     def add(self, message: Message) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.runtime.deadline import Deadline
     from dualwrite.ports.savepoints import SavepointWatch
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, Participant, StateRow
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+    from dualwrite.runtime.deadline import Deadline
 
 
 class Claims(Protocol):

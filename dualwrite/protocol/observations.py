@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 
 class TransactionStatus(Enum):
@@ -18,6 +19,10 @@ class TransactionStatus(Enum):
     COMPLETE_ABORT = "CompleteAbort"
     DEAD = "Dead"
     PREPARE_EPOCH_FENCE = "PrepareEpochFence"
+
+
+NEVER_MS: Final = 2_147_483_647
+"""The transaction timeout that never expires (KIP-939)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,19 @@ class OpenTransaction:
     partition: tuple[str, int]
     epoch: int
     start: int
+
+
+@dataclass(frozen=True)
+class ShownProducer:
+    """One producer in one partition, as its leader shows it.
+
+    Attributes:
+        epoch: Its epoch there; -1 if the leader does not know the producer.
+        open_from: The first offset of its open transaction; None if it has none open.
+    """
+
+    epoch: int = -1
+    open_from: int | None = None
 
 
 class EndAnswer(Enum):

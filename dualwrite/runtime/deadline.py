@@ -11,6 +11,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
+from dualwrite.runtime import waiting
+
 
 class Clock(Protocol):
     """A clock that recipes can run on."""
@@ -38,7 +40,7 @@ class _SystemClock:
         return time.monotonic() if self._ID is None else time.clock_gettime(self._ID)
 
     def sleep(self, seconds: float, /) -> None:
-        time.sleep(seconds)
+        waiting.here().sleep(seconds)
 
 
 _clock: Clock = _SystemClock()

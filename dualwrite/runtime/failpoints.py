@@ -31,6 +31,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "repair.ended": "that transaction is ended",
     "participant.found": "the database has something prepared, not ended",
     "participant.ended": "what was prepared in the database is committed or rolled back",
+    "terminate.aborted": "a decided transaction was aborted because an operator gave it up, nothing is recorded",
     "complete.before": "about to complete what was handed over and decided",
     "complete.ended": "Kafka has committed it, the row does not say so",
     "complete.recorded": "the row says that it is completed, its owner may go on",
@@ -57,6 +58,10 @@ FAILPOINTS: Final[dict[str, str]] = {
     "batch.recorded": "the decision on a batch is written, not committed",
     "batch.decided": "the database has committed a batch, Kafka has not",
     "batch.completed": "Kafka has all of a batch",
+    "consume.begun": "a consumer's transaction has begun, its handler has not",
+    "consume.handled": "the handler is done, the offsets are not moved",
+    "consume.moved": "the offsets are moved in the transaction, nothing is decided",
+    "consume.committed": "a consumer's transaction is committed on both sides",
     "spark.driver_started": "the driver has settled and starts the job",
     "spark.driver_done": "the job is done, the driver has not settled again",
 }

@@ -17,6 +17,23 @@ answered                       CompleteCommit, its id, epoch commit   record it 
 answered                       anything else                 any      leave it
 =============================  ============================  =======  ==============================================
 
+A native transaction has an epoch of its own, so a late request ends no other one, and ``EndTxn`` may be repeated.
+:func:`next_native_completion_step` leaves less to a claim:
+
+======================  =======================================  =======  ========================
+``EndTxn(commit)``      end in the partitions                    proof    step
+======================  =======================================  =======  ========================
+not sent                any                                      any      end it
+in progress             any                                      any      wait, end it again
+refused                 any                                      any      leave it
+success                 not asked                                any      ask the partitions
+success                 not known yet                            any      wait, ask again
+success                 cannot be known                          any      leave it
+success                 known                                    not read prove
+success                 known                                    commit   record it as completed
+success                 known                                    other    leave it
+======================  =======================================  =======  ========================
+
 The owner goes on only if :func:`may_go_on` allows it: the row still has its incarnation, and names its transaction as
 completed. A decided transaction is not enough: the decider's ``EndTxn`` may still be on its way.
 """
@@ -28,6 +45,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dualwrite.protocol.observations import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.settling.known_end import EndStep
 
 if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -37,7 +55,8 @@ if TYPE_CHECKING:
 class CompletionStep(Enum):
     """The decider's next step for one transaction."""
 
-    LOOK = "ask the coordinator"
+    END = "end it with commit, by its own name"
+    LOOK = "ask the coordinator, or for a native transaction the partitions"
     WAIT = "wait, then forget what was seen and look again"
     PROVE = "read the log for the markers"
     RECORD = "record it as completed: its owner may go on"
@@ -77,6 +96,43 @@ def next_completion_step(known: HandedOver) -> CompletionStep:
     if known.proof is None:
         return CompletionStep.PROVE
     return CompletionStep.RECORD if known.proof is LogProof.COMMITTED else CompletionStep.LEAVE
+
+
+@dataclass(frozen=True)
+class NativeHandedOver:
+    """The decider's knowledge of one native transaction that it completes.
+
+    Attributes:
+        answer: The last answer to ``EndTxn(commit)``; None if it has to be sent, first or again.
+        end: The step of :func:`dualwrite.protocol.settling.known_end.next_native_end_step` about it; None if the partitions
+            have to be asked, first or again.
+        proof: The log's proof; None if not read.
+    """
+
+    answer: EndAnswer | None = None
+    end: EndStep | None = None
+    proof: LogProof | None = None
+
+
+def next_native_completion_step(known: NativeHandedOver) -> CompletionStep:
+    """The decider's next step for a native transaction. Pure; see the second table above."""
+    if known.answer is None:
+        return CompletionStep.END
+    if known.answer is EndAnswer.IN_PROGRESS:
+        return CompletionStep.WAIT
+    if known.answer is not EndAnswer.ENDED:
+        return CompletionStep.LEAVE
+    if known.end is not EndStep.KNOWN:
+        asking = {None: CompletionStep.LOOK, EndStep.WAIT: CompletionStep.WAIT}
+        return asking.get(known.end, CompletionStep.LEAVE)
+    if known.proof is None:
+        return CompletionStep.PROVE
+    return CompletionStep.RECORD if known.proof is LogProof.COMMITTED else CompletionStep.LEAVE
+
+
+def waited(known: NativeHandedOver) -> NativeHandedOver:
+    """The knowledge after :attr:`CompletionStep.WAIT`."""
+    return NativeHandedOver(None if known.answer is EndAnswer.IN_PROGRESS else known.answer)
 
 
 def may_go_on(known: StateRow, found: StateRow, handed_over: PreparedTxnState | None) -> bool:

@@ -24,6 +24,23 @@ any     open, or no answer, for longer             settle
 ======  =========================================  ==================================
 
 Settling ends what the broker has forgotten, and must know the same partitions: the coordinator no longer names any.
+
+A native transaction of epoch E needs no log. The producer's epoch in a partition rises above E with its marker, or with
+something later. An answer of "nothing open" alone may be older than its messages. So the leader is asked for the producer,
+after the commit or abort was answered:
+
+================================================  ==================================
+the leader shows for the producer                 step
+================================================  ==================================
+above E, nothing open, in all that still exist    known: the producer may go on
+anything else, or no answer, while it is early    ask again
+anything else, or no answer, for longer           settle
+================================================  ==================================
+
+A leader that does not know the producer shows nothing. The evidence shows that the transaction has ended there, not how: an
+operator's abort of one partition shows in the log alone. So an owner that closes or idles reads the log, too, where the state
+names an offset, before the row calls a native transaction completed (:func:`native_step_at_rest`). Between two transactions
+it does not.
 """
 
 from __future__ import annotations
@@ -32,7 +49,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dualwrite.protocol.observations import LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import LogProof, ShownProducer, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
@@ -53,7 +70,8 @@ class Ended:
     """A transaction whose commit or abort was answered.
 
     Attributes:
-        state: The transaction: its producer, and its first offset in each partition that it was sent to.
+        state: The transaction: its producer, and the partitions that it was sent to, unless it is native with its first offset
+            in each.
         committed: Whether it was committed.
         complete: Whether ``state`` names every partition that it may have been sent to.
     """
@@ -92,6 +110,66 @@ def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | No
     if LogProof.UNKNOWABLE in shown:
         return EndStep.SETTLE
     return EndStep.WAIT if early else EndStep.SETTLE
+
+
+def next_native_end_step(
+    ended: Ended, shown: Mapping[Partition, ShownProducer | None] | None, *, early: bool
+) -> EndStep:
+    """The next step about the end of a native transaction. Pure; see the second table above.
+
+    Args:
+        ended: The transaction.
+        shown: By partition, its producer as the leader showed it after the answer; None for a partition that is gone with its
+            topic. Partitions that did not answer are missing. None if not asked.
+        early: As for :func:`next_end_step`.
+    """
+    if not ended.complete:
+        return EndStep.SETTLE
+    if shown is None:
+        return EndStep.ASK
+    if all(partition in shown and _has_ended(ended, shown[partition]) for partition in ended.partitions):
+        return EndStep.KNOWN
+    return EndStep.WAIT if early else EndStep.SETTLE
+
+
+def _has_ended(ended: Ended, found: ShownProducer | None) -> bool:
+    return found is None or (found.epoch > ended.state.epoch and found.open_from is None)
+
+
+def native_step_at_rest(state: PreparedTxnState, proofs: Mapping[Partition, LogProof | None]) -> EndStep:
+    """The next step about a committed native transaction whose end is known, for an owner that closes or idles. Pure.
+
+    Args:
+        state: The transaction.
+        proofs: The present proof of each log of which the state names an offset; None for a partition that is gone with its
+            topic. Partitions that did not answer are missing.
+
+    Returns:
+        ``KNOWN``: record it as completed. ``WAIT``: do not record it now. ``SETTLE``: settling records the loss.
+    """
+    if LogProof.ABORTED in proofs.values():
+        return EndStep.SETTLE
+    unproved = {(first.topic, first.partition) for first in state.first_offsets} - proofs.keys()
+    return EndStep.WAIT if unproved or LogProof.OPEN in proofs.values() else EndStep.KNOWN
+
+
+def left_undecided(
+    last: Ended | None, given_up: Ended | None, *, is_prepared: bool, sent_to: frozenset[Partition]
+) -> frozenset[Partition]:
+    """The partitions where a producer that is thrown away may leave an undecided transaction open. Pure.
+
+    The settler after it must ask them: a coordinator that has ended the transaction shows them no longer.
+
+    Args:
+        last: The last transaction, if it was ended and its end is not known.
+        given_up: The current transaction, if an abort of it was tried. Whether it was prepared before makes no difference.
+        is_prepared: Whether the current transaction is prepared: then the row tells whether it is decided.
+        sent_to: The partitions that the current transaction was sent to.
+    """
+    ended = last or given_up
+    if ended is not None:
+        return frozenset() if ended.committed else ended.partitions
+    return frozenset() if is_prepared else sent_to
 
 
 class PendingStep(Enum):

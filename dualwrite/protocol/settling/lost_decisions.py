@@ -6,6 +6,25 @@ from a backup, or failed over to a copy that was behind.
 
 The coordinator keeps the start of an id's newest transaction after its end. If the start of the newest known transaction is
 recorded, comparing the two suffices. Otherwise the logs of its partitions are read on from it.
+
+Native transactions have an epoch each, and ending one raises the coordinator's by 1. So the coordinator shows which one has
+ended last, and whether by commit. But settlers raise the epoch, too: by their fence, which aborts, and by repairs, some of
+which commit. The fence in the row tells these apart, read after the coordinator was asked. Below, S is the newest known
+transaction, E its epoch, L the epoch of the one that has ended last, and F the fence:
+
+=============================  =====================  =========================================================
+coordinator                    fence                  then
+=============================  =====================  =========================================================
+another producer id            any                    read the logs
+L is E or less                 any                    nothing is lost
+L is F or greater              F                      settlers have ended L: as for F - 2, ended somehow
+L is F - 1, aborted            F                      the fence has ended L: as for F - 2, ended somehow
+L was committed                any                    lost
+L was aborted                  any                    read the logs
+=============================  =====================  =========================================================
+
+The first match applies. If a database has lost the fence, and Kafka shows the commit of a repair, that is reported, too: the
+database has gone back, although it misses no decision.
 """
 
 from __future__ import annotations
@@ -28,7 +47,8 @@ class Later:
     """The producer's later activity, as the logs of a transaction's partitions show it.
 
     Attributes:
-        commit: The newest committed transaction after it; None if there is none. It names only these partitions.
+        commit: The newest committed transaction after it; None if there is none. It names only these partitions. Of native
+            ones, the newest of all partitions, which may name fewer.
         idle_since_ms: Since when the producer has written nothing there, not even a marker, by the leaders' clocks (ms since
             1970); None if no leader knows it.
     """
@@ -84,18 +104,34 @@ def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
     return Known(newest, newest_started_ms)
 
 
-def look_up(known: Known, view: TransactionView) -> Lookup:
+def look_up(known: Known, view: TransactionView, fence: int | None = None) -> Lookup:
     """Look for lost decisions of an incarnation in the coordinator's view of it.
 
     Args:
         known: The transactions of the incarnation that the database names.
         view: The coordinator's view of the incarnation's Kafka id.
+        fence: The row's fence, read after the view. Only native transactions have one.
     """
     if known.newest is None:
         return Lookup.LOST if view.status in _COMMITTED else Lookup.NOTHING
+    if known.newest.is_native:
+        return _look_up_native(known.newest, view, fence)
     if _shows_commit_of(view, known.newest) and known.started_ms is not None and view.newest_started_ms is not None:
         return Lookup.LOST if view.newest_started_ms > known.started_ms else Lookup.NOTHING
     return Lookup.READ if known.newest.first_offsets else Lookup.NOTHING
+
+
+def _look_up_native(newest: PreparedTxnState, view: TransactionView, fence: int | None) -> Lookup:
+    read = Lookup.READ if newest.first_offsets else Lookup.NOTHING
+    if view.producer_id != newest.producer_id:
+        return read
+    ended_last = view.epoch - 1
+    committed = view.status in _COMMITTED
+    if fence is not None and (fence <= ended_last or (fence - 1 == ended_last and not committed)):
+        ended_last, committed = fence - 2, False
+    if ended_last <= newest.epoch:
+        return Lookup.NOTHING
+    return Lookup.LOST if committed else read
 
 
 def lost_decision(
@@ -116,6 +152,8 @@ def lost_decision(
         answer: The answer of :func:`look_up`.
         later: The producer's activity in the logs after the known transactions; None if they were not read.
     """
+    if known.newest is not None and known.newest.is_native:
+        return _lost_native(known.newest, view, answer, later)
     commit, idle_since_ms = (later.commit, later.idle_since_ms) if later is not None else (None, None)
     newest = known.newest
     shows_commit = newest is not None and _shows_commit_of(view, newest)
@@ -128,6 +166,15 @@ def lost_decision(
         producer = newest if newest is not None and answer is Lookup.READ else view
         return PreparedTxnState(producer.producer_id, producer.epoch, incarnation, firsts, started_ms)
     return None
+
+
+def _lost_native(
+    newest: PreparedTxnState, view: TransactionView, answer: Lookup, later: Later | None
+) -> PreparedTxnState | None:
+    commit = later.commit if later is not None and answer is not Lookup.NOTHING else None
+    if answer is not Lookup.LOST or (commit is not None and commit.epoch >= view.epoch - 1):
+        return commit
+    return PreparedTxnState.native(view.producer_id, view.epoch - 1, newest.incarnation, {}, {})
 
 
 def contradiction(

@@ -85,6 +85,7 @@ from typing import Final
 
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import (
+    NEVER_MS,
     EndAnswer,
     LogProof,
     OpenTransaction,
@@ -93,9 +94,6 @@ from dualwrite.protocol.observations import (
     TransactionView,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-
-UNLIMITED_MS: Final = 2**31 - 1
-"""The transaction timeout with which the broker never ends a transaction."""
 
 
 class NativeStep(Enum):
@@ -129,12 +127,14 @@ class NativeKnowledge:
     Attributes:
         prepared: The row's state, S.
         recorded: The outcome recorded for it, if any.
-        suspects: Partitions in which a transaction of the id may have been left open.
+        suspects: Partitions in which a transaction of the id may have been left open, besides all those of the topics that
+            ``prepared`` names.
         answer: The answer to ending S; None if it has to be asked, first or again.
         committed: The coordinator's word on S; None if it has not shown it.
         view: The coordinator's answer in this round.
         proof: The log's proof about S; None if not asked in this round.
-        still_open: The producer's open transactions in ``suspects``; None if not asked in this round.
+        still_open: The producer's open transactions in ``suspects`` and in the topics of ``prepared``; None if not asked in
+            this round.
         confirmed: Whether the log was read after asking what is still open.
         fence: The row's fence, if ``is_fence_known``: read in this round, after ``view``.
         is_fence_known: See ``fence``.
@@ -196,9 +196,9 @@ def initial(
     Args:
         prepared: The row's state, of this incarnation.
         recorded: The outcome recorded for it, if any.
-        suspects: Partitions besides those that the state names in which its owner may have left a transaction open. An
-            undecided one that was aborted, and whose marker the broker has forgotten, is named nowhere else: so these are all
-            partitions that the owner may write to, where they are known.
+        suspects: Partitions besides those of the state's topics in which its owner may have left a transaction open. The
+            coordinator does not name an undecided transaction that was aborted, and whose marker the broker has forgotten. Its
+            living owner knows it, and all partitions of the state's topics are asked in any case.
     """
     return NativeKnowledge(prepared, recorded, prepared.partitions | suspects)
 
@@ -226,7 +226,7 @@ def proved(known: NativeKnowledge, proof: LogProof) -> NativeKnowledge:
 
 
 def found_open(known: NativeKnowledge, still_open: tuple[OpenTransaction, ...]) -> NativeKnowledge:
-    """The knowledge after asking the leaders of all ``suspects``."""
+    """The knowledge after asking the leaders of all ``suspects``, and of all partitions of the state's topics."""
     return replace(known, still_open=still_open)
 
 
@@ -339,6 +339,6 @@ def _step_to_fence(known: NativeKnowledge, view: TransactionView) -> NativeStep 
 def _step_to_repair(known: NativeKnowledge, view: TransactionView) -> NativeStep:
     partitions, committed = to_repair(known)
     witnessed = {(first.topic, first.partition) for first in known.prepared.first_offsets}
-    if committed and view.timeout_ms != UNLIMITED_MS and not partitions <= witnessed:
+    if committed and view.timeout_ms != NEVER_MS and not partitions <= witnessed:
         return NativeStep.STOP
     return NativeStep.REPAIR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -16,12 +16,26 @@ class Machine(Generic[State, Event]):
     """Holds one state and moves it by a table; the only place where a state is assigned.
 
     An event that the table does not list for the present state raises and changes nothing.
+
+    Args:
+        name: What it is, for error messages.
+        table: The next state by state and event.
+        initial: The first state.
+        moved: Called with the new state after each event that leads to another one. It must not raise.
     """
 
-    def __init__(self, name: str, table: Mapping[State, Mapping[Event, State]], initial: State) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Mapping[State, Mapping[Event, State]],
+        initial: State,
+        *,
+        moved: Callable[[State], object] | None = None,
+    ) -> None:
         self._name = name
         self._table = table
         self._state = initial
+        self._moved = moved
 
     @property
     def state(self) -> State:
@@ -52,7 +66,9 @@ class Machine(Generic[State, Event]):
             IllegalStateError: The event is not allowed in the present state; the state is unchanged.
         """
         self.check(event)
-        self._state = self._table[self._state][event]
+        former, self._state = self._state, self._table[self._state][event]
+        if self._moved is not None and self._state is not former:
+            self._moved(self._state)
         return self._state
 
     def __repr__(self) -> str:

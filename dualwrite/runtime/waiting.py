@@ -1,0 +1,167 @@
+"""How a caller waits: its thread blocks; or, where it runs in a greenlet of an event loop, its task awaits.
+
+Everything between a block and the servers that may wait does so through here. So the same code serves threads and
+tasks. Never wait while you hold a ``threading.Lock``: another task of the same thread would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Event:
+    """Something that happens once. Any thread may set it, even a finalizer in the middle of any line.
+
+    Attributes:
+        is_set: Whether it has happened.
+        wake: Called by :meth:`set`; for the form of waiting that does not block.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.wake: Callable[[], object] | None = None
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may put, unlike with threading.Event
+
+    def set(self) -> None:
+        """Note that it has happened. May be called more than once."""
+        self.is_set = True
+        self._woken.put(None)
+        if (wake := self.wake) is not None:
+            wake()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has happened, by one caller at a time. Returns whether it has."""
+        if not self.is_set:
+            here().wait_for(self, seconds)
+        return self.is_set
+
+    def block(self, seconds: float) -> None:
+        """Block the thread until it has happened or the time is over."""
+        try:
+            self._woken.get(timeout=seconds)
+        except queue.Empty:
+            return
+
+
+class Waiting(Protocol):
+    """One form of waiting."""
+
+    cancelled: tuple[type[BaseException], ...]
+    """The interruptions that come out of waits alone: whatever does not wait is done as a whole."""
+
+    @property
+    def caller(self) -> object:
+        """The thread or task that waits: compare it with others by equality."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for that many seconds."""
+        ...
+
+    def wait_for(self, event: Event, seconds: float) -> None:
+        """Wait until the event has happened or the time is over."""
+        ...
+
+    def poll(self, poll: Callable[[float], None], fileno: Callable[[], int] | None, seconds: float) -> None:
+        """Call ``poll`` once, and wait before it or in it until there is something to do or the time is over.
+
+        Args:
+            poll: Does what can be done; waits up to that many seconds for something to do.
+            fileno: A descriptor that is readable when there is something to do; None if there is none.
+            seconds: Limits the wait.
+        """
+        ...
+
+    def elsewhere(self, work: Callable[[], T]) -> T:
+        """Do work that may block its thread. It is never interrupted; an interruption comes after it."""
+        ...
+
+    def interruptible(self, allowed: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - its only argument
+        """Whether an interruption may come out of waits in the block; if not, it comes after the block, or after an outer one.
+
+        Only interruptions of tasks can be put off: ``KeyboardInterrupt`` comes between any two lines.
+        """
+        ...
+
+
+class _Blocking:
+    """The thread blocks."""
+
+    cancelled: tuple[type[BaseException], ...] = ()
+
+    @property
+    def caller(self) -> object:
+        return threading.get_ident()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait_for(self, event: Event, seconds: float) -> None:
+        event.block(seconds)
+
+    def poll(self, poll: Callable[[float], None], fileno: Callable[[], int] | None, seconds: float) -> None:
+        del fileno
+        poll(seconds)
+
+    def elsewhere(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def interruptible(self, allowed: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - as the protocol
+        del allowed
+        return nullcontext()
+
+
+_blocking = _Blocking()
+_forms: list[Callable[[], Waiting | None]] = []
+
+
+def install(form: Callable[[], Waiting | None]) -> None:
+    """Add a form of waiting.
+
+    Args:
+        form: Returns it if the present code runs under it, else None. Called for every wait.
+    """
+    _forms.append(form)
+
+
+def here() -> Waiting:
+    """The form of waiting of the code that calls this."""
+    for form in _forms:
+        if (found := form()) is not None:
+            return found
+    return _blocking
+
+
+def blocks_a_loop() -> bool:
+    """Whether the code that calls this would block an event loop if it waited."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or here() is not _blocking:
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def interruptible() -> AbstractContextManager[object]:
+    """See :meth:`Waiting.interruptible`."""
+    return here().interruptible(True)
+
+
+def uninterrupted() -> AbstractContextManager[object]:
+    """See :meth:`Waiting.interruptible`."""
+    return here().interruptible(False)
+
+
+def elsewhere(work: Callable[[], T]) -> T:
+    """See :meth:`Waiting.elsewhere`."""
+    return here().elsewhere(work)
