@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # Tests at a time: each worker has servers of its own, and mostly waits for them.
-WORKERS ?= 4
+WORKERS ?= 5
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -12,7 +12,8 @@ OLDEST := .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)
 # In front of the one that is installed: no second environment is needed.
 WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q \
 	$(if $(THOROUGH),--thorough tests/conformance,tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
-	tests/migrations tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
+	tests/migrations tests/unit/writing/test_sessions.py \
+	tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,11 +33,15 @@ demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is k
 check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
 	$(PY) -m pytest -q tests/unit
 
-test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (a quarter of an hour on two cores; THOROUGH=1: every one of them)
-	@$(MAKE) --no-print-directory archive & archive=$$!; $(MAKE) --no-print-directory lint types && wait $$archive
-	@echo "beside the tests: those with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
+# By a name of its own: `make -n` runs every line in which it finds $(MAKE).
+BESIDE = $(MAKE) --no-print-directory
+test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (twelve minutes on two quiet cores; THOROUGH=1: every one of them)
+	@echo "beside all else: the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$oldest' INT TERM; \
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	$(BESIDE) archive & archive=$$!; \
+	if $(BESIDE) lint types && wait $$archive; \
+	then $(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	else all=$$?; kill $$oldest; fi; \
 	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; exit $$((all + oldest))
 
 lint: venv source ## style, format and the direction of imports
@@ -70,8 +75,8 @@ spark-versions: venv jars ## the tests of the sinks with every supported PySpark
 		$$made/bin/python -m pytest -n $(WORKERS) --dist worksteal -W ignore::pytest.PytestUnraisableExceptionWarning $(if $(ONLY),$(ONLY),tests/integration/test_spark_*.py) || exit 1; \
 	done
 
-bench: venv jars ## the figures of docs/benchmarks.md
-	PYTHONPATH=tests $(PY) -m benchmarks
+bench: venv jars ## the figures of docs/benchmarks.md, interleaved (half an hour; ONLY=latency one part; SMALL=1 only tries everything once)
+	PYTHONPATH=tests $(PY) -m benchmarks $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part))
 
 bench-spark: venv jars ## the figures of Spark in docs/benchmarks.md, interleaved (hours; SMALL=1 only tries everything once)
 	PYTHONPATH=tests $(PY) -m benchmarks.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
@@ -85,8 +90,8 @@ N ?= 500
 SEED ?= 1
 ARENAS ?= 1
 BROKERS ?= 1
-chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 (N=10000 on one broker: about an hour)
-	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(MISTAKE),--mistake $(MISTAKE))
+chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 ENGINE=native (N=10000 on one broker: about an hour)
+	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
@@ -98,10 +103,10 @@ model: venv ## random schedules of crashes and faults on the simulator: make mod
 
 SEEDS ?= 2
 LATE ?= 10
-faults: venv jars ## lose, delay, repeat and cut every request at every stage: make faults SEEDS=2 (SEEDS=20 LATE=110: an hour)
-	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(LOG),--log $(abspath $(LOG)))
+faults: venv jars ## lose, delay, repeat and cut every request at every stage: make faults SEEDS=2 ENGINE=native (SEEDS=20 LATE=110: an hour)
+	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(LOG),--log $(abspath $(LOG)))
 
-scenarios: venv jars ## every scenario of tests/scenarios, on real servers (minutes)
+scenarios: venv jars ## every scenario of tests/scenarios through both engines, on real servers (a quarter of an hour)
 	$(PY) -m pytest --thorough tests/scenarios
 
 controls: archive ## plant protocol mistakes in the product: the checks must catch every one (forty minutes)
