@@ -27,6 +27,7 @@ class Trouble(Enum):
     """The kinds of failed attempts, by what helps."""
 
     WORK = "the work fails, and may fail again"
+    UNREADABLE = "a message cannot be deserialized: the same bytes will fail again"
     PASSING = "a server or another transaction was in the way: the same work may succeed"
     MOVED = "another member has the partitions, or had them meanwhile"
     OWNER = "another process has claimed our transactional id"
@@ -41,6 +42,7 @@ class Step(Enum):
     DONE = "go on with the next messages"
     REDO = "run the same messages again, after a pause"
     SPLIT = "run each half of the messages by itself"
+    ISOLATE = "run the message that fails by itself, between those before and after it"
     SET_ASIDE = "write the message to the dead-letter topic"
     REWIND = "forget the messages, and read again from the committed offset"
     REOPEN = "open a new writer, which settles, then read again from the committed offset"
@@ -75,8 +77,9 @@ def trouble_of(error: DualWriteError, *, handling: bool = False, moving: bool = 
 def step_after(trouble: Trouble, *, messages: int, failures: int, attempts: int, sets_aside: bool) -> Step:
     """Decide what to do after a failed attempt.
 
-    Only the work's own failures count: an outage must not send good messages to the dead-letter topic. A new writer settles
-    what is in doubt; the committed offset then shows whether the messages are written, since it is a part of the transaction.
+    Only failures of the work and of deserializers count: an outage must not send good messages to the dead-letter topic. A new
+    writer settles what is in doubt; the committed offset then shows whether the messages are written, since it is a part of the
+    transaction.
 
     Args:
         trouble: Why the attempt failed.
@@ -85,9 +88,11 @@ def step_after(trouble: Trouble, *, messages: int, failures: int, attempts: int,
         attempts: How often the work may fail.
         sets_aside: Whether there is a dead-letter topic.
     """
-    if trouble is not Trouble.WORK:
+    if trouble not in {Trouble.WORK, Trouble.UNREADABLE}:
         return _STEPS[trouble]
-    if failures < attempts:
+    if trouble is Trouble.UNREADABLE and messages > 1:
+        return Step.ISOLATE
+    if trouble is Trouble.WORK and failures < attempts:
         return Step.REDO
     if not sets_aside:
         return Step.STOP
@@ -108,6 +113,11 @@ def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
     """The two halves of at least two items, in their order."""
     middle = len(items) // 2
     return items[:middle], items[middle:]
+
+
+def around(items: Sequence[Item], index: int) -> list[Sequence[Item]]:
+    """The items before one of them, this one by itself, and those after it, in their order; without empty ones."""
+    return [part for part in (items[:index], items[index : index + 1], items[index + 1 :]) if part]
 
 
 def failures_left_over(messages: int, attempts: int) -> int:

@@ -172,19 +172,23 @@ def refuse_not_run(result: object, name: str) -> None:
     Raises:
         IllegalStateError: It is one.
     """
-    generates = inspect.isasyncgen(result) or (
-        # Not a generator expression, which may be a result of work that has run.
-        inspect.isgenerator(result) and result.gi_code.co_name != "<genexpr>"
-    )
-    if not (generates or inspect.isawaitable(result)):
+    if not is_not_run(result):
         return
-    if inspect.iscoroutine(result):
-        result.close()
     raise IllegalStateError(
-        f"the work is {'a generator' if generates else 'asynchronous'}: none of it has run",
+        f"the work is {'asynchronous' if inspect.isawaitable(result) else 'a generator'}: none of it has run",
         transactional_id=name,
         next_step="give a plain function, and call run() in a thread (asyncio.to_thread)",
     )
+
+
+def is_not_run(result: object) -> bool:
+    """Whether it is the result of a coroutine or generator function, which has not run. A coroutine is closed."""
+    if inspect.iscoroutine(result):
+        result.close()
+    if inspect.isgenerator(result):
+        # Not a generator expression, which may be a result of work that has run.
+        return result.gi_code.co_name != "<genexpr>"
+    return inspect.isasyncgen(result) or inspect.isawaitable(result)
 
 
 def _shown(error: BaseException) -> str:

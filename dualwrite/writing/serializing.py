@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from dualwrite.errors import ConfigurationError
 
@@ -19,6 +19,8 @@ Serializers: TypeAlias = Serializer | Mapping[str, Serializer] | None
 """One for all topics, or one for each topic; the other topics then have none."""
 
 Bytes: TypeAlias = bytes | str | None
+
+Called = TypeVar("Called")
 
 
 class Serializing:
@@ -37,12 +39,7 @@ class Serializing:
 
     def __init__(self, key: Serializers = None, value: Serializers = None) -> None:
         for name, given in (("key_serializer", key), ("value_serializer", value)):
-            for one in given.values() if isinstance(given, Mapping) else [given]:
-                if one is not None and not callable(one):
-                    raise ConfigurationError(
-                        f"{name} cannot be called: {one!r}",
-                        next_step="give a callable (object, SerializationContext) -> bytes, or one for each topic in a dict",
-                    )
+            check_callable(name, given, "(object, SerializationContext) -> bytes")
         self._key = key
         self._value = value
         self.none = key is None and value is None
@@ -53,7 +50,7 @@ class Serializing:
         Raises:
             KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
         """
-        key_by, value_by = _of(self._key, topic), _of(self._value, topic)
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
         if key_by is None and value_by is None:
             return cast("Bytes", key), cast("Bytes", value), headers
         pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
@@ -68,14 +65,29 @@ class Serializing:
         Raises:
             KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
         """
-        key_by, value_by = _of(self._key, topic), _of(self._value, topic)
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
         return (
             None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
             [_made(value_by, one, "value", topic, None) for one in values],
         )
 
 
-def _of(given: Serializers, topic: str) -> Serializer | None:
+def check_callable(name: str, given: object, signature: str) -> None:
+    """Refuse what is neither a callable, nor one for each topic, nor None.
+
+    Raises:
+        ConfigurationError: It cannot be called.
+    """
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        if one is not None and not callable(one):
+            raise ConfigurationError(
+                f"{name} cannot be called: {one!r}",
+                next_step=f"give a callable {signature}, or one for each topic in a dict",
+            )
+
+
+def for_topic(given: Called | Mapping[str, Called] | None, topic: str) -> Called | None:
+    """The callable of a topic: the one for all topics, or its own, if it has one."""
     return given.get(topic) if isinstance(given, Mapping) else given
 
 

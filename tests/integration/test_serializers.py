@@ -3,10 +3,8 @@
 import json
 import re
 
-import pytest
 from cloudevents.core.bindings.kafka import KafkaMessage, from_binary, from_structured
 from cloudevents.core.formats.json import JSONFormat
-from confluent_kafka.serialization import SerializationError
 from harness.messages import consume
 from harness.orders import on_postgresql
 from harness.places import ROOT
@@ -37,6 +35,9 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
             "http://localhost:8081": registry.url,
             **{f'produce("{name}"': f'produce("{topic}"' for name, topic in topics.items()},
             '{"orders": Avro': f'{{"{topics["orders"]}": Avro',
+            'topics=["orders"]': f'topics=["{topics["orders"]}"]',
+            'topic="refused-orders"': f'topic="{topics["refused-orders"]}"',
+            '"billing"': f'"billing-{dualwrite_topic}"',
         }
         names = {"kafka": kafka, "engine": engine, "DualWriter": DualWriter}
 
@@ -60,18 +61,18 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
         run(structured)
 
         run(reading)
-        orders = read(kafka, topics["orders"])
-        with DualWriter("bills", kafka=kafka, engine=engine) as writer:
-            with writer.transaction() as tx:
-                names["write_bills"](tx, orders)
-            with pytest.raises(SerializationError), writer.transaction() as tx:
-                names["write_bills"](tx, [*orders, *read(kafka, topics["refused-orders"])])
+        with DualWriter("junk", kafka=kafka, engine=engine) as writer, writer.transaction() as tx:
+            tx.produce(topics["orders"], value=b"not Avro", key="4")
+        names["consumer"].run(max_messages=3)
+        assert names["consumer"].progress.dead_letters == 1
         names["registry"].close()
     bills = [(one.key(), one.value()) for one in read(kafka, topics["bills"])]
     assert bills == [(b"1", b"for tea"), (b"2", b"for cup")]
-    [refused] = read(kafka, topics["refused-orders"])
+    refused, unreadable = sorted(read(kafka, topics["refused-orders"]), key=lambda one: one.key())
     assert refused.key() == b"3"
     assert refused.value().startswith(b"{'id': 3}: ")
+    assert (unreadable.key(), unreadable.value()) == (b"4", b"not Avro")
+    assert b"Deserialization" in dict(unreadable.headers())["dualwrite.dead_letter.exception"]
 
     first, second = (KafkaMessage(dict(one.headers()), one.key(), one.value()) for one in read(kafka, topics["events"]))
     assert json.loads(first.value) == {"id": 1, "item": "tea"}

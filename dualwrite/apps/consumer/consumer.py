@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from dualwrite.apps.consumer.deserializing import Deserializers, Deserializing
 from dualwrite.apps.consumer.offsets import KafkaOffsets, Offsets, RowOffsets
 from dualwrite.apps.consumer.partitions import Partitions
 from dualwrite.apps.consumer.peers import Peers
@@ -86,7 +87,13 @@ class ExactlyOnceConsumer:
             that fails. Deadlocks and servers out of reach do not count: the member waits for them, and stays in the group.
         dead_letter_topic: Where a message goes that fails for good, in a transaction with its offset, the reason in headers.
             Without it, :meth:`run` raises the handler's error.
-        transient: Errors of the handler that are waited for instead of counted: something else that it needs is out of reach.
+        transient: Errors of the handler and the deserializers that are waited for instead of counted: something else that they
+            need is out of reach.
+        key_deserializer: Makes the keys that the handler gets: ``(bytes, SerializationContext) -> object``, as those of
+            confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by all workers
+            at once, and again after an abort. A message that it cannot read goes to the dead-letter topic as it was read, or
+            stops :meth:`run`; a schema registry out of reach is waited for.
+        value_deserializer: Makes the values, likewise.
 
     Raises:
         ConfigurationError: A setting cannot work, or would break the promise.
@@ -113,6 +120,8 @@ class ExactlyOnceConsumer:
         attempts: int = 5,
         dead_letter_topic: str | None = None,
         transient: tuple[type[Exception], ...] = (),
+        key_deserializer: Deserializers = None,
+        value_deserializer: Deserializers = None,
     ) -> None:
         if min(max_messages, workers, attempts) < 1 or linger_s < 0 or isinstance(topics, str) or not topics:
             raise ConfigurationError(
@@ -147,6 +156,7 @@ class ExactlyOnceConsumer:
             attempts,
             dead_letter_topic,
             transient,
+            Deserializing(key_deserializer, value_deserializer),
         )
         self._counts: Counts = self._working.counts
         self._lag: Mapping[tuple[str, int], int] = {}
@@ -191,6 +201,7 @@ class ExactlyOnceConsumer:
             DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: A person must look. The offsets are where the last
                 committed transaction has left them.
             Exception: The handler's own, if it fails for good and there is no dead-letter topic.
+            KeyDeserializationError, ValueDeserializationError: Likewise, from a deserializer.
             IllegalStateError: It ran before.
         """
         if self._ran:

@@ -6,17 +6,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from dualwrite.apps.consumer.dead_letters import dead_letter_headers
+from dualwrite.apps.consumer.deserializing import Deserializing, Unreadable, registry_is_away
 from dualwrite.apps.consumer.offsets import Offsets, PartitionLost
 from dualwrite.errors import DualWriteError, Fenced
 from dualwrite.protocol.consuming import (
     Step,
     Trouble,
+    around,
     failures_left_over,
     halves,
     next_offsets,
@@ -123,6 +126,16 @@ class _Part:
     pauses: int = 0
     is_dead: bool = False
     error: Exception | None = None
+    unreadable: int = 0
+
+
+@dataclass
+class _Stage:
+    """How far an attempt has come: what an error means depends on it."""
+
+    writer: DualWriter | None = None
+    handling: bool = False
+    moving: bool = False
 
 
 @dataclass
@@ -137,7 +150,8 @@ class Working:
         partitions: The member's partitions.
         attempts: How often the work may fail before its messages are split or set aside.
         dead_letter_topic: Where messages are set aside; None stops the consumer instead.
-        transient: Errors of the handler that do not count: something that it needs is out of reach.
+        transient: Errors of the handler and of deserializers that do not count: something that they need is out of reach.
+        deserializing: Makes the keys and values that the handler gets.
         counts: The totals.
     """
 
@@ -149,6 +163,7 @@ class Working:
     attempts: int
     dead_letter_topic: str | None
     transient: tuple[type[Exception], ...]
+    deserializing: Deserializing = field(default_factory=Deserializing)
     counts: Counts = field(default_factory=Counts)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -172,6 +187,10 @@ class Working:
             elif step is Step.SPLIT:
                 parts.popleft()
                 parts.extendleft(reversed([self._half(part, half) for half in halves(part.messages)]))
+            elif step is Step.ISOLATE:
+                parts.popleft()
+                apart = around(part.messages, part.unreadable)
+                parts.extendleft(reversed([_Part(messages, attempts=part.attempts) for messages in apart]))
             elif step is Step.SET_ASIDE:
                 part.is_dead = True
             else:
@@ -202,44 +221,55 @@ class Working:
         return _Part(messages, failures_left_over(len(messages), self.attempts), part.attempts)
 
     def _attempt(self, unit: Unit, part: _Part) -> Step:
-        writer: DualWriter | None = None
         part.attempts += not part.is_dead
-        handling = moving = False
         to = next_offsets((one.topic() or "", one.partition() or 0, one.offset() or 0) for one in part.messages)
+        at = _Stage()
         try:
-            writer = self.writer.get()
-            with writer.transaction() as tx:
-                failpoints.hit("consume.begun")
-                handling = True
-                if part.is_dead:
-                    self._set_aside(tx, part)
-                else:
-                    refuse_not_run(self.handler(tx, part.messages), writer.transactional_id)
-                handling = False
-                failpoints.hit("consume.handled")
-                moving = True
-                self.offsets.move(tx, unit, to)
-                failpoints.hit("consume.moved")
-                moving = False
-        except PartitionLost as error:
-            return self._failed(part, Trouble.MOVED, error)
-        except DualWriteError as error:
-            trouble = trouble_of(error, handling=handling, moving=moving)
-            step = self._failed(part, trouble, error)
-            if step is Step.DONE:
-                self._done(unit, part, to)
-            elif step is Step.REOPEN and writer is not None:
-                self.writer.discard(writer, error)
-            elif step is Step.STOP:
-                raise
-            return step
+            # Before the transaction begins: a schema registry may take its time.
+            with nullcontext() if part.is_dead else self.deserializing.applied(part.messages):
+                self._write(unit, part, to, at)
         except Exception as error:
-            step = self._failed(part, Trouble.PASSING if self._is_passing(error) else Trouble.WORK, error)
+            shown = error.error if isinstance(error, Unreadable) else error
+            step = self._failed(part, self._trouble(error, at), shown)
             if step is Step.STOP:
+                if isinstance(error, Unreadable):
+                    raise error.error from error.cause
                 raise
-            return step
-        self._done(unit, part, to)
-        return Step.DONE
+            if step is Step.ISOLATE and isinstance(error, Unreadable):
+                part.unreadable = error.index
+            if step is Step.REOPEN and isinstance(error, DualWriteError) and at.writer is not None:
+                self.writer.discard(at.writer, error)
+        else:
+            step = Step.DONE
+        if step is Step.DONE:
+            self._done(unit, part, to)
+        return step
+
+    def _write(self, unit: Unit, part: _Part, to: dict[tuple[str, int], int], at: _Stage) -> None:
+        at.writer = self.writer.get()
+        with at.writer.transaction() as tx:
+            failpoints.hit("consume.begun")
+            at.handling = True
+            if part.is_dead:
+                self._set_aside(tx, part)
+            else:
+                refuse_not_run(self.handler(tx, part.messages), at.writer.transactional_id)
+            at.handling = False
+            failpoints.hit("consume.handled")
+            at.moving = True
+            self.offsets.move(tx, unit, to)
+            failpoints.hit("consume.moved")
+            at.moving = False
+
+    def _trouble(self, error: Exception, at: _Stage) -> Trouble:
+        if isinstance(error, PartitionLost):
+            return Trouble.MOVED
+        if isinstance(error, DualWriteError):
+            return trouble_of(error, handling=at.handling, moving=at.moving)
+        if isinstance(error, Unreadable):
+            passing = registry_is_away(error.cause) or self._is_passing(error.cause)
+            return Trouble.PASSING if passing else Trouble.UNREADABLE
+        return Trouble.PASSING if self._is_passing(error) else Trouble.WORK
 
     def _is_passing(self, error: Exception) -> bool:
         if isinstance(error, self.transient):

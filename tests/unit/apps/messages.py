@@ -4,9 +4,10 @@
 class Read:
     """A message that was read."""
 
-    def __init__(self, offset, value=None, *, topic="input", partition=0, headers=None):
+    def __init__(self, offset, value=None, *, key=None, topic="input", partition=0, headers=None):
         self._offset = offset
         self._value = str(offset).encode() if value is None else value
+        self._key = key
         self._topic = topic
         self._partition = partition
         self._headers = headers
@@ -27,7 +28,13 @@ class Read:
         return None
 
     def key(self):
-        return None
+        return self._key
+
+    def set_key(self, key):
+        self._key = key
+
+    def set_value(self, value):
+        self._value = value
 
     def headers(self):
         return self._headers

@@ -1,86 +1,14 @@
 """Units on a simulated Kafka and SQLite: each message is written once, whatever fails; only the work's failures count."""
 
-from functools import partialmethod
-
 import pytest
-from harness.served import TOPIC
 from sqlalchemy.exc import OperationalError
 
-from dualwrite import CompletionPending, Fenced, IllegalStateError, Transaction
+from dualwrite import CompletionPending, Fenced, IllegalStateError
 from dualwrite.apps.consumer import working
 from dualwrite.apps.consumer.offsets import PartitionLost
-from dualwrite.apps.consumer.partitions import Partitions
-from dualwrite.apps.consumer.working import CurrentWriter, Working
 from dualwrite.errors import TransactionAborted, TransactionInDoubt, Unavailable
 
-from .messages import read
-
-LETTERS = TOPIC
-"""The simulated Kafka has this topic alone, and chooses no partitions: dead letters go to the second one."""
-
-
-class InMemory:
-    """Offsets that move in no transaction; can be told to refuse."""
-
-    def __init__(self):
-        self.to = {}
-        self.refusals = []
-
-    def move(self, _tx, unit, _to):
-        if unit.is_lost:
-            raise PartitionLost
-        if self.refusals:
-            raise self.refusals.pop(0)
-
-    def moved(self, _unit, to):
-        self.to |= to
-
-
-class Member:
-    def __init__(self, shop, monkeypatch, handler, **options):
-        monkeypatch.setattr(working, "pause_s", lambda _: 0.0)
-        monkeypatch.setattr(Transaction, "produce", partialmethod(Transaction.produce, partition=1))
-        self.partitions = Partitions(100, 0.0, 1)
-        self.partitions.add([("input", 0)])
-        self.offsets = InMemory()
-        self.shop = shop
-        self.writer = CurrentWriter(self._open)
-        self.opened = 0
-        given = {"attempts": 2, "dead_letter_topic": None, "transient": (), **options}
-        self.working = Working("group", handler, self.writer, self.offsets, self.partitions, **given)
-
-    def _open(self):
-        self.opened += 1
-        return self.shop.writer("group/0")
-
-    def perform(self, count):
-        self.partitions.put(read(count))
-        self.unit = self.partitions.take()
-        return self.working.perform(self.unit)
-
-
-@pytest.fixture
-def member(shop, monkeypatch):
-    made = []
-
-    def make(handler, **options):
-        made.append(Member(shop, monkeypatch, handler, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.writer.close()
-
-
-@pytest.fixture
-def put(shop):
-    def handler(tx, messages):
-        for message in messages:
-            number = message.value().decode()
-            tx.connection.exec_driver_sql(f"INSERT INTO orders (id) VALUES ({number})")
-            tx.produce(TOPIC, number, partition=0)
-
-    return handler
+from .members import LETTERS
 
 
 def test_a_unit_writes_rows_messages_and_offsets(shop, member, put):

@@ -9,6 +9,7 @@ from dualwrite.errors import DualWriteError, TransactionAborted
 from dualwrite.protocol.consuming import (
     Step,
     Trouble,
+    around,
     failures_left_over,
     halves,
     left_behind,
@@ -26,13 +27,15 @@ ALL_ERRORS = [
 ]
 
 
-def test_only_failures_of_the_work_count():
+def test_only_failures_of_the_work_and_of_deserializers_count():
     """An outage of any length sends no message to the dead letters."""
     for trouble, messages, failures, attempts, sets_aside in product(
         Trouble, (1, 2, 500), range(10), range(1, 5), (False, True)
     ):
         step = step_after(trouble, messages=messages, failures=failures, attempts=attempts, sets_aside=sets_aside)
-        if trouble is not Trouble.WORK:
+        if trouble is Trouble.UNREADABLE:
+            assert step is (Step.ISOLATE if messages > 1 else Step.SET_ASIDE if sets_aside else Step.STOP)
+        elif trouble is not Trouble.WORK:
             assert step not in {Step.SET_ASIDE, Step.SPLIT}
         elif failures < attempts:
             assert step is Step.REDO
@@ -82,6 +85,13 @@ def test_one_bad_message_is_found_and_all_others_are_written(count):
         assert aside == [bad]
         assert written == [item for item in range(count) if item != bad]
         assert tried <= 2 * attempts + 2 * count.bit_length()
+
+
+@pytest.mark.parametrize(
+    ("index", "parts"), [(0, ["a", "bcd"]), (1, ["a", "b", "cd"]), (2, ["ab", "c", "d"]), (3, ["abc", "d"])]
+)
+def test_what_cannot_be_read_stands_between_its_neighbours(index, parts):
+    assert around("abcd", index) == parts
 
 
 def test_pauses_grow_and_stay_bounded():

@@ -1,0 +1,127 @@
+"""Deserializers: callables that make objects of the keys and values that were read, as ``DeserializingConsumer`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.runtime.waiting import elsewhere
+from dualwrite.writing.redo import is_not_run
+from dualwrite.writing.serializing import check_callable, for_topic
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
+    from confluent_kafka.serialization import SerializationContext
+
+Deserializer: TypeAlias = Callable[[Any, "SerializationContext"], Any]
+"""Makes an object of the bytes of a key or a value: ``(bytes, SerializationContext) -> object``."""
+
+Deserializers: TypeAlias = Deserializer | Mapping[str, Deserializer] | None
+"""One for all topics, or one for each topic; the other topics then have none."""
+
+_ABOUT_THE_MESSAGE: Final = frozenset({404, 422})
+"""The answers of a registry that are about the message: it has no such schema, or no valid one."""
+
+
+class Unreadable(Exception):
+    """A message could not be deserialized.
+
+    Attributes:
+        index: Its place among the messages.
+        error: The deserializer's error, as confluent-kafka wraps it.
+        cause: The deserializer's own error.
+    """
+
+    def __init__(self, index: int, error: Exception, cause: Exception) -> None:
+        super().__init__(str(error))
+        self.index = index
+        self.error = error
+        self.cause = cause
+
+
+class Deserializing:
+    """Deserializes messages. Used by many threads at once, as its deserializers then are.
+
+    Args:
+        key: The deserializers of keys.
+        value: The deserializers of values.
+
+    Raises:
+        ConfigurationError: One of them cannot be called.
+    """
+
+    def __init__(self, key: Deserializers = None, value: Deserializers = None) -> None:
+        for name, given in (("key_deserializer", key), ("value_deserializer", value)):
+            check_callable(name, given, "(bytes, SerializationContext) -> object")
+        self._key = key
+        self._value = value
+
+    @contextmanager
+    def applied(self, messages: Sequence[Message]) -> Generator[None, None, None]:
+        """Deserialize the messages in place. If the block fails, they have their bytes again: a dead letter needs them.
+
+        Raises:
+            Unreadable: A deserializer has failed.
+            IllegalStateError: A deserializer is asynchronous.
+        """
+        if self._key is None and self._value is None:
+            yield
+            return
+        raw = [(message.key(), message.value()) for message in messages]
+        try:
+            elsewhere(lambda: self._apply(messages))  # it may ask a schema registry
+            yield
+        except BaseException:
+            for message, (key, value) in zip(messages, raw, strict=True):
+                message.set_key(key)
+                message.set_value(value)
+            raise
+
+    def _apply(self, messages: Sequence[Message]) -> None:
+        from confluent_kafka.error import (  # noqa: PLC0415 - loads a driver
+            KeyDeserializationError,
+            ValueDeserializationError,
+        )
+        from confluent_kafka.serialization import MessageField, SerializationContext  # noqa: PLC0415 - as above
+
+        for index, message in enumerate(messages):
+            topic = message.topic() or ""
+            # As DeserializingConsumer does it: the key first, and one context for both.
+            context = SerializationContext(topic, MessageField.KEY, message.headers())
+            wrap: Callable[..., Exception] = KeyDeserializationError
+            try:
+                if (by := for_topic(self._key, topic)) is not None:
+                    message.set_key(_made(by, message.key(), context))
+                context.field, wrap = MessageField.VALUE, ValueDeserializationError
+                if (by := for_topic(self._value, topic)) is not None:
+                    message.set_value(_made(by, message.value(), context))
+            except IllegalStateError:
+                raise
+            except Exception as error:
+                raise Unreadable(index, wrap(exception=error, kafka_message=message), error) from error
+
+
+def _made(by: Deserializer, given: object, context: SerializationContext) -> object:
+    made = by(given, context)
+    if is_not_run(made):
+        raise IllegalStateError(
+            f"the {context.field} deserializer of {context.topic} is asynchronous: none of it has run",
+            next_step="give the deserializer that is a plain function",
+        )
+    return made
+
+
+def registry_is_away(error: Exception) -> bool:
+    """Whether a deserializer has failed because its schema registry did not answer, or could not: no message's fault.
+
+    By names, so that no client of a registry is loaded here.
+    """
+    status = getattr(error, "http_status_code", None)
+    if isinstance(status, int):
+        return status not in _ABOUT_THE_MESSAGE
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError | TimeoutError) or not kinds.isdisjoint(
+        {"TransportError", "OAuthTokenError"}
+    )

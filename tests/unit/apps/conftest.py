@@ -1,0 +1,45 @@
+import pytest
+from harness.served import TOPIC
+
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+
+from .members import Member
+
+
+@pytest.fixture
+def member(shop, monkeypatch):
+    made = []
+
+    def make(handler, **options):
+        made.append(Member(shop, monkeypatch, handler, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close()
+
+
+@pytest.fixture
+def put(shop):
+    def handler(tx, messages):
+        for message in messages:
+            number = message.value().decode()
+            tx.connection.exec_driver_sql(f"INSERT INTO orders (id) VALUES ({number})")
+            tx.produce(TOPIC, number, partition=0)
+
+    return handler
+
+
+@pytest.fixture
+def produced_letters(monkeypatch):
+    """The value, key and headers of the messages set aside."""
+    found = []
+    real = TransactionalProducer.produce
+
+    def produce(self, topic, value=None, key=None, **options):
+        if options.get("headers"):
+            found.append((value, key, options["headers"]))
+        return real(self, topic, value, key, **options)
+
+    monkeypatch.setattr(TransactionalProducer, "produce", produce)
+    return found
