@@ -87,7 +87,11 @@ class JudgedProducer(ProducerEngine):
         try:
             return elsewhere(lambda: wait(timeout_s)) if timeout_s else wait(0)
         except (KafkaException, SystemError, AttributeError) as error:
-            self._raise(failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id=self._id))
+            self._raise(self._failure(error, Phase.DELIVERY))
+
+    def _failure(self, error: KafkaException | SystemError | AttributeError, phase: Phase) -> Failure:
+        exception = kafka_exception_behind(error, ask=self._raw.begin_transaction)
+        return failure_of(exception, phase, transactional_id=self._id)
 
     def _judge(self, phase: Phase, took_s: float) -> None:
         assert self._handle is not None
@@ -107,7 +111,7 @@ class JudgedProducer(ProducerEngine):
         except NoAnswer:
             self._raise(not_answered(phase, transactional_id=self._id))
         except (KafkaException, SystemError) as error:
-            self._raise(failure_of(kafka_exception_behind(error), phase, transactional_id=self._id))
+            self._raise(self._failure(error, phase))
         except BaseException:
             self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
             raise

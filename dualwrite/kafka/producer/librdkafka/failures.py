@@ -9,7 +9,7 @@ disagree. A delivery report carries no flags; there the transaction must be abor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -51,13 +51,19 @@ def kafka_error(exception: KafkaException) -> KafkaError:
     return error if isinstance(error, KafkaError) else KafkaError(KafkaError._FAIL, str(exception))
 
 
-def kafka_exception_behind(error: KafkaException | SystemError | AttributeError) -> KafkaException:
+def kafka_exception_behind(
+    error: KafkaException | SystemError | AttributeError, ask: Callable[[], object]
+) -> KafkaException:
     """Recover librdkafka's exception from the Python exception that hides it.
 
     librdkafka raises a fatal error from inside ``poll`` and ``flush``. If a delivery callback runs after it, Python
     raises a ``SystemError``: the callback returned with an exception set or, if confluent-kafka has lost the exception
     by then, ``flush`` failed without one. If a log line follows it, the pending exception makes the look-up of the
-    logger's method fail. In these last two cases the fatal error itself is lost.
+    logger's method fail. In these last two cases the fatal error itself is lost, but librdkafka keeps it.
+
+    Args:
+        error: What ``poll`` or ``flush`` has raised.
+        ask: A call that an instance with a fatal error answers with that error.
 
     Raises:
         SystemError, AttributeError: The error has another cause.
@@ -68,8 +74,18 @@ def kafka_exception_behind(error: KafkaException | SystemError | AttributeError)
     if isinstance(cause, KafkaException):
         return cause
     if cause is not None and _is_lost(cause):
-        return KafkaException(KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True))
+        return _asked(ask) or KafkaException(
+            KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True)
+        )
     raise error
+
+
+def _asked(ask: Callable[[], object]) -> KafkaException | None:
+    try:
+        ask()
+    except KafkaException as again:
+        return again if kafka_error(again).fatal() else None
+    return None
 
 
 def _is_lost(error: BaseException) -> bool:

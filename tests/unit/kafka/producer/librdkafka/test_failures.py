@@ -39,6 +39,10 @@ OURS = {
 FAILING = {Phase.PRODUCE, Phase.DELIVERY, Phase.SEND_OFFSETS}
 
 
+def nothing():
+    """An instance that, asked again, raises nothing."""
+
+
 def failure(code, phase, subject="orders", **flags):
     return failure_of(KafkaError(code, "why", **flags), phase, transactional_id="tx-1", subject=subject)
 
@@ -147,8 +151,8 @@ def test_the_error_behind_a_callback_that_returned_with_an_exception_set_is_foun
     fatal = KafkaException(KafkaError(KafkaError._FENCED, fatal=True))
     inner, outer = SystemError("returned a result with an exception set"), SystemError("and again")
     inner.__cause__, outer.__cause__ = fatal, inner
-    assert kafka_exception_behind(fatal) is fatal
-    assert kafka_exception_behind(outer) is fatal
+    assert kafka_exception_behind(fatal, nothing) is fatal
+    assert kafka_exception_behind(outer, nothing) is fatal
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -156,28 +160,38 @@ def test_a_fatal_error_that_confluent_kafka_has_lost_is_fatal_all_the_same(wrapp
     lost = SystemError("<built-in method flush of cimpl.Producer object> returned NULL without setting an exception")
     error = SystemError("and again") if wrapped else lost
     error.__cause__ = lost if wrapped else None
-    found = failure_of(kafka_exception_behind(error), Phase.DELIVERY, transactional_id="tx-1")
+    found = failure_of(kafka_exception_behind(error, nothing), Phase.DELIVERY, transactional_id="tx-1")
     assert type(found.error) is TransactionAborted
     assert found.event is ProducerEvent.DOUBT
+
+
+@pytest.mark.parametrize(("fatal", "found"), [(True, Fenced), (False, TransactionAborted)])
+def test_a_fatal_error_that_confluent_kafka_has_lost_is_asked_for_again(fatal, found):
+    def ask():
+        raise KafkaException(KafkaError(KafkaError._FENCED, fatal=fatal))
+
+    lost = SystemError("<built-in method flush of cimpl.Producer object> returned NULL without setting an exception")
+    failed = failure_of(kafka_exception_behind(lost, ask), Phase.DELIVERY, transactional_id="tx-1")
+    assert type(failed.error) is found
 
 
 def test_a_fatal_error_that_a_log_line_has_hidden_is_fatal_all_the_same():
     with pytest.raises(AttributeError) as raised:
         del ClientLog("tx-1").log  # the words that the interpreter has for it
     hidden = AttributeError(str(raised.value))
-    found = failure_of(kafka_exception_behind(hidden), Phase.DELIVERY, transactional_id="tx-1")
+    found = failure_of(kafka_exception_behind(hidden, nothing), Phase.DELIVERY, transactional_id="tx-1")
     assert type(found.error) is TransactionAborted
     assert found.event is ProducerEvent.DOUBT
 
 
 def test_another_attribute_error_stays_what_it_is():
     with pytest.raises(AttributeError):
-        kafka_exception_behind(AttributeError("'Deliveries' object has no attribute 'log'"))
+        kafka_exception_behind(AttributeError("'Deliveries' object has no attribute 'log'"), nothing)
 
 
 def test_another_system_error_stays_what_it_is():
     other = SystemError("something else")
     other.__context__ = KafkaException(KafkaError(KafkaError._FENCED))
     with pytest.raises(SystemError) as raised:
-        kafka_exception_behind(other)
+        kafka_exception_behind(other, nothing)
     assert raised.value is other
