@@ -9,6 +9,7 @@ from typing import TypeVar
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchState
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneState
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerState
+from dualwrite.protocol.tables.unit_life import UNIT_LIFE, UNIT_WRITER_LIFE, UnitState, UnitWriterState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteState
 
 State = TypeVar("State", bound=Enum)
@@ -63,6 +64,18 @@ def page() -> str:
             "",
             "```mermaid",
             draw(BATCH_LIFE, BatchState.PREPARED),
+            "```",
+            "",
+            "## Units, as a reader of their partition sees them",
+            "",
+            "```mermaid",
+            draw(UNIT_LIFE, UnitState.START),
+            "```",
+            "",
+            "## Units, as the writer of their partition sees them",
+            "",
+            "```mermaid",
+            draw(UNIT_WRITER_LIFE, UnitWriterState.CLAIMED),
             "```",
             "",
         ]

@@ -9,6 +9,7 @@ import pytest
 from harness.places import ROOT
 
 import dualwrite
+import dualwrite.units
 from dualwrite import DualWriteError
 from dualwrite.cli.group import COMMANDS
 from dualwrite.runtime import failpoints
@@ -47,6 +48,12 @@ def is_mentioned(name, text):
 def test_public_name_is_in_the_reference(name):
     assert f":: dualwrite.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
     assert inspect.getdoc(getattr(dualwrite, name))
+
+
+@pytest.mark.parametrize("name", dualwrite.units.__all__)
+def test_public_name_of_units_is_in_the_reference(name):
+    assert f":: dualwrite.units.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
+    assert inspect.getdoc(getattr(dualwrite.units, name))
 
 
 @pytest.mark.parametrize("name", failpoints.FAILPOINTS)

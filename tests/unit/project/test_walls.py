@@ -24,6 +24,8 @@ PLANTED = {
         "apps/consumer/offsets",
         "dualwrite.apps.consumer.reading",
     ),
+    "units: images over records": ("units/records", "dualwrite.units.image"),
+    "the rules of units are pure": ("units/image", "time"),
     "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
     "lanes: the pool over lanes": ("writing/lanes/losses", "dualwrite.writing.lanes.lane"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),

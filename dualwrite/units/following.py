@@ -1,0 +1,103 @@
+"""Follows a partition: applies records to an image as it reads, publishes at the end of a unit, reverts at an abort."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.unit_life import EFFECTS, UNIT_LIFE, Effect, UnitState
+from dualwrite.units.records import UnitRecord, event_of
+
+Contents = TypeVar("Contents")
+Contents_co = TypeVar("Contents_co", covariant=True)
+
+
+class UnitImage(Protocol[Contents_co]):
+    """The state of an application that a reader applies records to, with a change that nobody sees until it is published.
+
+    `KeyedImage` is one. Methods are called by one thread at a time, and must not raise: a reader cannot pass over a record.
+    """
+
+    def apply(self, record: UnitRecord) -> None:
+        """Take a record into the change."""
+
+    def publish(self) -> None:
+        """Show the change, at one moment."""
+
+    def revert(self) -> None:
+        """Forget the change."""
+
+    def contents(self) -> Contents_co:
+        """All that is published, as a value that later records do not change."""
+
+
+@dataclass(frozen=True)
+class Snapshot(Generic[Contents]):
+    """All that an image has published, and where reading goes on from there. It holds no markers and no part of a unit.
+
+    Attributes:
+        position: The offset of the first record that is not in it; None if that is the first one of the log.
+        contents: As the image gives it.
+    """
+
+    position: int | None
+    contents: Contents
+
+
+class Follower(Generic[Contents]):
+    """Applies the records of one partition to an image, so that it never shows a part of a unit. Does no I/O.
+
+    The memory that it needs is the image's. Threads may take snapshots while one thread reads.
+
+    Args:
+        image: What to apply the records to.
+        position: The position of the snapshot that the image begins with; None at the beginning of the log.
+    """
+
+    def __init__(self, image: UnitImage[Contents], position: int | None = None) -> None:
+        self._image = image
+        initial = UnitState.START if position is None else UnitState.OUTSIDE
+        self._machine = Machine("reader", UNIT_LIFE, initial)
+        self._position = position
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, record: UnitRecord) -> Effect:
+        """Take the next record of the partition, in order of offsets, without gaps but those of Kafka's own markers.
+
+        Returns:
+            What was done with it. After ``SHOW`` and ``PUBLISH`` the image shows more than before.
+
+        Raises:
+            ConfigurationError: The record cannot stand here: something else than one `UnitWriter` writes to the partition.
+                Nothing was changed.
+        """
+        event, state = event_of(record.headers), self._machine.state
+        if not self._machine.allows(event):
+            raise ConfigurationError(
+                f"offset {offset} holds {event.value!r}, which cannot stand there: the reader is at {state.value!r}",
+                next_step="let one UnitWriter alone write to this partition",
+            )
+        effect = EFFECTS[state][event]
+        with self._lock:
+            if effect in {Effect.HOLD, Effect.SHOW}:
+                self._image.apply(record)
+            if effect in {Effect.SHOW, Effect.PUBLISH}:
+                self._image.publish()
+            if effect is Effect.REVERT:
+                self._image.revert()
+            if self._machine.apply(event) is UnitState.OUTSIDE:
+                self._position = offset + 1
+        return effect
+
+    @property
+    def state(self) -> UnitState:
+        """Where the reader stands: inside a unit or not."""
+        return self._machine.state
+
+    def snapshot(self) -> Snapshot[Contents]:
+        """All that is published now, and where to read on. Inside a unit that is its beginning."""
+        with self._lock:
+            return Snapshot(self._position, self._image.contents())

@@ -1,0 +1,209 @@
+"""The records of units: KIP-868's markers as Kafka's own metadata log encodes them, and the header that tells them from data.
+
+Every record of a unit has the header ``dualwrite.unit``: ``begin``, ``end`` or ``abort`` of a marker, ``part`` of any other. A
+marker has no key: a broker refuses it in a compacted topic, where compaction would tear units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.tables.unit_life import UnitEvent
+
+HEADER: Final = "dualwrite.unit"
+LONGEST_TEXT: Final = 255
+"""The greatest length of a name or a reason in bytes of UTF-8, by the KIP."""
+
+Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
+
+_FRAME_VERSION: Final = 1
+_MESSAGE_VERSION: Final = 0
+_TEXT_TAG: Final = 0
+
+
+class UnitRecord(NamedTuple):
+    """A record of a topic, as a writer of units sends it and a reader gets it."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+@dataclass(frozen=True)
+class BeginTransaction:
+    """Begins a unit.
+
+    Args:
+        name: A description for people, at most 255 bytes.
+
+    Source: KIP-868, ``BeginTransactionRecord``.
+    """
+
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class EndTransaction:
+    """Ends a unit: readers publish it.
+
+    Source: KIP-868, ``EndTransactionRecord``.
+    """
+
+
+@dataclass(frozen=True)
+class AbortTransaction:
+    """Aborts a unit: readers forget it.
+
+    Args:
+        reason: Why, for people, at most 255 bytes.
+
+    Source: KIP-868, ``AbortTransactionRecord``.
+    """
+
+    reason: str | None = None
+
+
+Marker: TypeAlias = BeginTransaction | EndTransaction | AbortTransaction
+
+# Kafka's api keys: BeginTransactionRecord.json and its neighbours.
+_API_KEYS: Final[dict[type[Marker], int]] = {BeginTransaction: 23, EndTransaction: 24, AbortTransaction: 25}
+_KINDS: Final = {number: kind for kind, number in _API_KEYS.items()}
+_EVENTS: Final[dict[type[Marker], UnitEvent]] = {
+    BeginTransaction: UnitEvent.BEGIN,
+    EndTransaction: UnitEvent.END,
+    AbortTransaction: UnitEvent.ABORT,
+}
+_WORDS: Final = {event.value.encode(): event for event in UnitEvent if event is not UnitEvent.RECORD}
+
+
+def encoded(marker: Marker) -> bytes:
+    """The marker as a record of Kafka's metadata log: frame version, api key, version, and the flexible fields.
+
+    Raises:
+        ConfigurationError: The name or reason is longer than 255 bytes.
+    """
+    text = _text(marker)
+    head = _varint(_FRAME_VERSION) + _varint(_API_KEYS[type(marker)]) + _varint(_MESSAGE_VERSION)
+    if text is None:
+        return head + _varint(0)
+    raw = text.encode()
+    if len(raw) > LONGEST_TEXT:
+        raise ConfigurationError(
+            f"the name or reason of a unit has {len(raw)} bytes", next_step=f"use at most {LONGEST_TEXT}"
+        )
+    field = _varint(len(raw) + 1) + raw
+    return head + _varint(1) + _varint(_TEXT_TAG) + _varint(len(field)) + field
+
+
+def decoded(value: bytes) -> Marker:
+    """The marker of :func:`encoded`. Fields of later versions of Kafka, which are tagged, are passed over.
+
+    Raises:
+        ConfigurationError: The bytes are no marker, or one of an unknown version.
+    """
+    try:
+        frame, at = _read_varint(value, 0)
+        api_key, at = _read_varint(value, at)
+        version, at = _read_varint(value, at)
+        if (frame, version) != (_FRAME_VERSION, _MESSAGE_VERSION) or api_key not in _KINDS:
+            raise ValueError(f"frame version {frame}, api key {api_key}, version {version}")
+        text, at = _read_text(value, at)
+        if at != len(value):
+            raise ValueError(f"{len(value) - at} bytes too many")
+    except (ValueError, IndexError) as error:
+        raise ConfigurationError(
+            f"not the marker of a unit: {value[:40].hex()}: {error}",
+            next_step=f"let nothing but a UnitWriter send records with the header {HEADER!r}",
+        ) from None
+    kind = _KINDS[api_key]
+    return EndTransaction() if kind is EndTransaction else kind(text)  # type: ignore[call-arg] # the other two have a text
+
+
+def marker_record(marker: Marker) -> UnitRecord:
+    """The record that holds a marker.
+
+    Raises:
+        ConfigurationError: As :func:`encoded`.
+    """
+    return UnitRecord(None, encoded(marker), ((HEADER, _EVENTS[type(marker)].value.encode()),))
+
+
+def part_of_unit(key: bytes | None, value: bytes | None, headers: Headers = ()) -> UnitRecord:
+    """A user's record, marked as one of a unit.
+
+    Raises:
+        ConfigurationError: The user's headers hold the one that marks units.
+    """
+    if any(name == HEADER for name, _ in headers):
+        raise ConfigurationError(f"the header {HEADER!r} is the library's own", next_step="name yours differently")
+    return UnitRecord(key, value, (*headers, (HEADER, UnitEvent.PART.value.encode())))
+
+
+def event_of(headers: Iterable[tuple[str, bytes | None]]) -> UnitEvent:
+    """The meaning of a record with these headers to a reader.
+
+    Raises:
+        ConfigurationError: The header that marks units has an unknown value.
+    """
+    for name, word in headers:
+        if name == HEADER:
+            if word not in _WORDS:
+                raise ConfigurationError(
+                    f"the header {HEADER!r} holds {word!r}",
+                    next_step="read with a newer version of dualwrite, or let nothing else set this header",
+                )
+            return _WORDS[word]
+    return UnitEvent.RECORD
+
+
+def shortened(text: str) -> str:
+    """The text, cut to what a name or a reason may hold, between characters."""
+    return text.encode()[:LONGEST_TEXT].decode(errors="ignore")
+
+
+def _text(marker: Marker) -> str | None:
+    if isinstance(marker, BeginTransaction):
+        return marker.name
+    return marker.reason if isinstance(marker, AbortTransaction) else None
+
+
+def _read_text(value: bytes, at: int) -> tuple[str | None, int]:
+    text = None
+    count, at = _read_varint(value, at)
+    for _ in range(count):
+        tag, at = _read_varint(value, at)
+        size, at = _read_varint(value, at)
+        field, at = value[at : at + size], at + size
+        if len(field) != size:
+            raise ValueError("cut off")
+        if tag == _TEXT_TAG:
+            length, begin = _read_varint(field, 0)
+            if length and length - 1 != len(field) - begin:
+                raise ValueError(f"a text of {length - 1} bytes in a field of {size}")
+            text = field[begin:].decode() if length else None
+    return text, at
+
+
+def _varint(value: int) -> bytes:
+    """Kafka's unsigned varint."""
+    rest, written = value, bytearray()
+    while rest >> 7:
+        written.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    written.append(rest)
+    return bytes(written)
+
+
+def _read_varint(value: bytes, at: int) -> tuple[int, int]:
+    read = shift = 0
+    while True:
+        byte = value[at]
+        read |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 0x80:
+            return read, at
+        if shift > 28:  # noqa: PLR2004 - a 32-bit number has five bytes
+            raise ValueError("a number of more than five bytes")
