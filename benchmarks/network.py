@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine
 
-from benchmarks import round_trips
+from benchmarks import pipelined, round_trips
 from benchmarks.delayed import far_away
 from benchmarks.servers import Ground, p50
 from benchmarks.ways import ENGINES, METADATA, SEQUENTIAL, UNSAFE, Write, in_turn, ours, unsafe, without_a_protocol
@@ -43,6 +43,7 @@ def run(ground: Ground, *, operations: int = 300, warm_up: int = 30, counted: in
             far.delay.value = delay_ms / 1000
             for name, samples in in_turn(calls, operations, warm_up=warm_up).items():
                 delays[name][str(delay_ms)] = p50(samples)
+        together = pipelined.run(far, operations=operations, warm_up=warm_up)
         far.delay.value = 0.0  # closing takes round trips, too
         stack.callback(engine.dispose)
-    return {"p50": delays, "requests": round_trips.count(ground, counted)}
+    return {"p50": delays, "requests": round_trips.count(ground, counted), "pipelined": together}
