@@ -14,7 +14,7 @@ from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
-from dualwrite.recovery.plan import IdStatus
+from dualwrite.recovery.plan import IdStatus, longest_open_s
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.recovery.settling.settle import Loss
 from dualwrite.stores.jobs.batches import Batch
@@ -101,6 +101,21 @@ def status_table(items: Sequence[IdStatus]) -> Table:
     return table
 
 
+def summary(items: Sequence[IdStatus], open_incidents: int) -> str:
+    """The last line of ``dualwrite status``."""
+    parts = [
+        f"{len(items)} ids",
+        f"{sum(item.needs_recovery for item in items)} to recover",
+        f"{open_incidents} losses not acknowledged",
+    ]
+    longest_s = longest_open_s(items)
+    if longest_s is not None:
+        parts.append(f"longest open {_seconds(longest_s)}")
+    if unlimited := sum(item.has_no_time_limit is True for item in items):
+        parts.append(f"{unlimited} without a time limit (two-phase commit)")
+    return ", ".join(parts)
+
+
 def _seconds(seconds: float | None, digits: int = 0) -> str:
     return "" if seconds is None else f"{seconds:.{digits}f} s"
 
@@ -128,6 +143,7 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "kafka": item.kafka_status.value,
         "open_for_s": item.open_for_s,
         "aborted_in_s": item.aborted_in_s,
+        "has_no_time_limit": item.has_no_time_limit,
         "prepared_for_s": item.prepared_for_s,
         "owner": item.row.owner,
         "updated_at": item.row.updated_at.isoformat(),

@@ -9,9 +9,9 @@ import click
 
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
-from dualwrite.cli.report import report_console, status_json, status_table
+from dualwrite.cli.report import report_console, status_json, status_table, summary
 from dualwrite.recovery import recover as recovery
-from dualwrite.recovery.plan import is_young
+from dualwrite.recovery.plan import is_young, longest_open_s
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.state import SqlStateStore
 
@@ -59,13 +59,14 @@ def status(
         incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
     finally:
         engine.dispose()
-    known = bool(items)
+    known, longest_s = bool(items), longest_open_s(items)
     if problems:
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
     open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
     if as_json:
         document = {
             "ids": [status_json(item) for item in items],
+            "longest_open_s": longest_s,
             "incidents": [
                 {
                     "transactional_id": incident.transactional_id,
@@ -81,8 +82,7 @@ def status(
     else:
         console = report_console()
         console.print(status_table(items))
-        needing = sum(item.needs_recovery for item in items)
-        console.print(f"\n{len(items)} ids, {needing} to recover, {len(open_incidents)} losses not acknowledged")
+        console.print(f"\n{summary(items, len(open_incidents))}")
         for item in items:
             if item.went_back is not None:
                 console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")

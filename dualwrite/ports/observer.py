@@ -111,16 +111,20 @@ class Observer:
     def lost(self, loss: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack) -> None:
         """A loss is reported that did not leave a block as its error."""
 
-    def opened(self, health: Callable[[], Health]) -> Callable[[], None]:
+    def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
         """A writer is opening.
 
         Args:
-            health: May be called at any time, by any thread.
+            health: The writer's health.
+            longest_open_s: The age of the oldest transaction open in Kafka, in seconds, as the brokers last reported it; None
+                if it is not known. A call has Kafka asked again in the background, now and then.
+
+        Both may be called at any time, by any thread, and return at once.
 
         Returns:
             A function to call when the writer is closed. It may be called more than once.
         """
-        del health
+        del health, longest_open_s
         return _nothing
 
 

@@ -21,6 +21,14 @@ class TransactionStatus(Enum):
     PREPARE_EPOCH_FENCE = "PrepareEpochFence"
 
 
+OPEN: Final = frozenset(
+    {
+        TransactionStatus.ONGOING,
+        TransactionStatus.PREPARE_COMMIT,
+        TransactionStatus.PREPARE_ABORT,
+    }
+)
+"""While these are shown, the transaction has not ended in every partition."""
 NEVER_MS: Final = 2_147_483_647
 """The transaction timeout that never expires (KIP-939)."""
 

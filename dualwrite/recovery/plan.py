@@ -44,6 +44,9 @@ class IdStatus:
         went_back: The evidence that the database has lost commits; None if there is none.
         claim_lost: Whether it has lost a claim: then the id can only be claimed by a recovery with ``after_restore``.
         decided_is_open: Whether its open Kafka transaction is the one that the database has decided.
+        has_no_time_limit: Whether the broker never aborts a transaction of this incarnation by itself: its producer asked for
+            two-phase commit, or for the timeout 2147483647 ms, which brokers keep as the same. None if the coordinator does not
+            know the incarnation.
     """
 
     row: StateRow
@@ -57,6 +60,7 @@ class IdStatus:
     went_back: str | None = None
     claim_lost: bool = False
     decided_is_open: bool = False
+    has_no_time_limit: bool | None = None
 
     @property
     def is_undecided(self) -> bool:
@@ -100,8 +104,14 @@ def describe(
         aborted_in_s=None if open_for_s is None or timeout_s is None else max(0.0, timeout_s - open_for_s),
         went_back=back[0] if back is not None else None,
         claim_lost=back is not None and back[1],
+        has_no_time_limit=None if view.timeout_ms is None else view.timeout_ms == NEVER_MS,
         decided_is_open=is_open and step is SettleStep.COMMIT and shows_same_transaction(view, item.row.prepared),
     )
+
+
+def longest_open_s(items: Iterable[IdStatus]) -> float | None:
+    """The age of the oldest of their open Kafka transactions, in seconds; None if none is open."""
+    return max((item.open_for_s for item in items if item.open_for_s is not None), default=None)
 
 
 def _left_unended(known: Knowledge) -> bool:

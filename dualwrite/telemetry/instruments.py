@@ -28,27 +28,31 @@ _LOST: Final = (
     (DecidedTransactionLost, "lost"),
 )
 
-_Read = Callable[["Health"], Iterable[tuple[float, dict[str, str]]]]
+
+_LongestOpen = Callable[[], float | None]
+_Values = Iterable[tuple[float, dict[str, str]]]
+_Read = Callable[["Health", _LongestOpen], _Values]
 
 
-def _one(value: float) -> list[tuple[float, dict[str, str]]]:
-    return [(value, {})]
+def _one(value: float | None) -> _Values:
+    return [] if value is None else [(value, {})]
 
 
-def _lanes(health: Health) -> Iterable[tuple[float, dict[str, str]]]:
+def _lanes(health: Health, _: _LongestOpen) -> _Values:
     idle = health.lanes - health.used - health.unsettled
     for state, count in (("used", health.used), ("idle", idle), ("unsettled", health.unsettled)):
         yield count, {names.LANE_STATE: state}
 
 
 _OBSERVED: Final[dict[Metric, _Read]] = {
-    names.READY: lambda health: _one(int(health.ready)),
+    names.READY: lambda health, _: _one(int(health.ready)),
     names.LANES: _lanes,
-    names.LANES_MAX: lambda health: _one(health.max_lanes),
-    names.WAITING: lambda health: _one(health.waiting),
-    names.UNSETTLED_TIME: lambda health: _one(health.unsettled_s),
-    names.OPEN_TIME: lambda health: _one(health.open_s),
-    names.TIME_LEFT: lambda health: [] if health.time_left_s is None else _one(health.time_left_s),
+    names.LANES_MAX: lambda health, _: _one(health.max_lanes),
+    names.WAITING: lambda health, _: _one(health.waiting),
+    names.UNSETTLED_TIME: lambda health, _: _one(health.unsettled_s),
+    names.OPEN_TIME: lambda health, _: _one(health.open_s),
+    names.TIME_LEFT: lambda health, _: _one(health.time_left_s),
+    names.KAFKA_OPEN_TIME: lambda _, longest_open_s: _one(longest_open_s()),
 }
 
 
@@ -58,7 +62,7 @@ class Instruments:
     def __init__(self, meter: Meter) -> None:
         self._names: set[str] = set()
         self._lock = threading.Lock()
-        self._open: dict[object, tuple[int, Callable[[], Health]]] = {}
+        self._open: dict[object, tuple[int, Callable[[], Health], _LongestOpen]] = {}
         self._duration = _histogram(meter, names.DURATION)
         self._phase_duration = _histogram(meter, names.PHASE_DURATION)
         self._writes = _counter(meter, names.WRITES)
@@ -103,10 +107,10 @@ class Instruments:
             if count:
                 self._settled.add(count, {names.SETTLEMENT: name})
 
-    def opened(self, health: Callable[[], Health]) -> Callable[[], None]:
-        """Read a writer's health whenever the metrics are collected, until the returned function is called."""
+    def opened(self, health: Callable[[], Health], longest_open_s: _LongestOpen) -> Callable[[], None]:
+        """Read both of a writer whenever the metrics are collected, until the returned function is called."""
         key = object()
-        self._open[key] = (os.getpid(), health)
+        self._open[key] = (os.getpid(), health, longest_open_s)
 
         def closed() -> None:
             self._open.pop(key, None)
@@ -116,13 +120,13 @@ class Instruments:
     def _callback(self, read: _Read) -> Callable[[CallbackOptions], Iterator[Observation]]:
         def observe(options: CallbackOptions) -> Iterator[Observation]:
             del options
-            for pid, ask in list(self._open.values()):
+            for pid, ask, longest_open_s in list(self._open.values()):
                 if pid != os.getpid():
                     continue  # the parent's: it reports it itself
                 health = ask()
                 writer = self._bounded(health.writer)
                 if writer != _OTHER:
-                    for value, attributes in read(health):
+                    for value, attributes in read(health, longest_open_s):
                         yield Observation(value, {names.WRITER: writer, **attributes})
 
         return observe

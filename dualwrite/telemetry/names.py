@@ -163,6 +163,12 @@ OPEN_TIME: Final = Metric(
     "s",
     "Age of the oldest dual write that holds a lane; 0 if none does",
 )
+KAFKA_OPEN_TIME: Final = Metric(
+    "dualwrite.kafka.open_time",
+    Instrument.GAUGE,
+    "s",
+    "Age of the oldest transaction open in Kafka, of any program; 0 if none is; absent while unknown",
+)
 TIME_LEFT: Final = Metric(
     "dualwrite.transaction.time_left",
     Instrument.GAUGE,
@@ -183,6 +189,7 @@ METRICS: Final = (
     UNSETTLED_TIME,
     OPEN_TIME,
     TIME_LEFT,
+    KAFKA_OPEN_TIME,
 )
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """The bounds of the histograms' buckets that are proposed to the SDK, in seconds."""

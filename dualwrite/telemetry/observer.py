@@ -91,6 +91,6 @@ class Telemetry(Observer):
         """See :class:`dualwrite.ports.observer.Observer`."""
         self.instruments.lost(loss)
 
-    def opened(self, health: Callable[[], Health]) -> Callable[[], None]:
+    def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
         """See :class:`dualwrite.ports.observer.Observer`."""
-        return self.instruments.opened(health)
+        return self.instruments.opened(health, longest_open_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -11,6 +10,7 @@ from dualwrite.errors import CompletionPending, DualWriteError, Fenced, Transact
 from dualwrite.protocol.health import Health
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,8 @@ class Vitals:
 
     def __init__(self, name: str, probe: Callable[[], object]) -> None:
         self._name = name
-        self._probe = probe
-        self._lock = threading.Lock()
-        self._next_probe_at = 0.0
+        self._question = probe
+        self._probe = Probe(f"dualwrite {name} probe", self._ask, every_s=_PROBE_EVERY_S)
         self._answered = True
         self._fenced = False
 
@@ -51,7 +50,7 @@ class Vitals:
         """The writer's health. Returns at once."""
         answered = self._answered
         if is_open and not answered:
-            self._start_probe()
+            self._probe.start()
         now, all_lanes = now_s(), lanes.all
         used = [kept for kept in all_lanes if kept.taken_at is not None]
         unsettled = [kept for kept in all_lanes if kept.taken_at is None and kept.lane.needs_settling]
@@ -73,18 +72,9 @@ class Vitals:
             time_left_s=min(left, default=None),
         )
 
-    def _start_probe(self) -> None:
-        with self._lock:
-            if now_s() < self._next_probe_at:
-                return
-            self._next_probe_at = float("inf")  # one at a time
-        threading.Thread(target=self._ask, name=f"dualwrite {self._name} probe", daemon=True).start()
-
     def _ask(self) -> None:
         try:
-            self._probe()
+            self._question()
             self._answered = True
         except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
-        finally:
-            self._next_probe_at = now_s() + _PROBE_EVERY_S

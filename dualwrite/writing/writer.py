@@ -42,6 +42,7 @@ from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
 from dualwrite.writing.lanes.losses import Losses, OnLoss
 from dualwrite.writing.lanes.turns import Ticket, Turns
+from dualwrite.writing.probe import SeldomAsked
 from dualwrite.writing.redo import Patience, run_again
 from dualwrite.writing.serializing import Serializers, Serializing
 from dualwrite.writing.transaction import Transaction
@@ -193,7 +194,12 @@ class DualWriter:
             paused_owner_timeout_s=self._paused_owner_timeout_s,
         )
         self._context = OwnerContext(coordinator, store, self._owner, self._observer)
-        self._unobserve = self._observer.opened(self.health)
+        longest_open_s = SeldomAsked(
+            f"dualwrite {self.transactional_id} open transactions",
+            lambda: coordinator.longest_open_s(Deadline(_PROBE_S)),
+            lambda error: logger.debug("could not ask for the oldest open transaction: %s", error),
+        )
+        self._unobserve = self._observer.opened(self.health, longest_open_s)
         # Its own connections: a broker works through the requests of one connection one by one.
         asks = KafkaCoordinator(self._config, like=coordinator, one_thread=True)
         self._watcher = EndWatcher(self.transactional_id, asks, self._lanes.look_again)

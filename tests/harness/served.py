@@ -64,6 +64,10 @@ class ServedKafka(Simulation):
 
 
 class _Coordinator(SimulatedCoordinator):
+    def longest_open_s(self, deadline: Deadline) -> float:
+        del deadline
+        return 0.0
+
     def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
         del deadline
         return []

@@ -74,7 +74,9 @@ def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
     assert item["needs_recovery"]
     assert item["kafka"] == "Ongoing"
     assert item["row"] == "decided"
-    assert item["open_for_s"] >= 0
+    assert item["open_for_s"] == document["longest_open_s"] >= 0
+    assert "1 to recover, 0 losses not acknowledged, longest open " in table.stdout
+    assert item["has_no_time_limit"] is False
     assert (
         json.loads(dualwrite("status", "--json").stdout)["ids"][0]["current_incarnation"] == item["current_incarnation"]
     )
@@ -200,7 +202,9 @@ def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, ka
             (item,) = [one for one in json.loads(shown.stdout)["ids"] if one["kafka"] == "Ongoing"]
             assert item["recovery_would"] == "abort: undecided"
             assert 0 < item["aborted_in_s"] < 900
-            assert json.loads(dualwrite("status", "--problems", "--json").stdout)["ids"] == []
+            problems = json.loads(dualwrite("status", "--problems", "--json").stdout)
+            assert problems["ids"] == []
+            assert problems["longest_open_s"] >= item["open_for_s"]
             young = recover(kafka=kafka, engine=url)  # as the command's: 60 s
             assert (young.settled, young.skipped) == ([], [item["transactional_id"]])
             assert dualwrite("recover", "--all").exit_code == 7

@@ -6,14 +6,18 @@ import secrets
 import pytest
 from harness.acls import allow_two_phase_commit
 from harness.users import USERS
+from sqlalchemy import create_engine
 
+from dualwrite import DualWriter
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer import transaction_timeout
 from dualwrite.kafka.producer.transaction_timeout import BROKER_DEFAULT_MS
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import NEVER_MS, EndAnswer, TransactionStatus
+from dualwrite.recovery.recover import status
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import EmbeddedKafka, read_committed
 
@@ -92,6 +96,18 @@ def test_two_phase_commit_is_used_where_it_is_enabled_and_allowed(two_phase_kafk
     initialised(config, kafka_id)
     visible = [record.value for record in read_committed(two_phase_kafka.admin_config(), topic)]
     assert visible == [b"a", b"b"]
+
+
+def test_status_shows_whether_two_phase_commit_is_used(two_phase_kafka, tmp_path):
+    config, engine = two_phase_kafka.admin_config(), create_engine(f"sqlite:///{tmp_path / 'state.db'}")
+    with engine.connect() as connection:
+        upgrade(connection)
+    shown = {}
+    for name, settings in (("with", {}), ("without", {"transaction.two.phase.commit.enable": "false"})):
+        with DualWriter(name, kafka={**config, **settings}, engine=engine, max_lanes=1, producer_engine="native"):
+            [shown[name]] = [one.has_no_time_limit for one in status(name, kafka=config, engine=engine)]
+    engine.dispose()
+    assert shown == {"with": True, "without": False}
 
 
 REQUIRED = {"transaction.two.phase.commit.enable": "true"}

@@ -183,6 +183,16 @@ class KafkaCoordinator:
         """
         return listing.list_ids(self._brokers, prefix, deadline)
 
+    def longest_open_s(self, deadline: Deadline) -> float:
+        """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
+
+        The metric that KIP-939 proposes for brokers, ``ActiveTransactionOpenTimeMaxMs``.
+
+        Raises:
+            Unavailable: The brokers did not answer in time.
+        """
+        return listing.longest_open_s(self._brokers, lambda ids: self.describe(ids, deadline), deadline)
+
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
 

@@ -12,20 +12,13 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.routing import Coordinators
-from dualwrite.protocol.observations import TransactionStatus, TransactionView
+from dualwrite.protocol.observations import OPEN, TransactionStatus, TransactionView
 from dualwrite.runtime.deadline import Deadline
 
 _BROKER_RESOURCE: Final = 4
 _LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
-_OPEN: Final = frozenset(
-    {
-        TransactionStatus.ONGOING,
-        TransactionStatus.PREPARE_COMMIT,
-        TransactionStatus.PREPARE_ABORT,
-    }
-)
 
 
 def describe(
@@ -58,7 +51,7 @@ def _view(state: Message) -> TransactionView | NotYet:
         status=status,
         producer_id=state.producer_id,
         epoch=state.producer_epoch,
-        started_ms=state.transaction_start_time_ms if status in _OPEN else None,
+        started_ms=state.transaction_start_time_ms if status in OPEN else None,
         timeout_ms=state.transaction_timeout_ms,
         partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
         newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,

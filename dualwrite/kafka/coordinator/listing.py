@@ -12,7 +12,8 @@ partition may have moved away and back, or a broker that was paused may not know
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -24,6 +25,7 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 from dualwrite.kafka.coordinator.brokers import Brokers, metadata_request, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
 from dualwrite.kafka.coordinator.routing import Leader, internal_partition, read_topics
+from dualwrite.protocol.observations import OPEN, TransactionView
 from dualwrite.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ TOPIC: Final = "__transaction_state"
 PROBES: Final = "dualwrite-probe."
 """How the ids begin that are described as evidence. No transaction uses them."""
 
+_LIST: Final = "the list of transactions"
+_TO_LIST: Final = "Describe on the transactional ids"
 _LOADED: Final = (kafka_errors.NoError, kafka_errors.TransactionalIdNotFoundError)
 _Leaders = Mapping[int, Leader | None] | None
 """The leader of each partition. Empty if there is no such topic, None if we may not describe it."""
@@ -68,6 +72,39 @@ def ids_of(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) 
     """The transactional ids of producer ids; those that no coordinator shows us are missing. Raises as `list_transactions`."""
     transactions = list_transactions(brokers, producer_ids, deadline).transactions
     return {state.producer_id: state.transactional_id for state in transactions}
+
+
+def longest_open_s(
+    brokers: Brokers, describe: Callable[[Collection[str]], Mapping[str, TransactionView]], deadline: Deadline
+) -> float:
+    """The age of the oldest transaction that a coordinator shows us as open, in seconds; 0 if none is.
+
+    One that is hidden while its coordinator changes may be missing.
+
+    Args:
+        brokers: The connections.
+        describe: Asks the coordinators for their views.
+        deadline: Limits the wait for lists.
+
+    Raises:
+        Unavailable: Some brokers did not answer in time.
+    """
+    request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
+
+    def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
+        found: set[str] = set()
+        for answer in brokers.exchange([(node, request) for node in brokers.nodes(deadline)], deadline):
+            if isinstance(answer, NotYet):
+                return {None: answer}
+            if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
+                return {None: why}
+            found.update(state.transactional_id for state in answer.transaction_states)
+        return {None: found}
+
+    listed = until_answered([None], ask, deadline, "list the open transactions")[None]
+    views = describe(listed).values() if listed else ()
+    started = [view.started_ms for view in views if view.started_ms is not None]
+    return max(0.0, time.time() - min(started) / 1000) if started else 0.0
 
 
 def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Listing:
@@ -109,7 +146,7 @@ def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing |
         if isinstance(answer, NotYet):
             return answer
     for before, listed, after, view in zip(*[iter(answers)] * 4, strict=True):
-        why = verdict(listed.error_code, "the list of transactions", "Describe on the transactional ids")
+        why = verdict(listed.error_code, _LIST, _TO_LIST)
         if why is not None:
             return why
         if _leaders(view) != leaders:

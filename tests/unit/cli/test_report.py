@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from rich.console import Console
 
-from dualwrite.cli.report import status_json, status_table
+from dualwrite.cli.report import status_json, status_table, summary
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.settle import SettleStep
-from dualwrite.recovery.plan import IdStatus
+from dualwrite.recovery.plan import IdStatus, longest_open_s
 
 SHARED = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
 NATIVE = PreparedTxnState.from_string("7:0;n;i=1;orders@c2FtcGxl:0=3")
@@ -42,3 +43,14 @@ def test_the_engine_of_a_decided_transaction_is_shown_where_one_is_native() -> N
 def test_scripts_read_the_engine_of_a_decided_transaction() -> None:
     shown = [status_json(one)["engine"] for one in (item(SHARED), item(NATIVE), item(NATIVE, 2))]
     assert shown == ["librdkafka", "native", None]
+
+
+def test_the_last_line_of_status_counts_and_tells_the_longest_open_transaction() -> None:
+    items = [item(SHARED), replace(item(NATIVE), open_for_s=95.0, has_no_time_limit=True)]
+    assert summary(items, 3) == (
+        "2 ids, 2 to recover, 3 losses not acknowledged, longest open 95 s, 1 without a time limit (two-phase commit)"
+    )
+    idle = replace(item(SHARED), open_for_s=None, has_no_time_limit=False, needs_recovery=False)
+    assert summary([idle], 0) == "1 ids, 0 to recover, 0 losses not acknowledged"
+    assert longest_open_s([idle, *items]) == 95.0
+    assert longest_open_s([idle]) is None

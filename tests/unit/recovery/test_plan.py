@@ -56,5 +56,6 @@ def test_a_transaction_without_a_time_limit_is_never_aborted_by_the_broker(capsy
     view = TransactionView(TransactionStatus.ONGOING, 7, 0, begun_30_days_ago_ms, timeout_ms)
     item = describe(Unsettled(ROW, 1, looked(initial(STATE, None), view)), SettleStep.COMMIT, None, None)
     assert item.aborted_in_s == (None if shown == "never" else 0.0)
+    assert item.has_no_time_limit is (shown == "never")
     report_console().print(status_table([item]))
     assert shown in capsys.readouterr().out.replace("2592000 s", "")

@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+from harness.patience import wait_until
 
 from dualwrite import Health, OutcomeUnverifiable
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost
@@ -64,6 +65,18 @@ def test_open_writers_are_read_and_closed_ones_are_not(shop, recorded):
         assert recorded.values(names.OPEN_TIME) == {("orders",): 0}
         assert recorded.values(names.TIME_LEFT) == {}
     assert recorded.values(names.READY) == {}
+
+
+def test_the_oldest_transaction_in_kafka_is_shown_as_it_was_when_the_brokers_were_asked_last(
+    shop, recorded, monkeypatch
+):
+    monkeypatch.setattr("dualwrite.writing.probe.EVERY_S", 0.0)
+    with shop.writer(telemetry=recorded.telemetry) as writer:
+        assert recorded.values(names.KAFKA_OPEN_TIME) == {}  # the first look has them asked
+        wait_until(lambda: recorded.values(names.KAFKA_OPEN_TIME) == {("orders",): 0})
+        monkeypatch.setattr(writer._context.coordinator, "longest_open_s", lambda _: 95.0)
+        wait_until(lambda: recorded.values(names.KAFKA_OPEN_TIME) == {("orders",): 95})
+    assert recorded.values(names.KAFKA_OPEN_TIME) == {}
 
 
 def test_blocks_that_wait_for_a_lane_are_counted(shop, recorded):
@@ -130,7 +143,7 @@ def test_losses_are_counted_by_kind(recorded):
 def test_a_process_with_a_writer_for_every_tenant_has_a_bounded_number_of_series(recorded):
     for number in range(150):
         recorded.telemetry.instruments.phase(f"tenant-{number}", Phase.BODY, 0.1)
-        recorded.telemetry.opened(lambda number=number: Health(f"tenant-{number}", open=True))
+        recorded.telemetry.opened(lambda number=number: Health(f"tenant-{number}", open=True), lambda: 1.0)
     found = counts(recorded, names.PHASE_DURATION)
     assert len(found) == 101
     assert found["other", "body"] == 50
@@ -138,7 +151,7 @@ def test_a_process_with_a_writer_for_every_tenant_has_a_bounded_number_of_series
 
 
 def test_a_forked_process_does_not_report_its_parents_writers(recorded, monkeypatch):
-    recorded.telemetry.opened(lambda: Health("orders", open=True))
+    recorded.telemetry.opened(lambda: Health("orders", open=True), lambda: 1.0)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert recorded.values(names.READY) == {}
 
