@@ -25,6 +25,7 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
+    from dualwrite.apps.async_sessions import AsyncBoundSessions
     from dualwrite.apps.async_transaction import AsyncTransaction
     from dualwrite.apps.async_writer import AsyncDualWriter
     from dualwrite.apps.consumer.consumer import ConsumerProgress, ExactlyOnceConsumer
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
+    "AsyncBoundSessions",
     "AsyncDualWriter",
     "AsyncTransaction",
     "Batch",
@@ -83,6 +85,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncBoundSessions": "dualwrite.apps.async_sessions",
     "AsyncDualWriter": "dualwrite.apps.async_writer",
     "AsyncTransaction": "dualwrite.apps.async_transaction",
     "Batch": "dualwrite.stores.jobs.batches",

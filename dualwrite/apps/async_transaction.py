@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from dualwrite.apps.greenlets import run
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.waiting import here
 from dualwrite.writing.lanes.turns import Turns
 
 if TYPE_CHECKING:
@@ -53,6 +54,34 @@ class Sessions:
         return made.sync_session
 
 
+class OneByOne:
+    """Lets tasks work at one dual write one by one."""
+
+    def __init__(self) -> None:
+        self._turns: Turns[None] = Turns([None])
+        self._worker: object = None
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Do the work when no other task works. Called in a greenlet.
+
+        A task that works already goes on: an error that is found on its way may end the dual write at once.
+        """
+        caller = here().caller
+        if caller is self._worker:
+            return work()
+        turn = self._turns.ticket()
+        try:
+            turn.wait(Deadline(_FOR_EVER_S))
+            self._worker = caller
+            try:
+                return work()
+            finally:
+                self._worker = None
+                turn.end()
+        finally:
+            turn.end()
+
+
 class AsyncTransaction:
     """One dual write: rows through :attr:`connection` or :attr:`session`, messages through :meth:`produce`.
 
@@ -60,12 +89,14 @@ class AsyncTransaction:
     each other. The block commits or aborts it: leave the block normally, or raise.
     """
 
-    def __init__(self, transaction: Transaction, engine: AsyncEngine, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, transaction: Transaction, engine: AsyncEngine, pool: ThreadPoolExecutor, turns: OneByOne | None = None
+    ) -> None:
         self._transaction = transaction
         self._engine = engine
         self._pool = pool
         self._connection: AsyncConnection | None = None
-        self._sends: Turns[None] = Turns([None])
+        self._turns = OneByOne() if turns is None else turns
 
     @property
     def transactional_id(self) -> str:
@@ -171,15 +202,7 @@ class AsyncTransaction:
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Do the work when no other task sends. Called in a greenlet."""
-        turn = self._sends.ticket()
-        try:
-            try:
-                turn.wait(Deadline(_FOR_EVER_S))
-                return work()
-            finally:
-                turn.end()
-        finally:
-            turn.end()
+        return self._turns.do(work)
 
     def __repr__(self) -> str:
         return f"<AsyncTransaction {self.transactional_id} {self.state.value}>"

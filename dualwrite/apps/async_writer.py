@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
+from dualwrite.apps.async_sessions import AsyncBoundSessions
 from dualwrite.apps.async_transaction import AsyncTransaction, Sessions, session_of_block
 from dualwrite.apps.greenlets import run
 from dualwrite.errors import IllegalStateError
@@ -25,6 +26,7 @@ from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
     from sqlalchemy.orm import Session
     from typing_extensions import Self
 
@@ -180,6 +182,23 @@ class AsyncDualWriter:
         else:
             await run(pool, partial(leave, None, None, None), interruptible=False)
 
+    def bind(
+        self, sessions: async_sessionmaker[Any] | async_scoped_session[Any] | type[AsyncSession]
+    ) -> AsyncBoundSessions:
+        """Let the sessions of a factory produce messages that commit with their rows. See :meth:`DualWriter.bind`.
+
+        The factory is used on as before. Bind it once, before it makes sessions, and use the result in every task; the writer
+        must be open when a session produces.
+
+        Args:
+            sessions: An ``async_sessionmaker``, an ``async_scoped_session`` of one, or a class (SQLModel's ``AsyncSession``).
+                Its sessions lead to the writer's database, and to no other in the same transaction.
+
+        Raises:
+            ConfigurationError: Its sessions are for threads or in two-phase mode, or it is no such factory.
+        """
+        return self._writer.bind_for_tasks(sessions, self._opened)
+
     async def run(
         self,
         work: Callable[[AsyncTransaction], Awaitable[T]],
@@ -320,6 +339,17 @@ class _TaskWriter(DualWriter):
         here().elsewhere(self.open)
         with borrowed(None, self._engine_of_blocks) as connection:
             self._opened().store.check_same_database(connection)
+
+    def bind_for_tasks(self, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
+        """See :meth:`AsyncDualWriter.bind`."""
+        return AsyncBoundSessions(
+            self.transactional_id,
+            sessions,
+            self._joined_block(),
+            engine=self._asynchronous,
+            opened=opened,
+            joins_first=self._joins_first,
+        )
 
     @property
     def _engine_of_blocks(self) -> Engine:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.observer import Observer, WriteObserver
     from dualwrite.protocol.health import Health
     from dualwrite.protocol.rows import StateRow
+    from dualwrite.writing.joining import Block
     from dualwrite.writing.sessions import BoundSessions
 
 logger = logging.getLogger(__name__)
@@ -307,13 +308,17 @@ class DualWriter:
         """
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
+        return BoundSessions(self.transactional_id, sessions, self._joined_block(), joins_first=self._joins_first)
+
+    def _joined_block(self) -> Block:
         store = JoinedStore(self._engine, schema=self._schema, paused_owner_timeout_s=self._paused_owner_timeout_s)
-        return BoundSessions(
-            self.transactional_id,
-            sessions,
-            lambda connection: self._block(connection, store),
-            joins_first=self._engine if self._engine.dialect.name == "sqlite" else None,
-        )
+        return lambda _, connection: self._block(connection, store)
+
+    @property
+    def _joins_first(self) -> Engine | None:
+        """See :class:`dualwrite.writing.joining.Joining`."""
+        engine = self._engine_of_blocks
+        return engine if engine.dialect.name == "sqlite" else None
 
     @contextmanager
     def _block(
@@ -326,7 +331,7 @@ class DualWriter:
         if joined is not None:
             context = replace(context, store=joined)
         with usable(connection, self._engine) as given:
-            if given is not None:
+            if given is not None and given.engine.pool is not self._engine_of_blocks.pool:
                 context.store.check_same_database(given)
             ticket = self._lanes.ticket()
             try:

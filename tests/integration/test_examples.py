@@ -28,6 +28,13 @@ refused:  10
 rows:     90
 messages: 90
 """,
+    "async_sessions.py": """\
+200 1
+409 {'detail': 'out of stock'}
+200 3
+rows:     {1: 'tea', 3: 'pot'}
+messages: {1: 'tea', 3: 'pot'}
+""",
     "order_service.py": """\
 placed order 1: 2 x tea
 refused: 500 x cup

@@ -13,6 +13,11 @@ from dualwrite import Transaction, TransactionAborted
 
 def answer(app, path):
     """The statuses that a client of ``POST path`` reads, and the error that the server is left with."""
+    return asyncio.run(ask(app, path))
+
+
+async def ask(app, path):
+    """See :func:`answer`; in the event loop of the caller."""
     statuses = []
 
     async def receive():
@@ -35,7 +40,7 @@ def answer(app, path):
         "headers": [],
     }
     try:
-        asyncio.run(app(scope, receive, send))
+        await app(scope, receive, send)
     except TransactionAborted as error:
         return statuses, error
     return statuses, None

@@ -1,5 +1,7 @@
 """The examples of docs/sessions.md, run as they stand on real servers; and what else a psycopg connection may do."""
 
+import asyncio
+
 import psycopg
 import pytest
 from harness.orders import on_postgresql
@@ -7,8 +9,10 @@ from harness.page_examples import Base, Item, example, run_example
 from integration.test_fastapi import answer
 from psycopg.rows import dict_row
 from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite import (
+    AsyncDualWriter,
     ConfigurationError,
     DualWriter,
     IllegalStateError,
@@ -52,6 +56,18 @@ def test_the_examples_of_sessions_and_fastapi(run, there):
     names = run(example("sessions.md", "Frameworks")[0], **names)
     assert answer(names["app"], "/orders/milk") == ([200], None)
     assert there() == (["coffee", "milk", "tea"], ["coffee", "milk", "tea"])
+
+
+def test_the_example_of_asynchronous_sessions(run, there, kafka, url):
+    async def main():
+        engine = create_async_engine(url)
+        async with AsyncDualWriter("others", kafka=kafka, engine=engine) as writer:
+            names = run(example("sessions.md", "An AsyncSession")[0], async_writer=writer, async_engine=engine)
+            await names["place_order_in_task"]("tea")
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert there() == (["tea"], ["tea"])
 
 
 def test_the_example_of_flask(run, there):

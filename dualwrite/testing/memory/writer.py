@@ -207,7 +207,7 @@ class InMemoryWriter:
         return BoundSessions(
             self.transactional_id,
             sessions,
-            lambda connection: self._block(connection, joined=True),
+            lambda _, connection: self._block(connection, joined=True),
             joins_first=self._engine if self._engine.dialect.name == "sqlite" else None,
         )
 

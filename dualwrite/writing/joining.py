@@ -1,0 +1,291 @@
+"""Sessions that the application makes itself: each joins a dual write with its first message, and its COMMIT ends both.
+
+SQLAlchemy begins and ends the transaction of such a session. A joined session's pooled connection has a ``commit`` of ours:
+SQLAlchemy calls it in place of the driver's once everything is flushed. It ends the dual write, whose decision is the
+database's COMMIT, as at the end of a block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event, exc
+from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.orm import Session
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.writing.sending import raise_aborted
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import SessionTransaction
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+    from dualwrite.writing.transaction import Transaction
+
+Block = Callable[[Session, Connection], AbstractContextManager["Transaction"]]
+"""A dual write in the transaction that the session's connection is in: entered before its first message, left in place of
+COMMIT."""
+
+_JOINED: Final = "dualwrite.joined"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The sessions that may join.
+
+    Attributes:
+        of: Their class.
+        awaited: Whether their connections are asynchronous.
+        abandon: Calls the function that ends a dual write whose session was dropped. The garbage collector calls it, in any
+            thread.
+    """
+
+    of: type[Session]
+    awaited: bool = False
+    abandon: Callable[[Callable[[], None]], None] = lambda end: end()
+
+
+class Joining:
+    """The sessions of one factory, and the dual writes that they have joined.
+
+    Args:
+        transactional_id: The writer's.
+        kind: The sessions.
+        block: Begins a dual write in a transaction.
+        joins_first: Sessions of this engine join a dual write before ``begin_nested()`` sends their first SAVEPOINT: SQLite's,
+            where a savepoint that no BEGIN precedes commits at its end.
+    """
+
+    def __init__(self, transactional_id: str, kind: Kind, block: Block, *, joins_first: Engine | None = None) -> None:
+        self.transactional_id = transactional_id
+        self.kind = kind
+        self._block = block
+        self._eager = joins_first
+        self._connections: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Connection]] = weakref.WeakKeyDictionary()
+        self._joined: weakref.WeakKeyDictionary[Session, _Joined] = weakref.WeakKeyDictionary()
+        event.listen(kind.of, "after_begin", self._began)
+        event.listen(kind.of, "after_transaction_create", self._created)
+        event.listen(kind.of, "after_transaction_end", self._ended)
+
+    def join(self, session: Session) -> Transaction:
+        """The dual write of the session's transaction, which joins one unless it has."""
+        return self._join(session, session.connection())
+
+    def _join(self, session: Session, connection: Connection) -> Transaction:
+        joined = _joined_on(connection)
+        if joined is None:
+            joined = self._joined[session] = _Joined(self, connection)
+            joined.begin(session)
+        elif joined.sessions is not self:
+            raise IllegalStateError(
+                "the session's transaction has joined a dual write through another bind()",
+                transactional_id=self.transactional_id,
+                next_step="bind a factory once, and use the result everywhere",
+            )
+        return joined.transaction
+
+    def block_of(self, session: Session, connection: Connection) -> AbstractContextManager[Transaction]:
+        """A dual write in the session's transaction; not begun yet.
+
+        Raises:
+            ConfigurationError: The session cannot have one.
+        """
+        if session.twophase or isinstance(connection.get_transaction(), TwoPhaseTransaction):
+            raise two_phase()
+        if connection.dialect.is_async and not self.kind.awaited:
+            raise asynchronous()
+        if type(connection.dialect).do_commit is not DefaultDialect.do_commit:  # it would pass by our own commit
+            raise ConfigurationError(f"{type(connection.dialect).__name__} has a COMMIT of its own")
+        others = self._connections.get(session, weakref.WeakSet())
+        if any(not other.closed and other.in_transaction() for other in others if other is not connection):
+            raise _several()
+        return self._block(session, connection)
+
+    def _began(self, session: Session, transaction: SessionTransaction, connection: Connection) -> None:
+        del transaction
+        self._connections.setdefault(session, weakref.WeakSet()).add(connection)
+        joined = self._open(session)
+        if joined is not None and joined.connection is not connection:
+            joined.refusal = _several()
+            raise joined.refusal
+
+    def _created(self, session: Session, transaction: SessionTransaction) -> None:
+        if not transaction.nested:
+            return
+        if self._open(session) is not None:
+            # Otherwise SAVEPOINT would be sent with its first statement, and a message before that would not belong to it.
+            session.connection()
+        elif transaction.parent is not None and self._joins_first(session):
+            self._join(session, transaction.parent.connection(None))
+            session.connection()
+
+    def _joins_first(self, session: Session) -> bool:
+        if self._eager is None:
+            return False
+        with suppress(exc.UnboundExecutionError):  # no engine of its own: its statements name one each
+            bind = session.get_bind()
+            return isinstance(bind, Engine) and bind.pool is self._eager.pool
+        return False
+
+    def _ended(self, session: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None and (joined := self._open(session)) is not None:
+            joined.leave_to_owner()
+
+    def _open(self, session: Session) -> _Joined | None:
+        joined = self._joined.get(session)
+        return joined if joined is not None and joined.is_open else None
+
+
+class _RolledBack(Exception):
+    """Leaves the block of a dual write whose session was rolled back."""
+
+
+class _Joined:
+    """One dual write in the transaction of a connection, until SQLAlchemy commits it or rolls it back.
+
+    Attributes:
+        sessions: Of which sessions the connection is one.
+        connection: The connection.
+        refusal: The first error after which the transaction must not commit.
+        is_open: Whether the transaction has not ended.
+    """
+
+    def __init__(self, sessions: Joining, connection: Connection) -> None:
+        self.sessions = sessions
+        self.connection = connection
+        self.refusal: BaseException | None = None
+        self.is_open = True
+        self._pooled = connection.connection
+        self._block: AbstractContextManager[Transaction] | None = None
+        self._transaction: Transaction | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def transaction(self) -> Transaction:
+        """The dual write."""
+        if self.refusal is not None:
+            self._raise_aborted(self.refusal)
+        assert self._transaction is not None
+        return self._transaction
+
+    def begin(self, session: Session) -> None:
+        """Begin the dual write. From now on COMMIT is ours, even if this fails: rows without their messages must not commit."""
+        vars(self._pooled)["commit"] = self.commit
+        _joined[self.connection] = weakref.ref(self)
+        self._pooled.info[_JOINED] = weakref.ref(self)
+        if not event.contains(self.connection, "rollback", _rolled_back):
+            event.listen(self.connection, "rollback", _rolled_back)
+        for name in ("reset", "invalidate"):
+            if not event.contains(self.connection.engine.pool, name, _returned):
+                event.listen(self.connection.engine.pool, name, _returned)
+        self._finalizer = weakref.finalize(session, self.sessions.kind.abandon, self.abandon)
+        self._finalizer.atexit = False
+        try:
+            block = self.sessions.block_of(session, self.connection)
+            self._transaction = block.__enter__()
+        except BaseException as error:
+            self.refusal = error
+            raise
+        self._block = block
+
+    def commit(self) -> None:
+        """End the dual write. SQLAlchemy calls it in place of the driver's COMMIT.
+
+        Raises:
+            DualWriteError: As the end of a block. The database has rolled back, unless the error says otherwise.
+        """
+        self._close()
+        if self.refusal is not None:
+            self._abort()
+            self._raise_aborted(self.refusal)
+        assert self._block is not None
+        self._block.__exit__(None, None, None)
+
+    def roll_back(self) -> None:
+        """Abort both sides. SQLAlchemy then sends its ROLLBACK, which finds nothing left."""
+        self._close()
+        self._abort()
+
+    def abandon(self) -> None:
+        """Abort both sides, and return the connection, whose session was dropped without an end."""
+        if self.is_open:
+            self.roll_back()
+            self.connection.close()
+
+    def leave_to_owner(self) -> None:
+        """Go on without the session: its transaction was part of another one on the connection, whose owner will end it."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    def _abort(self) -> None:
+        if self._block is None:
+            driver = self._pooled.dbapi_connection
+            if driver is not None:
+                driver.rollback()
+        else:
+            self._block.__exit__(_RolledBack, _RolledBack(), None)
+
+    def _close(self) -> None:
+        self.is_open = False
+        vars(self._pooled).pop("commit", None)
+        self._pooled.info.pop(_JOINED, None)
+        _joined.pop(self.connection, None)
+        self.leave_to_owner()
+
+    def _raise_aborted(self, refusal: BaseException) -> NoReturn:
+        raise_aborted(refusal, self.sessions.transactional_id, "the session")
+
+
+_joined: weakref.WeakKeyDictionary[Connection, weakref.ref[_Joined]] = weakref.WeakKeyDictionary()
+
+
+def _joined_on(connection: Connection) -> _Joined | None:
+    reference = _joined.get(connection)
+    return None if reference is None else reference()
+
+
+def _rolled_back(connection: Connection) -> None:
+    joined = _joined_on(connection)
+    if joined is not None:
+        joined.roll_back()
+
+
+def _returned(driver: object, record: ConnectionPoolEntry | None, why: object) -> None:
+    """Abort both sides before the pool gives the connection to other code, or closes it.
+
+    SQLAlchemy sends no ROLLBACK, and calls no listener, after a COMMIT that another listener or a lost connection has stopped:
+    the rows would stay in the connection, for the next session that uses it to commit.
+    """
+    del driver, why
+    reference = None if record is None else record.info.get(_JOINED)
+    joined = None if reference is None else reference()
+    if joined is not None and joined.is_open:
+        joined.roll_back()
+
+
+def asynchronous() -> ConfigurationError:
+    """The error for sessions that await, where threads are expected."""
+    return ConfigurationError(
+        "asynchronous sessions cannot be bound to a writer for threads",
+        next_step="bind them to an AsyncDualWriter; or bind the sessionmaker of a plain engine (create_engine), and use it in "
+        "threads (asyncio.to_thread)",
+    )
+
+
+def two_phase() -> ConfigurationError:
+    """The error for sessions in two-phase mode."""
+    return ConfigurationError(
+        "the session commits in two phases, which a dual write cannot take part in",
+        next_step="leave twophase out: a dual write is decided by the COMMIT of one database",
+    )
+
+
+def _several() -> ConfigurationError:
+    return ConfigurationError(
+        "the session works on more than one connection in one transaction",
+        next_step="leave other databases to a session of their own: a dual write is decided in one database",
+    )
