@@ -11,21 +11,25 @@ from typing import Any
 
 from dualwrite.protocol.tables.write_life import WriteState
 
-Cancel = Callable[["asyncio.Task[Any]", "asyncio.Future[Any]"], object]
+Cancel = Callable[["asyncio.Task[Any]", "asyncio.Future[Any] | None"], object]
+"""Cancels a task that awaits a future, or, without one, its next turn."""
 
 
-def at_once(task: asyncio.Task[Any], awaited: asyncio.Future[Any]) -> None:
+def at_once(task: asyncio.Task[Any], awaited: asyncio.Future[Any] | None) -> None:
     """Cancel the task as soon as it awaits."""
     del awaited
     task.cancel()
 
 
-def at_last(task: asyncio.Task[Any], awaited: asyncio.Future[Any]) -> None:
+def at_last(task: asyncio.Task[Any], awaited: asyncio.Future[Any] | None) -> None:
     """Cancel the task when what it awaits has happened, but before it goes on."""
-    awaited.add_done_callback(lambda _: task.cancel())
+    if awaited is None:
+        task.cancel()
+    else:
+        awaited.add_done_callback(lambda _: task.cancel())
 
 
-def with_all_others(task: asyncio.Task[Any], awaited: asyncio.Future[Any]) -> None:
+def with_all_others(task: asyncio.Task[Any], awaited: asyncio.Future[Any] | None) -> None:
     """Cancel every task but the one called "spared", as the end of ``asyncio.run`` does."""
     del task, awaited
     for one in asyncio.all_tasks():
@@ -68,7 +72,7 @@ class Cancelling:
             except StopIteration as ended:
                 return ended.value
             self.awaits += self._counts()
-            if self.awaits == self._number and self._counts() and awaited is not None:
+            if self.awaits == self._number and self._counts():
                 task = asyncio.current_task()
                 assert task is not None
                 self._cancel(task, awaited)
