@@ -11,9 +11,10 @@ SQLALCHEMY_OLDEST := 2.0.40
 OLDEST := .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)
 # In front of the one that is installed: no second environment is needed.
 WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q \
-	$(if $(THOROUGH),--thorough tests/conformance,tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
+	$(if $(THOROUGH),--thorough tests/conformance tests/integration/test_dual_writer.py,\
+		tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
 	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_joining.py tests/unit/apps/test_async_sessions.py \
-	tests/integration/test_dual_write_savepoints.py tests/integration/test_dual_writer.py
+	tests/integration/test_dual_write_savepoints.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,14 +36,15 @@ check: lint types ## lint, types and the tests that need no server (half a minut
 
 # By a name of its own: `make -n` runs every line in which it finds $(MAKE).
 BESIDE = $(MAKE) --no-print-directory
+# What the tests are compiled to, each worker would make at the same time, if a first look at them had not.
 test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (twelve minutes on two quiet cores; THOROUGH=1: every one of them)
-	@echo "beside all else: the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
-	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$oldest' INT TERM; \
-	$(BESIDE) archive & archive=$$!; \
-	if $(BESIDE) lint types && wait $$archive; \
-	then $(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
-	else all=$$?; kill $$oldest; fi; \
-	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; exit $$((all + oldest))
+	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
+	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; wait $$archive || exit; \
+	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; \
+	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$lint $$oldest' INT TERM; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; \
+	wait $$lint; lint=$$?; cat .cache/lint.log; exit $$((all + oldest + lint))
 
 lint: venv source ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -53,7 +55,7 @@ types: venv source ## mypy, strict
 	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite -p simulator
 
-sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations, savepoints and dual writes with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store)
+sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations, sessions and dual writes with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store)
 	$(WITH_OLDEST)
 
 $(OLDEST): $(READY)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -16,6 +17,7 @@ from harness import class_archive
 from harness.collected import COLLECTED
 from harness.patience import patient
 from harness.planting import plant_from_environment
+from harness.shared_kafka import PLACE, SharedKafka, borrow
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine
@@ -32,6 +34,7 @@ COMPUTING = {"model", "search", "unit"}
 """Folders of tests that need no server, or little of it."""
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "cluster"]
 """Fixtures of servers that the tests of several modules share."""
+SHARED = pytest.StashKey[SharedKafka]()
 
 
 def pytest_configure() -> None:
@@ -41,6 +44,22 @@ def pytest_configure() -> None:
     settings.load_profile("untimed")
     # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
     plant_from_environment()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker, before it starts, where it finds the broker that all workers share."""
+    if os.environ.get("DUALWRITE_TEST_KAFKA"):
+        return
+    stash = node.config.stash
+    if SHARED not in stash:
+        stash[SHARED] = SharedKafka(len(node.config.getoption("tx")))
+    node.workerinput[PLACE] = stash[SHARED].place
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SHARED in config.stash:
+        config.stash[SHARED].close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,6 +132,14 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:
 def _shared_servers(item: pytest.Item) -> list[bool]:
     fixtures = getattr(item, "fixturenames", ())
     return [server not in fixtures for server in SERVERS]
+
+
+@pytest.fixture(scope="session")
+def dualwrite_kafka(request: pytest.FixtureRequest) -> Iterator[EmbeddedKafka]:
+    """As the library's own fixture; where there are workers, one broker for all of them."""
+    told = getattr(request.config, "workerinput", {})
+    with borrow(told) if PLACE in told else EmbeddedKafka() as kafka:
+        yield kafka
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_top
             calls = [
                 producer.begin_transaction, lambda: producer.produce({dualwrite_topic!r}, b"2"), producer.prepare_transaction,
                 producer.commit_transaction, producer.abort_transaction, producer.poll, producer.close,
-                lambda: TransactionalProducer({kafka!r}, "of-the-child").close(),
+                lambda: TransactionalProducer({kafka!r}, {kafka_id!r}).close(),
             ]
             refused = 0
             for call in calls:
