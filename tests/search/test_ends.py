@@ -31,8 +31,9 @@ EQUALS = {
     "one of each engine": mixed(2, 1, budgets=Budgets(delay=1))._replace(incarnations=2),
 }
 LARGEST = {
-    "two, three incarnations", "two, ids are forgotten", "three", "two native, with all that goes wrong",
-    "two native, three incarnations", "two native, a marker is skipped", "two native, ids are forgotten", "one of each engine",
+    "two, three incarnations", "two, one marker at a time", "two, ids are forgotten", "two, an operator", "three",
+    "two native, with all that goes wrong", "two native, three incarnations", "two native, a marker is skipped",
+    "two native, ids are forgotten", "one of each engine",
 }  # fmt: skip
 BUDGETS = 3
 
@@ -129,8 +130,8 @@ def every_owner_whose_epoch_was_raised(ends, process, database, broker, finished
     ("name", "taken"),
     [
         ("refused", every_late_request),
-        ("finished", every_overtaken_owner),
         ("finished", every_owner_whose_epoch_was_raised),
+        pytest.param("finished", every_overtaken_owner, marks=pytest.mark.thorough),
     ],
 )
 def test_what_is_wrongly_taken_for_an_end_shows(monkeypatch, name, taken):
