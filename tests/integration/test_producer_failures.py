@@ -45,7 +45,7 @@ def producer_engine(request):
 @pytest.fixture(scope="module", autouse=True)
 def warm(dualwrite_kafka):
     """A broker that has just been started answers its first InitProducerId late."""
-    with TransactionalProducer(patient(dualwrite_kafka.client_config()), "warm") as producer:
+    with TransactionalProducer(patient(dualwrite_kafka.client_config()), f"warm-{secrets.token_hex(6)}") as producer:
         producer.init_transactions()
 
 
