@@ -25,10 +25,12 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
+    from dualwrite.apps.async_consumer import AsyncExactlyOnceConsumer
     from dualwrite.apps.async_sessions import AsyncBoundSessions
     from dualwrite.apps.async_transaction import AsyncTransaction
     from dualwrite.apps.async_writer import AsyncDualWriter
-    from dualwrite.apps.consumer.consumer import ConsumerProgress, ExactlyOnceConsumer
+    from dualwrite.apps.consumer.consumer import ExactlyOnceConsumer
+    from dualwrite.apps.consumer.member import ConsumerProgress
     from dualwrite.kafka.coordinator.blocking import BlockingTransaction
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.protocol.health import Health
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncBoundSessions",
     "AsyncDualWriter",
+    "AsyncExactlyOnceConsumer",
     "AsyncTransaction",
     "Batch",
     "BlockingTransaction",
@@ -87,11 +90,12 @@ __all__ = [
 _LAZY = {
     "AsyncBoundSessions": "dualwrite.apps.async_sessions",
     "AsyncDualWriter": "dualwrite.apps.async_writer",
+    "AsyncExactlyOnceConsumer": "dualwrite.apps.async_consumer",
     "AsyncTransaction": "dualwrite.apps.async_transaction",
     "Batch": "dualwrite.stores.jobs.batches",
     "BlockingTransaction": "dualwrite.kafka.coordinator.blocking",
     "BoundSessions": "dualwrite.writing.sessions",
-    "ConsumerProgress": "dualwrite.apps.consumer.consumer",
+    "ConsumerProgress": "dualwrite.apps.consumer.member",
     "DualWriter": "dualwrite.writing.writer",
     "ExactlyOnceConsumer": "dualwrite.apps.consumer.consumer",
     "ForgetReport": "dualwrite.recovery.forget",

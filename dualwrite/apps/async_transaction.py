@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from dualwrite.apps.greenlets import run
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.waiting import here
 from dualwrite.writing.lanes.turns import Turns
@@ -97,6 +98,7 @@ class AsyncTransaction:
         self._pool = pool
         self._connection: AsyncConnection | None = None
         self._turns = OneByOne() if turns is None else turns
+        self._ended = False
 
     @property
     def transactional_id(self) -> str:
@@ -198,7 +200,23 @@ class AsyncTransaction:
         await self._send(lambda: self._transaction.send_offsets_to_transaction(offsets, group_metadata))
 
     async def _send(self, send: Callable[[], None]) -> None:
-        await run(self._pool, lambda: self.in_turn(send))
+        await run(self._pool, lambda: self.in_turn(lambda: self._send_now(send)))
+
+    def _send_now(self, send: Callable[[], None]) -> None:
+        if self._ended:
+            raise IllegalStateError(
+                "the handler has returned",
+                transactional_id=self.transactional_id,
+                next_step="await in the handler all that it sends",
+            )
+        send()
+
+    def end(self) -> None:
+        """Wait for sends under way, and refuse later ones: they could meet the decision. Called in a greenlet."""
+        self.in_turn(self._refuse_sends)
+
+    def _refuse_sends(self) -> None:
+        self._ended = True
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Do the work when no other task sends. Called in a greenlet."""

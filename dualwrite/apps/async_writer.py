@@ -8,26 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
 from dualwrite.apps.async_sessions import AsyncBoundSessions
-from dualwrite.apps.async_transaction import AsyncTransaction, Sessions, session_of_block
+from dualwrite.apps.async_transaction import AsyncTransaction, session_of_block
 from dualwrite.apps.greenlets import run
+from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.waiting import here
 from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
-from dualwrite.stores.dialects.closing import roll_back_before_closing
-from dualwrite.writing.connections import borrowed
 from dualwrite.writing.redo import Attempts, Patience
-from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
-    from sqlalchemy.orm import Session
     from typing_extensions import Self
 
     from dualwrite.kafka.producer.choice import EngineName
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
     from dualwrite.writing.serializing import Serializers
 
 T = TypeVar("T")
-
-_THREADS: Final = 4
-"""For work that has no other way to wait: with the native engine only when a lane is claimed or settled."""
 
 
 class AsyncDualWriter:
@@ -102,7 +96,7 @@ class AsyncDualWriter:
         self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
         self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
         self._max_lanes = max_lanes
-        self._writer = _TaskWriter(
+        self._writer = TaskWriter(
             transactional_id,
             self._engine,
             kafka=kafka,
@@ -114,7 +108,7 @@ class AsyncDualWriter:
             margin_s=margin_s,
             idle_after_s=idle_after_s,
             paused_owner_timeout_s=paused_owner_timeout_s,
-            session_factory=Sessions(self._engine, session_factory).make,
+            session_factory=session_factory,
             bulk=bulk,
             producer_engine=producer_engine,
             owner=owner,
@@ -139,9 +133,9 @@ class AsyncDualWriter:
         if self._loop is not None:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(_THREADS + self._max_lanes, f"dualwrite {self.transactional_id}")
+        self._pool = ThreadPoolExecutor(THREADS + self._max_lanes, f"dualwrite {self.transactional_id}")
         try:
-            await run(self._pool, self._writer.open_for_tasks)
+            await run(self._pool, self._writer.open)
         except BaseException:
             await self.close()
             raise
@@ -316,44 +310,6 @@ class AsyncDualWriter:
 
     def __repr__(self) -> str:
         return f"<Async{repr(self._writer)[1:]}"
-
-
-class _TaskWriter(DualWriter):
-    """The writer behind it: its blocks run in greenlets, on connections that await."""
-
-    def __init__(
-        self,
-        transactional_id: str,
-        asynchronous: AsyncEngine,
-        *,
-        engine: Engine,
-        session_factory: Callable[[Connection], Session],
-        **settings: object,
-    ) -> None:
-        super().__init__(transactional_id, engine=engine, session_factory=session_factory, **settings)  # type: ignore[arg-type]
-        self._asynchronous = asynchronous
-        roll_back_before_closing(asynchronous.sync_engine)
-
-    def open_for_tasks(self) -> None:
-        """Open, without blocking the event loop."""
-        here().elsewhere(self.open)
-        with borrowed(None, self._engine_of_blocks) as connection:
-            self._opened().store.check_same_database(connection)
-
-    def bind_for_tasks(self, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
-        """See :meth:`AsyncDualWriter.bind`."""
-        return AsyncBoundSessions(
-            self.transactional_id,
-            sessions,
-            self._joined_block(),
-            engine=self._asynchronous,
-            opened=opened,
-            joins_first=self._joins_first,
-        )
-
-    @property
-    def _engine_of_blocks(self) -> Engine:
-        return self._asynchronous.sync_engine
 
 
 def _sync_connection_of(connection: object) -> Connection:

@@ -22,7 +22,6 @@ from dualwrite.runtime.waiting import Event
 T = TypeVar("T")
 
 _SAYS_MORE: Final = frozenset({"decided", "lost", "unknown"})
-"""Outcomes whose errors the caller must see, even if it was cancelled meanwhile: the work must not be run again."""
 
 
 async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interruptible: bool = True) -> T:
@@ -43,6 +42,18 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
         else:
             given = worker.switch(value)
     return cast("T", given)
+
+
+def awaited(awaitable: Awaitable[T]) -> T:
+    """Await in the task whose greenlet calls this. A cancellation comes out of it where one may; see :func:`run`."""
+    worker = getcurrent()
+    assert isinstance(worker, _Worker)
+    return cast("T", worker.give(awaitable))
+
+
+def says_more(error: BaseException) -> bool:
+    """Whether the caller must see this error even if it was cancelled: its work must not be run again."""
+    return isinstance(error, DualWriteError) and error.outcome in _SAYS_MORE
 
 
 class _Worker(greenlet):  # type: ignore[misc] # it ships no types
@@ -92,7 +103,7 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
             yield
         except BaseException as error:
             self._allowed = former
-            if former and not (isinstance(error, DualWriteError) and error.outcome in _SAYS_MORE):
+            if former and not says_more(error):
                 self._interrupt()
             raise
         self._allowed = former
@@ -144,16 +155,17 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
         """See :class:`dualwrite.runtime.waiting.Waiting`."""
         run_there = contextvars.copy_context().run
         with self.interruptible(False):
-            return cast("T", self._await(self._loop.run_in_executor(self._pool, run_there, work)))
+            return cast("T", self.give(self._loop.run_in_executor(self._pool, run_there, work)))
 
     def _wait(self, future: asyncio.Future[None], seconds: float) -> None:
         timer = self._loop.call_later(seconds, _resolve, future)
         try:
-            self._await(future)
+            self.give(future)
         finally:
             timer.cancel()
 
-    def _await(self, awaitable: Awaitable[object]) -> object:
+    def give(self, awaitable: Awaitable[object]) -> object:
+        """Let the task await it. Returns its result, or raises its error."""
         assert self.parent is not None
         return cast("Any", self.parent.switch(awaitable))
 

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
+
+_LONGEST_WAIT_S: Final = 3600.0
 
 
 class Event:
@@ -49,6 +51,40 @@ class Event:
             self._woken.get(timeout=seconds)
         except queue.Empty:
             return
+
+
+class Condition:
+    """As :class:`threading.Condition`, for threads and tasks at once: a task that waits does not block its thread.
+
+    Hold it only while you look or change something. Wait in a loop, as a wait may end early.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Event] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Let go, wait until it is notified or the time is over, and hold it again. A task may be interrupted meanwhile."""
+        event = Event()
+        self._waiting.append(event)
+        self._lock.release()
+        try:
+            with interruptible():
+                event.wait(_LONGEST_WAIT_S if seconds is None else min(seconds, _LONGEST_WAIT_S))
+        finally:
+            self._lock.acquire()
+            self._waiting.remove(event)
+
+    def notify_all(self) -> None:
+        """Wake those that wait. Called while it is held."""
+        for event in self._waiting:
+            event.set()
 
 
 class Waiting(Protocol):

@@ -5,6 +5,7 @@ Each copies every message of its topic to a row and to a message of another topi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from confluent_kafka import Producer
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert, select
 
-from dualwrite import ExactlyOnceConsumer
+from dualwrite import AsyncExactlyOnceConsumer, ExactlyOnceConsumer
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment
 
@@ -57,17 +58,59 @@ def copier(target: str):
     return copy
 
 
-def make_member(
-    name: str, group: str, *, kafka, url, source: str, target: str, protocol: str, **options
-) -> ExactlyOnceConsumer:
-    """A member that copies."""
+def async_copier(target: str):
+    """A handler that copies, as a coroutine function."""
 
-    given = {"handler": copier(target), "consumer": settings_of(protocol), **options}
-    return ExactlyOnceConsumer(group, name, topics=[source], kafka=kafka, engine=url, **given)
+    async def copy(tx, messages):
+        bodies = [message.value().decode() for message in messages]
+        await tx.connection.execute(insert(COPIES), [{"body": body} for body in bodies])
+        await tx.produce_many(target, bodies)
+
+    return copy
+
+
+class AsyncMember:
+    """An asynchronous consumer in an event loop of its own, with the methods of the other kind."""
+
+    def __init__(self, *args, **options) -> None:
+        self._consumer = AsyncExactlyOnceConsumer(*args, **options)
+        self._loop = asyncio.new_event_loop()
+
+    @property
+    def progress(self):
+        return self._consumer.progress
+
+    def run(self, **ends) -> None:
+        self._loop.run_until_complete(self._consumer.run(**ends))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def stop(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._consumer.stop)
+
+
+def make_member(
+    name: str,
+    group: str,
+    *,
+    kafka,
+    url,
+    source: str,
+    target: str,
+    protocol: str,
+    asynchronous: bool = False,
+    **options,
+) -> ExactlyOnceConsumer | AsyncMember:
+    """A member that copies."""
+    handler = (async_copier if asynchronous else copier)(target)
+    given = {"handler": handler, "consumer": settings_of(protocol), **options}
+    kind = AsyncMember if asynchronous else ExactlyOnceConsumer
+    return kind(group, name, topics=[source], kafka=kafka, engine=url, **given)
 
 
 @contextmanager
-def running(consumer: ExactlyOnceConsumer):
+def running(consumer: ExactlyOnceConsumer | AsyncMember):
     """Runs a member in a thread of its own while the block runs."""
     failures: list[BaseException] = []
 

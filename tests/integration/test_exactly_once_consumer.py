@@ -1,5 +1,6 @@
 """Members of a consumer group join, leave, pause and die: each message becomes one row and one message."""
 
+import asyncio
 import os
 import random
 import secrets
@@ -12,6 +13,7 @@ from harness.members import (
     COPIES,
     METADATA,
     PROTOCOLS,
+    async_copier,
     copier,
     copies,
     fill,
@@ -23,7 +25,7 @@ from harness.members import (
 from harness.patience import wait_until
 from sqlalchemy import create_engine, func, select
 
-from dualwrite import blocking_transactions
+from dualwrite import AsyncExactlyOnceConsumer, blocking_transactions
 from dualwrite.runtime import failpoints
 from dualwrite.testing.reading import read_committed
 
@@ -64,7 +66,8 @@ def test_members_join_and_leave_and_nothing_is_written_twice(place, group, kafka
     # So few at a time that partitions are paused when they go to the other member.
     options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 4, "workers": 2}
     fill(kafka, place["source"], 300)
-    first, second = (make_member(name, group, **options) for name in ("0", "1"))
+    first = make_member("0", group, **options)
+    second = make_member("1", group, asynchronous=True, **options)
     with running(first):
         wait_until(lambda: first.progress.messages > 0)
         with running(second):
@@ -81,9 +84,12 @@ def test_members_join_and_leave_and_nothing_is_written_twice(place, group, kafka
     ("protocol", "offsets"),
     [("eager", "kafka"), pytest.param("cooperative", "database", marks=pytest.mark.thorough)],
 )
-def test_a_member_that_dies_is_settled_by_its_successor(place, group, kafka, url, protocol, offsets):
+@pytest.mark.parametrize(
+    "asynchronous", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["threads", "tasks"]
+)
+def test_a_member_that_dies_is_settled_by_its_successor(place, group, kafka, url, protocol, offsets, asynchronous):
     """Its transaction would stay open for a quarter of an hour, and hold back what comes after it."""
-    options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 10}
+    options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 10, "asynchronous": asynchronous}
     fill(kafka, place["source"], 100)
     for number, failpoint in enumerate(["consume.moved:2", "write.decided:2"]):
         dead = start_member(str(number), group, failpoint, **options)
@@ -126,6 +132,37 @@ def test_a_member_paused_through_a_rebalance_writes_nothing_when_it_wakes(
         paused.wait()
     rows, messages = copies(kafka, url, place["target"])
     assert rows == messages == numbers(120)
+
+
+def test_tasks_work_at_once_and_a_cancelled_one_is_read_again(place, group, kafka, url):
+    """Each with a partition of its own. What was not decided is aborted, and committed offsets stay behind it."""
+    fill(kafka, place["source"], 60)
+    options = {"topics": [place["source"]], "kafka": kafka, "engine": url, "workers": 2}
+    copy = async_copier(place["target"])
+
+    async def main():
+        both = asyncio.Event()
+        begun = []
+
+        async def handler(tx, messages):
+            await copy(tx, messages)
+            begun.append({message.partition() for message in messages})
+            if len(begun) == 2:
+                both.set()
+            await asyncio.sleep(60)
+
+        running = asyncio.create_task(AsyncExactlyOnceConsumer(group, "0", handler=handler, **options).run())
+        await asyncio.wait_for(both.wait(), 30)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert sorted(map(sorted, begun)) == [[0], [1]]
+        again = AsyncExactlyOnceConsumer(group, "0", handler=copy, **options)
+        await again.run(max_messages=60)
+
+    asyncio.run(main())
+    rows, messages = copies(kafka, url, place["target"])
+    assert rows == messages == numbers(60)
 
 
 def test_a_poisoned_message_goes_to_the_dead_letters_with_the_reason(place, group, kafka, url, dualwrite_kafka):

@@ -58,6 +58,11 @@ member 0 was killed: True
 member 1 has settled it: 10 rows, 10 receipts
 dead letter: b'a button', invalid literal for int() with base 10: b'a button'
 """,
+    "async_consumer.py": """\
+cancelled: True
+20 rows, 20 bills
+dead letters: [b'a button']
+""",
     "prometheus_metrics.py": """\
 dualwrite_duration_seconds_count{dualwrite_outcome="aborted",dualwrite_writer="order-service"} 1.0
 dualwrite_duration_seconds_count{dualwrite_outcome="committed",dualwrite_writer="order-service"} 2.0

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from dualwrite.apps.consumer.deserializing import Deserializers, Deserializing
-from dualwrite.apps.consumer.offsets import KafkaOffsets, Offsets, RowOffsets
-from dualwrite.apps.consumer.partitions import Partitions
-from dualwrite.apps.consumer.peers import Peers
-from dualwrite.apps.consumer.reading import Reading
-from dualwrite.apps.consumer.settings import consumer_settings
-from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, Working
-from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.consuming import member_id
-from dualwrite.runtime.deadline import now_s
+from dualwrite.apps.consumer.deserializing import Deserializers
+from dualwrite.apps.consumer.member import ConsumerProgress, Member
+from dualwrite.apps.consumer.working import Handler
 from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.consumed import ConsumedOffsets
-from dualwrite.stores.schema import check_schema
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-logger = logging.getLogger(__name__)
-
-_REPORT_S: Final = 60.0
-_LOOK_S: Final = 1.0
-
-
-@dataclass(frozen=True)
-class ConsumerProgress:
-    """The messages that a consumer has written, and those that wait.
-
-    Attributes:
-        messages: Messages written since the start, dead letters included.
-        transactions: Transactions committed.
-        failed_attempts: Attempts that did not commit.
-        dead_letters: Messages written to the dead-letter topic.
-        lag: By topic and partition assigned to this member, the messages behind the last one written, as of the last fetch.
-            Counts the markers of transactions, so it may stay above zero by the few that no message follows.
-    """
-
-    messages: int
-    transactions: int
-    failed_attempts: int
-    dead_letters: int
-    lag: Mapping[tuple[str, int], int]
+T = TypeVar("T")
 
 
 class ExactlyOnceConsumer:
@@ -123,67 +86,39 @@ class ExactlyOnceConsumer:
         key_deserializer: Deserializers = None,
         value_deserializer: Deserializers = None,
     ) -> None:
-        if min(max_messages, workers, attempts) < 1 or linger_s < 0 or isinstance(topics, str) or not topics:
-            raise ConfigurationError(
-                "max_messages, workers and attempts are at least 1, linger_s is not negative, topics is a list"
-            )
-        if offsets not in {"kafka", "database"}:
-            raise ConfigurationError(f"offsets is 'kafka' or 'database', not {offsets!r}")
-        try:
-            self.transactional_id = member_id(group, member)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
-        self._group = group
-        self._topics = list(topics)
-        self._kafka = dict(kafka)
-        self._settings = consumer_settings(kafka, consumer or {}, group=group, client_id=self.transactional_id)
-        self._owns_engine = isinstance(engine, str)
-        self._engine = engine_of(engine)
-        self._schema = schema
-        self._keeps_rows = offsets == "database"
-        self._partitions = Partitions(max_messages, linger_s, workers)
-        self._workers = workers
-        self._stop = threading.Event()
-        self._ran = False
-        self._failure: BaseException | None = None
-        arguments: dict[str, object] = {"max_lanes": max(2, 2 * workers), **(writer or {})}
-        self._working = Working(
+        made = engine_of(engine)
+        self._member = Member(
             group,
-            handler,
-            CurrentWriter(self._writer_maker(arguments)),
-            KafkaOffsets(),
-            self._partitions,
-            attempts,
-            dead_letter_topic,
-            transient,
-            Deserializing(key_deserializer, value_deserializer),
+            member,
+            topics=topics,
+            handler=handler,
+            kafka=kafka,
+            engine=made,
+            dispose=made.dispose if isinstance(engine, str) else lambda: None,
+            make_writer=DualWriter,
+            schema=schema,
+            offsets=offsets,
+            consumer=consumer,
+            writer=writer,
+            max_messages=max_messages,
+            linger_s=linger_s,
+            workers=workers,
+            attempts=attempts,
+            dead_letter_topic=dead_letter_topic,
+            transient=transient,
+            key_deserializer=key_deserializer,
+            value_deserializer=value_deserializer,
         )
-        self._counts: Counts = self._working.counts
-        self._lag: Mapping[tuple[str, int], int] = {}
-
-    def _writer_maker(self, arguments: Mapping[str, object]) -> Callable[[], DualWriter]:
-        def make() -> DualWriter:
-            given: dict[str, object] = {
-                **arguments,
-                "kafka": self._kafka,
-                "engine": self._engine,
-                "schema": self._schema,
-            }
-            return DualWriter(self.transactional_id, **given)  # type: ignore[arg-type] # checked there
-
-        return make
+        self.transactional_id = self._member.transactional_id
 
     @property
     def progress(self) -> ConsumerProgress:
         """The messages written, and those that wait. May be read in any thread."""
-        counts = self._counts
-        return ConsumerProgress(
-            counts.messages, counts.transactions, counts.failed_attempts, counts.dead_letters, dict(self._lag)
-        )
+        return self._member.progress
 
     def stop(self) -> None:
         """Make :meth:`run` end after the transactions under way. May be called in any thread, and in a signal handler."""
-        self._stop.set()
+        self._member.stop()
 
     def run(self, *, max_messages: int | None = None, idle_s: float | None = None) -> None:
         """Join the group, and work until :meth:`stop`. Call it once.
@@ -204,75 +139,17 @@ class ExactlyOnceConsumer:
             KeyDeserializationError, ValueDeserializationError: Likewise, from a deserializer.
             IllegalStateError: It ran before.
         """
-        if self._ran:
-            raise IllegalStateError("the consumer has already run", transactional_id=self.transactional_id)
-        self._ran = True
-        check_schema(self._engine, self._schema)
-        with ExitStack() as later:
-            if self._owns_engine:
-                later.callback(self._engine.dispose)
-            offsets = self._make_offsets(later)
-            self._working.offsets = offsets
-            # Opened before the member joins: peers must not see a member that has something unsettled from its last life.
-            later.callback(self._working.writer.close)
-            self._working.writer.get()
-            peers = Peers(
-                self._group, self.transactional_id, kafka=self._kafka, engine=self._engine, schema=self._schema
-            )
-            reading = Reading(self._settings, self._partitions, offsets, peers, self._stop)
-            later.callback(reading.close)
-            later.enter_context(self._working_threads())
-            reading.subscribe(self._topics)
-            self._loop(reading, max_messages, idle_s)
-        if self._failure is not None:
-            raise self._failure
+        self._member.begin()
+        self._member.run(_Threads(), max_messages, idle_s)
 
-    def _make_offsets(self, later: ExitStack) -> Offsets:
-        if not self._keeps_rows:
-            return KafkaOffsets()
-        coordinator = KafkaCoordinator(KafkaConfig.parse(self._kafka))
-        later.callback(coordinator.close)
-        rows = ConsumedOffsets(self._engine, self._schema, self._group, self.transactional_id)
-        return RowOffsets(rows, coordinator)
 
-    @contextmanager
-    def _working_threads(self) -> Generator[None, None, None]:
-        threads = [
-            threading.Thread(target=self._work, name=f"{self.transactional_id} worker {number}", daemon=True)
-            for number in range(self._workers)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._partitions.close()
-            for thread in threads:
-                thread.join()
+class _Threads:
+    """The workers are threads. Implements :class:`dualwrite.apps.consumer.member.Workers`."""
 
-    def _work(self) -> None:
-        while (unit := self._partitions.take()) is not None:
-            rewind = True
-            try:
-                rewind = self._working.perform(unit)
-            except BaseException as error:  # noqa: BLE001 - run() raises it
-                self._failure = self._failure or error
-                self._stop.set()
-            finally:
-                self._partitions.give_back(unit, rewind=rewind)
+    def call(self, work: Callable[[], T]) -> T:
+        return work()
 
-    def _loop(self, reading: Reading, max_messages: int | None, idle_s: float | None) -> None:
-        report_at, busy_at, look_at = now_s() + _REPORT_S, now_s(), 0.0
-        while not self._stop.is_set():
-            if reading.poll() or not self._partitions.is_idle:
-                busy_at = now_s()
-            if max_messages is not None and self._counts.messages >= max_messages:
-                return
-            if idle_s is not None and now_s() - busy_at >= idle_s:
-                return
-            if now_s() >= look_at:
-                look_at = now_s() + _LOOK_S
-                self._lag = reading.lag()
-            if now_s() >= report_at:
-                report_at = now_s() + _REPORT_S
-                logger.info("%s: %s", self.transactional_id, self.progress)
+    def start(self, work: Callable[[], None], name: str) -> Callable[[], None]:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread.join

@@ -1,14 +1,14 @@
-"""The partitions assigned to a member, the messages read from them, and the units of work made of these. Thread-safe."""
+"""The partitions assigned to a member, messages read from them, and the units of work made of these; for threads and tasks."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.runtime.waiting import Condition
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
@@ -88,7 +88,7 @@ class Partitions:
         self._max_messages = max_messages
         self._linger_s = linger_s
         self._workers = workers
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._assigned: dict[Name, Partition] = {}
         self._closed = False
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -28,8 +28,9 @@ from dualwrite.protocol.consuming import (
     trouble_of,
 )
 from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.stores.failures import Meaning, meaning_of
+from dualwrite.writing.lanes.turns import Turns
 from dualwrite.writing.redo import refuse_not_run
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ _PASSING: Final = frozenset(
 )
 _OFTEN: Final = 3
 _SOON_S: Final = 60.0
+_PATIENCE_S: Final = 86_400.0
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Counts:
 
 
 class CurrentWriter:
-    """The member's open writer; a new one after the old one was fenced or is in doubt. Thread-safe.
+    """The member's open writer; a new one after the old one was fenced or is in doubt. For threads and tasks.
 
     A new writer of the same name settles what the old one left. Being fenced now and then is harmless: peers do so while the
     member is not in the group. Another process of the same name does so for ever, and then one of the two must stop.
@@ -69,7 +71,7 @@ class CurrentWriter:
 
     def __init__(self, make: Callable[[], DualWriter]) -> None:
         self._make = make
-        self._lock = threading.Lock()
+        self._turns: Turns[None] = Turns([None])
         self._writer: DualWriter | None = None
         self._fenced_at: deque[float] = deque(maxlen=_OFTEN)
 
@@ -79,7 +81,9 @@ class CurrentWriter:
         Raises:
             DualWriteError: As :meth:`DualWriter.open`.
         """
-        with self._lock:
+        if (writer := self._writer) is not None:
+            return writer
+        with self._one_at_a_time():
             if self._writer is None:
                 made = self._make()
                 made.open()
@@ -87,13 +91,13 @@ class CurrentWriter:
             return self._writer
 
     def discard(self, writer: DualWriter, error: DualWriteError) -> None:
-        """Close a writer that cannot go on; does nothing if another thread has done so.
+        """Close a writer that cannot go on; does nothing if another worker has done so.
 
         Raises:
             Fenced: It has happened several times within a minute.
             DualWriteError: A loss that closing reports.
         """
-        with self._lock:
+        with self._one_at_a_time():
             if self._writer is not writer:
                 return
             self._writer = None
@@ -110,10 +114,20 @@ class CurrentWriter:
 
     def close(self) -> None:
         """Close the writer. Raises as :meth:`DualWriter.close`."""
-        with self._lock:
+        with self._one_at_a_time():
             writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+            if writer is not None:
+                writer.close()
+
+    @contextmanager
+    def _one_at_a_time(self) -> Generator[None, None, None]:
+        # No lock: a task that waits while it holds one blocks all others of its thread.
+        ticket = self._turns.ticket()
+        try:
+            ticket.wait(Deadline(_PATIENCE_S))
+            yield
+        finally:
+            ticket.end()
 
 
 @dataclass
@@ -140,7 +154,7 @@ class _Stage:
 
 @dataclass
 class Working:
-    """Performs units, in any number of threads.
+    """Performs units, in any number of threads or tasks.
 
     Attributes:
         group: The ``group.id``.

@@ -33,7 +33,7 @@ def offsets_moved_by_an_upsert(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        f"{_GROUP}test_a_member_that_dies_is_settled_by_its_successor[eager-kafka-postgresql]",
+        f"{_GROUP}test_a_member_that_dies_is_settled_by_its_successor[threads-eager-kafka-postgresql]",
         "assert 0 == -|waited in vain",
     )
 )

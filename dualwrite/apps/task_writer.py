@@ -1,0 +1,77 @@
+"""The writer behind the asynchronous classes: its blocks run in greenlets, on connections that await."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.apps.async_sessions import AsyncBoundSessions
+from dualwrite.apps.async_transaction import Sessions, session_of_block
+from dualwrite.runtime.waiting import elsewhere
+from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.writing.connections import borrowed
+from dualwrite.writing.writer import DualWriter
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+
+THREADS: Final = 4
+"""Besides one for each lane: for work that has no other way to wait, with the native engine only claiming and settling."""
+
+
+class TaskWriter(DualWriter):
+    """A :class:`DualWriter` for greenlets (:mod:`dualwrite.apps.greenlets`): all its methods are called in them.
+
+    Args:
+        transactional_id: As for :class:`DualWriter`.
+        asynchronous: The engine of the blocks' connections.
+        engine: Leads to the same database, for the writer's own transactions, in threads.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        settings: As for :class:`DualWriter`.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        asynchronous: AsyncEngine,
+        *,
+        engine: Engine,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        **settings: object,
+    ) -> None:
+        made = Sessions(asynchronous, session_factory).make
+        super().__init__(transactional_id, engine=engine, session_factory=made, **settings)  # type: ignore[arg-type]
+        self._asynchronous = asynchronous
+        roll_back_before_closing(asynchronous.sync_engine)
+
+    def open(self) -> None:
+        """As :meth:`DualWriter.open`, without blocking the event loop."""
+        elsewhere(super().open)
+        try:
+            with borrowed(None, self._engine_of_blocks) as connection:
+                self._opened().store.check_same_database(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As :meth:`DualWriter.close`, without blocking the event loop."""
+        elsewhere(super().close)
+
+    def bind_for_tasks(self, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
+        """See :meth:`AsyncDualWriter.bind`."""
+        return AsyncBoundSessions(
+            self.transactional_id,
+            sessions,
+            self._joined_block(),
+            engine=self._asynchronous,
+            opened=opened,
+            joins_first=self._joins_first,
+        )
+
+    @property
+    def _engine_of_blocks(self) -> Engine:
+        return self._asynchronous.sync_engine
