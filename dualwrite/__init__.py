@@ -22,6 +22,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "Fenced",
     "FirstOffset",
     "ForgetReport",
+    "GroupLimits",
     "Health",
     "IdStatus",
     "IllegalStateError",

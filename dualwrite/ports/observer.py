@@ -99,6 +99,9 @@ class Observer:
         del writer, database
         return NO_WRITE_OBSERVER
 
+    def grouped(self, writer: str, units: int) -> None:
+        """A group has ended that has begun so many units."""
+
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         """Ids were claimed, and are about to be settled."""
         del transactional_ids

@@ -40,6 +40,37 @@ class SavepointWatch(Protocol):
         """
         ...
 
+    def open_unit(self) -> None:
+        """Open the savepoint of a unit of work. The former unit was kept or dropped.
+
+        Raises:
+            TransactionAborted: As :meth:`add`.
+            DualWriteError: The database failed, or it no longer has the savepoint of the former unit.
+        """
+        ...
+
+    def keep_unit(self) -> str | None:
+        """Release the savepoint of the unit: :meth:`take` returns its messages.
+
+        Returns:
+            None if it is kept; or why it must be dropped: it went on after a failed statement, or it is not known which of its
+            messages belong to a savepoint that was rolled back.
+
+        Raises:
+            TransactionAborted: The unit has rolled back the transaction: both sides must abort.
+            Unavailable: The connection is lost.
+        """
+        ...
+
+    def drop_unit(self) -> None:
+        """Roll back to the savepoint of the unit. Its messages are never sent.
+
+        Raises:
+            TransactionAborted, Unavailable: As :meth:`keep_unit`; or the database failed.
+            TransactionInDoubt: The savepoint is gone: code of the unit has ended the transaction, and may have committed it.
+        """
+        ...
+
     def take(self) -> Sequence[Message]:
         """The messages to send now, in the order in which they were produced; each is taken once."""
         ...
@@ -49,6 +80,7 @@ class SavepointWatch(Protocol):
 
         Raises:
             TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
+            TransactionInDoubt: As :meth:`drop_unit`, after units.
             Unavailable: The database does not answer.
         """
         ...

@@ -60,3 +60,8 @@ def redo_after(error: BaseException) -> Redo:
     if rule is Redo.AGAIN and isinstance(error, TransactionAborted) and not error.retryable:
         return Redo.USELESS
     return rule
+
+
+def leaves_nothing(error: BaseException) -> bool:
+    """Whether a dual write that ended with this error has certainly changed neither side."""
+    return redo_after(error) in {Redo.AGAIN, Redo.USELESS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -65,6 +65,7 @@ class Instruments:
         self._open: dict[object, tuple[int, Callable[[], Health], _LongestOpen]] = {}
         self._duration = _histogram(meter, names.DURATION)
         self._phase_duration = _histogram(meter, names.PHASE_DURATION)
+        self._group_units = _histogram(meter, names.GROUP_UNITS, names.BUCKETS_UNITS)
         self._writes = _counter(meter, names.WRITES)
         self._sent = _counter(meter, names.SENT)
         self._losses = _counter(meter, names.LOSSES)
@@ -85,6 +86,10 @@ class Instruments:
         self._writes.add(1, attributes)
         if outcome in {WriteOutcome.LOST, WriteOutcome.UNVERIFIABLE} and error is not None:
             self.lost(error)
+
+    def grouped(self, writer: str, units: int) -> None:
+        """A group of units has ended."""
+        self._group_units.record(units, {names.WRITER: self._bounded(writer)})
 
     def sent(self, topic: str, count: int) -> None:
         """Messages of a topic were handed to the producer."""
@@ -146,7 +151,7 @@ def _counter(meter: Meter, metric: Metric) -> Counter:
     return meter.create_counter(metric.name, metric.unit, metric.description)
 
 
-def _histogram(meter: Meter, metric: Metric) -> Histogram:
+def _histogram(meter: Meter, metric: Metric, buckets: Sequence[float] = names.BUCKETS_S) -> Histogram:
     return meter.create_histogram(
-        metric.name, metric.unit, metric.description, explicit_bucket_boundaries_advisory=names.BUCKETS_S
+        metric.name, metric.unit, metric.description, explicit_bucket_boundaries_advisory=buckets
     )

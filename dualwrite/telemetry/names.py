@@ -137,6 +137,9 @@ PHASE_DURATION: Final = Metric(
 WRITES: Final = Metric(
     "dualwrite.writes", Instrument.COUNTER, "{dual_write}", "Dual writes that have ended", (WRITER, OUTCOME)
 )
+GROUP_UNITS: Final = Metric(
+    "dualwrite.group.units", Instrument.HISTOGRAM, "{unit}", "Units of work that a group of `submit` has run"
+)
 SENT: Final = Metric(
     "messaging.client.sent.messages",
     Instrument.COUNTER,
@@ -179,6 +182,7 @@ METRICS: Final = (
     DURATION,
     PHASE_DURATION,
     WRITES,
+    GROUP_UNITS,
     SENT,
     LOSSES,
     SETTLED,
@@ -193,3 +197,5 @@ METRICS: Final = (
 )
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """The bounds of the histograms' buckets that are proposed to the SDK, in seconds."""
+BUCKETS_UNITS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Likewise, for numbers of units."""

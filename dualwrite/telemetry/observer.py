@@ -79,6 +79,10 @@ class Telemetry(Observer):
         """See :class:`dualwrite.ports.observer.Observer`."""
         return WriteSpans(self.tracer, self.instruments, writer, database)
 
+    def grouped(self, writer: str, units: int) -> None:
+        """See :class:`dualwrite.ports.observer.Observer`."""
+        self.instruments.grouped(writer, units)
+
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         """See :class:`dualwrite.ports.observer.Observer`."""
         return _SettleSpan(self, names.SETTLE, len(transactional_ids))

@@ -6,10 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sqlalchemy import event
-
 from dualwrite.errors import (
-    ConfigurationError,
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
@@ -30,6 +27,7 @@ from dualwrite.protocol.tables.write_phases import Phase
 from dualwrite.recovery.commit_in_doubt import resolve_commit
 from dualwrite.runtime import failpoints, waiting
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.writing.own_session import OwnSession
 from dualwrite.writing.sending import Sending
 
 if TYPE_CHECKING:
@@ -53,6 +51,7 @@ class DualWrite:
         lent: Whether the user's code is running. The verbs then refuse: called there, they would end the dual write under its
             block, which could only report an outcome that is not true.
         observer: Observes it.
+        sending: Its messages.
         prepared: The identity of its Kafka transaction; None if it is not prepared.
     """
 
@@ -75,9 +74,9 @@ class DualWrite:
         self._margin_s = margin_s
         self._timeout_s = timeout_s
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN, moved=observer.moved)
-        self._session: Session | None = None
         self._uses_savepoints = savepoints
-        self._sending = Sending(lane.producer, lane.transactional_id)
+        self.sending = Sending(lane.producer, lane.transactional_id)
+        self._session = self.new_session(self.sending.refuse)
         self._database_transaction: str | None = None
         self.lent = False
         self.observer = observer
@@ -90,7 +89,7 @@ class DualWrite:
                 transactional_id=self.transactional_id,
                 next_step="leave the block to commit both sides, or raise in it to abort both",
             )
-            self._sending.refusal = self._sending.refusal or error
+            self.sending.refuse(error)
             raise error
 
     @property
@@ -113,27 +112,17 @@ class DualWrite:
     def session(self) -> Session:
         """See :attr:`dualwrite.writing.transaction.Transaction.session`."""
         self._machine.apply(WriteEvent.EXECUTE)
-        if self._session is None:
-            self._sending.expect_session()
-            self._session = self._session_factory(bind=self._connection)
-            event.listen(self._session, "after_begin", self._refuse_other_connection)
-        return self._session
+        self.sending.expect_session()
+        return self._session.session
 
-    def _refuse_other_connection(self, session: Session, transaction: object, connection: Connection) -> None:
-        """Refuse another connection: what a class bound to another engine wrote there would be rolled back in the end."""
-        del session, transaction
-        if connection is not self._connection:
-            self._sending.refusal = ConfigurationError(
-                "the session began on another connection, not the dual write's",
-                transactional_id=self.transactional_id,
-                next_step="leave binds out of session_factory: a dual write is decided in one database",
-            )
-            raise self._sending.refusal
+    def new_session(self, refuse: Callable[[DualWriteError], None], *, savepoint: bool = False) -> OwnSession:
+        """An ORM session on the connection; see :class:`OwnSession`."""
+        return OwnSession(self._connection, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
 
     @property
     def holds(self) -> bool:
         """Whether a message sent now waits for a savepoint."""
-        return self._sending.savepoints is not None and self._sending.savepoints.holds
+        return self.sending.savepoints is not None and self.sending.savepoints.holds
 
     def require_open(self) -> None:
         """Raise if messages can no longer be sent.
@@ -143,7 +132,7 @@ class DualWrite:
         """
         self._machine.check(WriteEvent.PRODUCE)
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None = None) -> None:
+    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
         """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
 
         Args:
@@ -156,7 +145,7 @@ class DualWrite:
                 the block, even if the caller goes on.
         """
         self._machine.apply(WriteEvent.PRODUCE)
-        self._sending.send(message, check)
+        self.sending.send(message, check)
         failpoints.hit("write.produced")
 
     def begin(self) -> None:
@@ -178,7 +167,7 @@ class DualWrite:
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             if self._uses_savepoints:
-                self._sending.savepoints = store.watch_savepoints(self._connection, self.transactional_id)
+                self.sending.savepoints = store.watch_savepoints(self._connection, self.transactional_id)
             self._machine.apply(WriteEvent.CHECK)
             failpoints.hit("write.checked")
         except DatabaseWentBack as error:
@@ -219,7 +208,7 @@ class DualWrite:
             raise
         with waiting.uninterrupted():
             interruption = self._decide(state, answer, deadline)
-            if self._sending.begun:
+            if self.sending.begun:
                 self.observer.enter(Phase.COMPLETE)
                 self._lane.complete(state, deadline)
             self._machine.apply(WriteEvent.COMPLETE)
@@ -265,12 +254,11 @@ class DualWrite:
 
     def _prepare(self) -> PreparedTxnState:
         self.observer.enter(Phase.PREPARE)
-        if self._session is not None:
-            self._session.flush()
-        self._sending.finish()
+        self._session.flush()
+        self.sending.finish()
         # While the last messages are on their way. Left to COMMIT, it would take its time after the last check of the clock.
         self._context.store.run_deferred(self._connection, self.transactional_id)
-        state = self._lane.producer.prepare_transaction() if self._sending.begun else PreparedTxnState()
+        state = self._lane.producer.prepare_transaction() if self.sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
         failpoints.hit("write.prepared")
@@ -392,10 +380,10 @@ class DualWrite:
             self._abort()
 
     def _abort(self) -> None:
-        self._sending.stop()
+        self.sending.stop()
         self._context.store.rollback(self._connection)
         failpoints.hit("write.rolled_back")
-        if self._sending.begun:
+        if self.sending.begun:
             try:
                 self._lane.producer.abort_transaction()
             except DualWriteError as error:
@@ -406,9 +394,8 @@ class DualWrite:
     def release(self) -> None:
         """Close the session once the block has ended. Its objects stay readable."""
         self._refuse_while_lent()
-        self._sending.stop()
-        if self._session is not None:
-            self._session.close()
+        self.sending.stop()
+        self._session.close()
 
     def _fenced(self, found: int | None) -> Fenced:
         shown = "no longer names" if found is None else f"names incarnation {found} instead of"

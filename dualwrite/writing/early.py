@@ -19,8 +19,11 @@ def refuse_early(
     keys: Sequence[str | bytes | None] | None = None,
     *,
     on_delivery: object = None,
-) -> None:
+) -> int:
     """Raise what the producer would certainly raise for these messages, without handing it anything.
+
+    Returns:
+        The size of all keys and values, in bytes.
 
     Raises:
         TransactionAborted: A message is larger than ``message.max.bytes``.
@@ -33,9 +36,12 @@ def refuse_early(
         )
     if keys is not None and len(keys) != len(values):
         raise ValueError(f"{len(values)} values, {len(keys)} keys")
+    total = 0
     for value, key in zip(values, keys or repeat(None), strict=False):
         if (size := _size(value) + _size(key)) > producer.max_message_bytes:
             raise _too_large(producer, topic, size)
+        total += size
+    return total
 
 
 def _too_large(producer: TransactionalProducer, topic: str, size: int) -> DualWriteError:

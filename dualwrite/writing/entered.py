@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import weakref
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -57,6 +58,17 @@ def refuse_nested(writer: object, transactional_id: str) -> None:
 def enter(writer: object, ticket: Ticket[Any]) -> None:
     """Note that this thread or task enters a block of that writer. The block lasts until the ticket has ended."""
     _entered.set((*_open(), (id(writer), here().caller, weakref.ref(ticket))))
+
+
+def entered_here() -> Sequence[_Entered]:
+    """The open blocks that this thread or task is inside of, for :func:`go_on_inside`."""
+    return _open()
+
+
+def go_on_inside(blocks: Sequence[_Entered]) -> None:
+    """Note that work in another context, and perhaps in another task, is done inside these blocks."""
+    caller = here().caller
+    _entered.set((*_open(), *((of, caller, ticket) for of, _, ticket in blocks)))
 
 
 def _open() -> tuple[_Entered, ...]:

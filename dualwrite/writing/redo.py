@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 _FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 class _Rules(TypedDict):
@@ -164,6 +166,16 @@ def run_again(
         raise
     attempts.note_success()
     return result
+
+
+def pause_before_again(failures: int) -> None:
+    """Pause between two attempts that :func:`run_again` does not make, in the same way.
+
+    Args:
+        failures: The number of attempts that have failed; no pause if it is 0.
+    """
+    if failures:
+        pause(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures)))  # noqa: S311 - no secret
 
 
 def refuse_not_run(result: object, name: str) -> None:

@@ -33,7 +33,30 @@ class Sending:
         if self.savepoints is not None:
             self.savepoints.expect_session()
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], None] | None) -> None:
+    def refuse(self, error: DualWriteError) -> None:
+        """Note an error that must abort the block even if it goes on; the first one counts."""
+        self.refusal = self.refusal or error
+
+    def hold(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> int:
+        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
+
+        Returns:
+            Its size in bytes, as far as the check knows it.
+
+        Raises:
+            TransactionAborted, IllegalStateError, ValueError: The check refuses it, or its savepoint cannot be known.
+        """
+        assert self.savepoints is not None
+        size = 0 if check is None else check(self._producer)
+        self.savepoints.add(message)
+        return size
+
+    def _hand_over_released(self) -> None:
+        if self.savepoints is not None:
+            for message in self.savepoints.take():
+                self._hand_over(message)
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> None:
         """Take a message; see :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
         try:
             if self.savepoints is None or self.savepoints.direct:
@@ -46,7 +69,7 @@ class Sending:
         except IllegalStateError:
             raise  # nothing was changed
         except DualWriteError as error:
-            self.refusal = self.refusal or error
+            self.refuse(error)
             raise
 
     def finish(self) -> None:
@@ -59,7 +82,10 @@ class Sending:
         self._require_no_refusal()
         if self.savepoints is not None:
             self.savepoints.finish()
-            self._hand_over_released()
+            if waiting := self.savepoints.take():
+                with self._producer.corked():
+                    for message in waiting:
+                        self._hand_over(message)
 
     def stop(self) -> None:
         """Stop watching savepoints."""
@@ -71,11 +97,6 @@ class Sending:
             self._producer.begin_transaction()
             self.begun = True
         message(self._producer)
-
-    def _hand_over_released(self) -> None:
-        if self.savepoints is not None:
-            for message in self.savepoints.take():
-                self._hand_over(message)
 
     def _require_no_refusal(self) -> None:
         if self.refusal is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from dualwrite.writing.early import refuse_early
 from dualwrite.writing.serializing import NO_SERIALIZERS, Serializing
@@ -16,11 +16,58 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.engine import Column
     from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.ports.observer import WriteObserver
     from dualwrite.ports.savepoints import Message
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
-    from dualwrite.writing.dual_write import DualWrite
     from dualwrite.writing.serializing import Bytes
+
+
+class Write(Protocol):
+    """A dual write, or one unit of it, as its user's object needs it."""
+
+    @property
+    def transactional_id(self) -> str:
+        """The id that it runs under."""
+        ...
+
+    @property
+    def state(self) -> WriteState:
+        """Its present state."""
+        ...
+
+    @property
+    def prepared(self) -> PreparedTxnState | None:
+        """The identity of its Kafka transaction; None if it is not prepared."""
+        ...
+
+    @property
+    def observer(self) -> WriteObserver:
+        """Observes it."""
+        ...
+
+    @property
+    def connection(self) -> Connection:
+        """See :attr:`Transaction.connection`."""
+        ...
+
+    @property
+    def session(self) -> Session:
+        """See :attr:`Transaction.session`."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message sent now waits for a savepoint."""
+        ...
+
+    def require_open(self) -> None:
+        """See :meth:`dualwrite.writing.dual_write.DualWrite.require_open`."""
+        ...
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
+        """See :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
+        ...
 
 
 class Transaction:
@@ -30,7 +77,7 @@ class Transaction:
     leave the block normally, or raise.
     """
 
-    def __init__(self, dual_write: DualWrite, serializing: Serializing = NO_SERIALIZERS) -> None:
+    def __init__(self, dual_write: Write, serializing: Serializing = NO_SERIALIZERS) -> None:
         self._dual_write = dual_write
         self._serializing = serializing
 
@@ -188,6 +235,7 @@ class Transaction:
             topic,
             len(values),
             lambda producer: producer.produce_arrow(topic, values, keys, headers, partitions, timestamps=timestamps),
+            lambda _: values.nbytes + (0 if keys is None else keys.nbytes),
         )
 
     def _send(
@@ -195,7 +243,7 @@ class Transaction:
         topic: str,
         count: int,
         message: Message,
-        check: Callable[[TransactionalProducer], None] | None = None,
+        check: Callable[[TransactionalProducer], int] | None = None,
     ) -> None:
         observer = self._dual_write.observer
 
@@ -222,3 +270,13 @@ class Transaction:
 
     def __repr__(self) -> str:
         return f"<Transaction {self.transactional_id} {self.state.value}>"
+
+
+def write_of(transaction: Transaction) -> Write:
+    """The dual write behind a transaction: for the library's own code, not for its users."""
+    return transaction._dual_write  # noqa: SLF001 - of this module
+
+
+def unit_of(transaction: Transaction, unit: Write) -> Transaction:
+    """The transaction of one unit, with the serializers of its group's."""
+    return Transaction(unit, transaction._serializing)  # noqa: SLF001 - of this module

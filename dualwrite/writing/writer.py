@@ -24,6 +24,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes, unique_owner
 from dualwrite.recovery.reported import LOSSES, noting_told, telling_at_open
@@ -37,6 +38,8 @@ from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
 from dualwrite.writing.block import dual_write, session_of_block
 from dualwrite.writing.connections import borrowed, usable
+from dualwrite.writing.group.groups import Groups, runners_for
+from dualwrite.writing.group.submitting import Submitting
 from dualwrite.writing.lanes.end_watcher import EndWatcher
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
@@ -67,7 +70,7 @@ _LANES_FROM_THE_START = 2
 _PROBE_S = 5.0
 
 
-class DualWriter:
+class DualWriter(Submitting):
     """Commits Kafka messages and database rows together or not at all.
 
     The database commit is the decision; Kafka follows it. After any crash, opening a writer of the same transactional id
@@ -105,6 +108,7 @@ class DualWriter:
             confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by many threads
             at once.
         value_serializer: Makes the values, likewise.
+        groups: When a group of :meth:`submit` takes no more units: a `GroupLimits`.
         telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
             application has imported OpenTelemetry; without its SDK nothing is recorded.
 
@@ -134,6 +138,7 @@ class DualWriter:
         on_loss: OnLoss | None = None,
         key_serializer: Serializers = None,
         value_serializer: Serializers = None,
+        groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
         check_arguments(transactional_id, max_lanes)
@@ -168,6 +173,13 @@ class DualWriter:
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, self._probe)
         self._unobserve: Callable[[], None] | None = None
+        self._groups = Groups(
+            transactional_id,
+            self.transaction,
+            groups,
+            runners=runners_for(self._engine, max_lanes),
+            grouped=lambda units: self._observer.grouped(transactional_id, units),
+        )
 
     def open(self) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.
@@ -435,7 +447,7 @@ class DualWriter:
         return self._engine
 
     def close(self) -> None:
-        """Wait for running transactions, settle and record what is left, and disconnect. May be called more than once.
+        """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
 
         Transactions that have not ended after ``timeout_s``, and all that cannot be settled within seconds, are left to the
         next settler. In a forked process it does nothing: the connections are the parent's.
@@ -449,6 +461,7 @@ class DualWriter:
             return
         try:
             with noting_told(self._context.store) if self._context is not None else nullcontext():
+                self._groups.close(self._timeout_s)
                 self._lanes.close()
                 self._losses.raise_untold()
         finally:
@@ -461,6 +474,9 @@ class DualWriter:
                 self._context = None
             if self._owns_engine:
                 self._engine.dispose()
+
+    def _require_open(self) -> None:
+        self._opened()
 
     def _opened(self) -> OwnerContext:
         if os.getpid() != self._pid:

@@ -122,6 +122,7 @@ class ProducerEngine(ABC):
         transaction: The current transaction, or the last one.
         prepared: The state of the transaction that is prepared, or whose commit was not answered.
         pending_end: The last transaction while its end is unknown.
+        corked: Whether messages wait for others to be sent with, until something must be sent.
         epoch_may_rise: Whether later transactions may have an epoch that settling takes for a settler's.
     """
 
@@ -133,6 +134,7 @@ class ProducerEngine(ABC):
         self.machine = machine
         self.log = IdLogger(transactional_id)
         self.transaction = Transaction()
+        self.corked = False
         self.prepared: PreparedTxnState | None = None
         self.pending_end: PendingEnd | None = None
         self.epoch_may_rise = False

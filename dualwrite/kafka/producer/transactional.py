@@ -12,7 +12,8 @@ A state in KIP-939's two-number form, without offsets, cannot tell two transacti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -226,6 +227,16 @@ class TransactionalProducer:
         """
         self._check(ProducerEvent.BEGIN)
         self._instance.begin(Deadline(self._call_timeout_s))
+
+    @contextmanager
+    def corked(self) -> Generator[None, None, None]:
+        """Let the messages produced in the block wait, so that they are sent in few requests. A full queue is sent at once."""
+        engine = self._instance
+        engine.corked = True
+        try:
+            yield
+        finally:
+            engine.corked = False
 
     def produce(
         self,

@@ -58,7 +58,7 @@ def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str
     Raises:
         TransactionAborted: A constraint is violated, or the database failed; roll back.
     """
-    driver = _driver_of(connection)
+    driver = driver_of(connection)
     if driver is None or dialect.standing(driver) is not Standing.OPEN:
         return  # COMMIT will report it, with the cause
     try:
@@ -98,7 +98,7 @@ def commit(
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     roll_back, throw_away = (rollback_joined, discard_joined) if joined else (rollback, discard)
     _stop_refusing(connection)
-    driver = _driver_of(connection)
+    driver = driver_of(connection)
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
         roll_back(connection)
@@ -148,7 +148,7 @@ def rollback(connection: Connection) -> None:
     The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
     """
     _stop_refusing(connection)
-    driver = _driver_of(connection)
+    driver = driver_of(connection)
     try:
         connection.rollback()
     except Exception as error:  # noqa: BLE001 - the caller already has an error to raise; log this one
@@ -160,7 +160,7 @@ def rollback(connection: Connection) -> None:
 
 def rollback_joined(connection: Connection) -> None:
     """Roll back what the database has of a joined transaction. Never raises. Its own code ends it in SQLAlchemy."""
-    _roll_back_driver(_driver_of(connection))
+    _roll_back_driver(driver_of(connection))
 
 
 def discard_joined(connection: Connection, error: BaseException | None = None) -> None:
@@ -179,7 +179,8 @@ def _commit_driver(connection: Connection, driver: DBAPIConnection) -> None:
         ) from error
 
 
-def _driver_of(connection: Connection) -> DBAPIConnection | None:
+def driver_of(connection: Connection) -> DBAPIConnection | None:
+    """The driver's connection; None if it is lost. Never connects again."""
     if connection.closed or connection.invalidated:
         return None
     return connection.connection.dbapi_connection

@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, event, exc
 
-from dualwrite.errors import IllegalStateError, TransactionAborted
+from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
+from dualwrite.stores.dialects import committing
 from dualwrite.stores.dialects.dialect import Standing
-from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.failures import map_database_error, sqlstate_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ _STEP: Final = (
     "use connection.begin_nested() or session.begin_nested(), or execute SAVEPOINT, RELEASE and ROLLBACK TO one by one through "
     "the SQLAlchemy connection"
 )
-
+_UNIT: Final = "dualwrite_unit"
 
 _watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()
 # The listeners stay on their connection: SQLAlchemy takes longer to find and remove them than to call them.
@@ -52,12 +53,12 @@ def _after(connection: Connection, cursor: object, statement: str, *others: obje
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
-    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called.
+    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called, or as the session of a unit begins.
 
     The session would send it with its next statement, so a message produced before that would fall outside the
     savepoint.
     """
-    if transaction.nested and session.bind in _watched:
+    if (transaction.nested or session.join_transaction_mode == "create_savepoint") and session.bind in _watched:
         session.connection()
 
 
@@ -96,6 +97,7 @@ class SavepointWatch:
         self._unanswered: str | None = None
         self._lost_track: str | None = None
         self._sees_sessions = False
+        self._unit_kept = False
         if _has_sessions():
             self.expect_session()
         _listen(connection)
@@ -149,6 +151,76 @@ class SavepointWatch:
             self._lost_track = _TAKEN_BACK
             self._require_track()
 
+    def open_unit(self) -> None:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`. Takes one exchange with the server.
+
+        The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
+        """
+        self._require_track()
+        release = [f"RELEASE SAVEPOINT {_UNIT}"] if self._unit_kept else []
+        self._unit_kept = False
+        self._savepoints.apply(Move.OPEN, _UNIT)
+        self._execute([*release, f"SAVEPOINT {_UNIT}"], self._savepoints.new_witness())
+
+    def keep_unit(self) -> str | None:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`. The next unit, or COMMIT, releases it in the database."""
+        self._require_transaction()
+        driver = committing.driver_of(self._connection)
+        if driver is not None and self._dialect.standing(driver) is Standing.FAILED:
+            return "a statement failed, and the unit went on"
+        try:
+            self._judge_unanswered()
+            self._require_track()
+            if self._witness.doubtful:
+                self._require_witness()
+            self._end_unit(Move.RELEASE)
+        except TransactionAborted as lost:
+            return lost.what
+        self._unit_kept = True
+        return None
+
+    def drop_unit(self) -> None:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        self._require_transaction()
+        # Whatever the unit did is undone, if its savepoint is still there.
+        self._unanswered = self._lost_track = None
+        self._execute([f"ROLLBACK TO SAVEPOINT {_UNIT}", f"RELEASE SAVEPOINT {_UNIT}"], None)
+        self._end_unit(Move.ROLL_BACK, Move.RELEASE)
+
+    def _require_transaction(self) -> None:
+        """Raise if the unit has ended the transaction through SQLAlchemy, or lost its connection."""
+        driver = committing.driver_of(self._connection)
+        if driver is None or self._dialect.standing(driver) is Standing.BROKEN:
+            raise Unavailable("a unit of the group has lost the database connection", transactional_id=self._id)
+        transaction = self._connection.get_transaction()
+        if transaction is None or not transaction.is_active:
+            raise TransactionAborted(
+                "a unit has rolled back the transaction of its group, or tried to commit it",
+                transactional_id=self._id,
+                next_step="leave COMMIT and ROLLBACK to the group: raise to undo the unit, or use begin_nested()",
+                retryable=False,
+            )
+
+    def _end_unit(self, *moves: Move) -> None:
+        try:
+            for move in moves:
+                self._savepoints.apply(move, _UNIT)
+        except NotUnderstood as error:
+            self._lost_track = str(error)
+            self._require_track()
+
+    def _execute(self, statements: Sequence[str], number: int | None) -> None:
+        try:
+            self._witness.execute(self._connection, statements, number)
+        except exc.SQLAlchemyError as error:
+            if isinstance(error, exc.DBAPIError) and _is_gone(error):
+                raise TransactionInDoubt(
+                    "a unit has ended its savepoint, or the transaction of its group, by statements of its own",
+                    transactional_id=self._id,
+                    next_step="compare the rows of the group's units; leave COMMIT and ROLLBACK to the group",
+                ) from error
+            raise self._mapped(error) from error
+
     def take(self) -> Sequence[Message]:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.take()
@@ -157,16 +229,22 @@ class SavepointWatch:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._judge_unanswered()
         self._require_track()
-        if self._savepoints.witness:
-            try:
-                shown = self._witness.shows(self._connection, self._savepoints.witness)
-            except exc.SQLAlchemyError as error:
-                raise self._mapped(error) from error
-            if not shown:
-                self._lost_track = _TAKEN_BACK
-                self._require_track()
+        if self._unit_kept:
+            # Also shows that the transaction is the one that the units ran in.
+            self._execute([f"RELEASE SAVEPOINT {_UNIT}"], None)
+        elif self._savepoints.witness:
+            self._require_witness()
         self._savepoints.end()
         self.stop()
+
+    def _require_witness(self) -> None:
+        try:
+            shown = self._witness.shows(self._connection, self._savepoints.witness)
+        except exc.SQLAlchemyError as error:
+            raise self._mapped(error) from error
+        if not shown:
+            self._lost_track = _TAKEN_BACK
+            self._require_track()
 
     def stop(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
@@ -225,6 +303,11 @@ class SavepointWatch:
 def _is_executemany(arguments: Sequence[object]) -> bool:
     """The ``executemany`` flag, the last argument of SQLAlchemy's listeners."""
     return bool(arguments[-1])
+
+
+def _is_gone(error: exc.DBAPIError) -> bool:
+    """Whether the savepoint or the transaction is no longer there."""
+    return sqlstate_of(error.orig) in {"3B001", "25P01"} or "no such savepoint" in str(error.orig)
 
 
 _TAKEN_BACK: Final = (

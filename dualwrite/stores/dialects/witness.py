@@ -7,20 +7,22 @@ row, whichever code sends the rollback, and by whichever route.
 from __future__ import annotations
 
 import sqlite3
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from sqlalchemy import text
+from sqlalchemy import exc, text
+from sqlalchemy.util import await_only
 
 from dualwrite.errors import IllegalStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+    from collections.abc import Awaitable, Generator, Sequence
 
     from sqlalchemy import Connection
 
 _ACTIVE: Final = 1
+_DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
 
 
 class Witness(Protocol):
@@ -54,6 +56,16 @@ class Witness(Protocol):
         """
         ...
 
+    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+        """Execute statements below SQLAlchemy, in one exchange with the server, and store the number if there is one.
+
+        The number is stored without a look at the known one.
+
+        Raises:
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
     def stop(self) -> None:
         """Stop watching. Idempotent."""
         ...
@@ -71,6 +83,26 @@ class _Psycopg(Protocol):
 class _PGconn(Protocol):
     @property
     def transaction_status(self) -> int: ...
+
+
+def _exchanged(pgconn: Any, statements: str) -> Generator[object, object, None]:
+    """Send a text of several statements, and wait for all answers, without the expense of a cursor."""
+    from psycopg import errors, generators  # noqa: PLC0415 - only SQLite's users may lack it
+
+    pgconn.send_query(statements.encode())
+    for result in (yield from generators.execute(pgconn)):
+        if result.status not in _DONE:
+            raise errors.error_from_result(result)
+
+
+@contextmanager
+def _mapped(connection: Connection) -> Generator[None, None, None]:
+    """Raise the driver's errors as SQLAlchemy's."""
+    kind = connection.dialect.loaded_dbapi.Error
+    try:
+        yield
+    except kind as error:
+        raise exc.DBAPIError.instance(None, None, error, kind, dialect=connection.dialect) from error
 
 
 _SHOWN: Final = "coalesce(nullif(current_setting('dualwrite.witness', true), ''), '0') = :known"
@@ -134,6 +166,16 @@ class PsycopgWitness:
         """See :class:`Witness`."""
         return bool(connection.scalar(_SHOWS, {"known": str(number)}))
 
+    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+        """See :class:`Witness`."""
+        witness = [] if number is None else [f"SELECT set_config('dualwrite.witness', '{number}', true)"]
+        text = "; ".join([*statements, *witness])
+        with _mapped(connection):
+            exchange = self._wait(_exchanged(self._driver.pgconn, text))
+            if isawaitable(exchange):
+                await_only(exchange)
+        self.doubtful = False
+
     def stop(self) -> None:
         """See :class:`Witness`."""
         vars(self._driver).pop("wait", None)
@@ -183,6 +225,15 @@ class SqliteWitness:
             return self._cursor.fetchone() is not None
         except sqlite3.OperationalError:
             return False
+
+    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+        """See :class:`Witness`."""
+        with _mapped(connection):
+            for statement in statements:
+                self._cursor.execute(statement)
+            if number is not None:
+                self._cursor.execute(_MAKE)
+                self._cursor.execute(_BEGIN, (number,))
 
     def stop(self) -> None:
         """See :class:`Witness`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -86,6 +87,11 @@ class MemoryProducer:
         """See the real one."""
         self._undelivered.clear()
         self._lane.begin()
+
+    @staticmethod
+    def corked() -> AbstractContextManager[None]:
+        """See the real one."""
+        return nullcontext()
 
     def produce(
         self,

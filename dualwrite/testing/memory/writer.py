@@ -11,6 +11,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.naming import lane_id
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.connecting import engine_of
@@ -23,6 +24,8 @@ from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
 from dualwrite.writing.block import dual_write, session_of_block
 from dualwrite.writing.connections import borrowed, usable
+from dualwrite.writing.group.groups import Groups, runners_for
+from dualwrite.writing.group.submitting import Submitting
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
 from dualwrite.writing.redo import Patience, run_again
 from dualwrite.writing.serializing import Serializers, Serializing
@@ -46,7 +49,7 @@ _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 0.0
 
 
-class InMemoryWriter:
+class InMemoryWriter(Submitting):
     """Stands in for a `DualWriter` in unit tests: no broker, no tables of the library, no Kafka client.
 
     The blocks, their savepoints, refusals and errors, and :meth:`run` are the product's own code. Rows are really committed and
@@ -66,6 +69,7 @@ class InMemoryWriter:
         key_serializer: As for `DualWriter`.
         value_serializer: As for `DualWriter`.
         max_message_bytes: The greatest size of key and value together in one message.
+        groups: As for `DualWriter`.
 
     Raises:
         ConfigurationError: A setting cannot work with a `DualWriter` either.
@@ -83,6 +87,7 @@ class InMemoryWriter:
         key_serializer: Serializers = None,
         value_serializer: Serializers = None,
         max_message_bytes: int = 1_000_000,
+        groups: GroupLimits = DEFAULT_LIMITS,
     ) -> None:
         check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
@@ -105,6 +110,8 @@ class InMemoryWriter:
             idle_after_s=_TIMEOUT_S,
         )
         self._vitals = Vitals(transactional_id, lambda: None)
+        runners = 1 if is_shared(self._engine) else runners_for(self._engine, max_lanes)
+        self._groups = Groups(transactional_id, self.transaction, groups, runners=runners)
 
     @property
     def engine(self) -> Engine:
@@ -215,12 +222,7 @@ class InMemoryWriter:
     def _block(
         self, connection: Connection | psycopg.Connection[Any] | None, *, joined: bool = False
     ) -> Generator[Transaction, None, None]:
-        if not self._open:
-            raise IllegalStateError(
-                "the writer is not open",
-                transactional_id=self.transactional_id,
-                next_step="use `with writer:` or open()",
-            )
+        self._require_open()
         entered.refuse_blocking_a_loop(self.transactional_id)
         entered.refuse_nested(self, self.transactional_id)
         with usable(connection, self._engine) as given:
@@ -250,6 +252,14 @@ class InMemoryWriter:
                     ticket.end()
             finally:
                 ticket.end()  # the first one may have been interrupted
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise IllegalStateError(
+                "the writer is not open",
+                transactional_id=self.transactional_id,
+                next_step="use `with writer:` or open()",
+            )
 
     @contextmanager
     def _taken(self, ticket: Ticket[Kept]) -> Generator[MemoryLane, None, None]:
@@ -286,11 +296,12 @@ class InMemoryWriter:
         return self.health().ready
 
     def close(self) -> None:
-        """Wait for running transactions, and settle what is left. May be called more than once.
+        """Finish running transactions and units, and settle what is left. May be called more than once.
 
         Raises:
             AssertionError: A failure was planted that no dual write has reached, so the test has not tested it. Raised once.
         """
+        self._groups.close(_TIMEOUT_S)
         self._lanes.close()
         self._open = False
         if self._owns_engine:

@@ -1,5 +1,7 @@
 """Messages on their way to the producer: at once or with their savepoint, and no error is forgotten."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
@@ -14,6 +16,12 @@ class Producer:
 
     def begin_transaction(self):
         self.calls.append("begin")
+
+    @contextmanager
+    def corked(self):
+        self.calls.append("cork")
+        yield
+        self.calls.append("uncork")
 
 
 class Savepoints:
@@ -97,7 +105,7 @@ def test_a_message_waits_for_its_savepoint_and_the_order_stays(sending, producer
     sending.send(message("m2"), None)
     assert producer.calls == ["begin", "m1"]
     sending.finish()
-    assert producer.calls == ["begin", "m1", "m2"]
+    assert producer.calls == ["begin", "m1", "cork", "m2", "uncork"]
 
 
 def test_what_the_producer_would_refuse_later_is_refused_before_the_message_waits(sending, producer):
@@ -159,7 +167,7 @@ def test_a_call_that_was_not_allowed_has_changed_nothing_and_the_block_may_go_on
     savepoints.refusal = None
     sending.send(message("m2"), None)
     sending.finish()
-    assert producer.calls == ["begin", "m2"]
+    assert producer.calls == ["cork", "begin", "m2", "uncork"]
 
 
 def test_nothing_is_handed_over_at_the_end_of_a_block_that_has_to_abort(sending, producer):

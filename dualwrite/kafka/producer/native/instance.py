@@ -294,6 +294,8 @@ class NativeInstance(ProducerEngine):
     def _go_on(self, deadline: Deadline) -> None:
         """Send what may be sent, and wait while too much is queued."""
         assert self._filling is not None
+        if self.corked and not self._filling.is_full:
+            return
         self._sender.pump()
         self._report()
         while self._filling.is_full and self._open.core.refusal is None:

@@ -1,0 +1,218 @@
+"""A dual write divided into units: each has its own savepoint, messages and session, and is kept or dropped by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+from sqlalchemy import exc
+
+from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAborted
+from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.runtime import failpoints
+from dualwrite.writing.arguments import conflicts_named
+from dualwrite.writing.sending import raise_aborted
+from dualwrite.writing.transaction import Transaction, unit_of, write_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.ports.observer import WriteObserver
+    from dualwrite.ports.savepoints import Message, SavepointWatch
+    from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.writing.dual_write import DualWrite
+
+
+class UnitWrite:
+    """One unit of a dual write. Implements :class:`dualwrite.writing.transaction.Write`.
+
+    Attributes:
+        size: The size of its messages, in bytes.
+        ended: Whether its work is done; nothing may use it then.
+        dropped: Whether it was rolled back.
+    """
+
+    def __init__(self, write: DualWrite) -> None:
+        self._write = write
+        self._session = write.new_session(self._refuse, savepoint=True)
+        self._refusal: DualWriteError | None = None
+        self.size = 0
+        self.ended = False
+        self.dropped = False
+
+    def _refuse(self, error: DualWriteError) -> None:
+        self._refusal = self._refusal or error
+
+    @property
+    def transactional_id(self) -> str:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.transactional_id
+
+    @property
+    def state(self) -> WriteState:
+        """See :class:`dualwrite.writing.transaction.Write`. That of its group, unless the unit was rolled back."""
+        return WriteState.ABORTED if self.dropped else self._write.state
+
+    @property
+    def prepared(self) -> PreparedTxnState | None:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.prepared
+
+    @property
+    def observer(self) -> WriteObserver:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.observer
+
+    @property
+    def connection(self) -> Connection:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        return self._write.connection
+
+    @property
+    def session(self) -> Session:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        self._write.sending.expect_session()
+        return self._session.session
+
+    @property
+    def holds(self) -> bool:
+        """See :class:`dualwrite.writing.transaction.Write`. Messages of a unit always wait for its end."""
+        return True
+
+    def require_open(self) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        if self.ended:
+            raise IllegalStateError("the unit of work has ended", transactional_id=self.transactional_id)
+        self._write.require_open()
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`. An error concerns this unit alone."""
+        self.require_open()
+        try:
+            self.size += self._write.sending.hold(message, check)
+        except IllegalStateError:
+            raise  # nothing was changed
+        except DualWriteError as error:
+            self._refuse(error)
+            raise
+        failpoints.hit("write.produced")
+
+    def finish(self) -> None:
+        """Flush its session, and release the savepoints that it has left open.
+
+        Raises:
+            TransactionAborted, Fenced: It went on after an error.
+            SQLAlchemyError: The database refuses what was flushed.
+        """
+        if self._refusal is not None:
+            raise_aborted(self._refusal, self.transactional_id, "the unit")
+        self._session.flush()
+        connection = self._write.connection
+        while (nested := connection.get_nested_transaction()) is not None:
+            nested.commit()
+
+    def undo(self) -> None:
+        """Close its session and savepoints before it is rolled back. Never raises."""
+        self.close()
+        connection = self._write.connection
+        while (nested := connection.get_nested_transaction()) is not None:
+            with suppress(exc.SQLAlchemyError):  # the connection may be lost
+                nested.rollback()
+            if connection.get_nested_transaction() is nested:
+                break
+
+    def close(self) -> None:
+        """Close its session. Its objects stay readable."""
+        with suppress(exc.SQLAlchemyError):
+            self._session.close()
+
+
+class Divided:
+    """Begins and ends the units of one dual write, one at a time. The block of the dual write is around it.
+
+    Args:
+        transaction: The transaction of the block.
+
+    Attributes:
+        size: The size of the messages of the units that were kept, in bytes.
+    """
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self._write = cast("DualWrite", write_of(transaction))
+        self._unit: UnitWrite | None = None
+        self.size = 0
+
+    @property
+    def _savepoints(self) -> SavepointWatch:
+        savepoints = self._write.sending.savepoints
+        assert savepoints is not None
+        return savepoints
+
+    def begin(self) -> Transaction:
+        """Begin a unit. Returns its transaction.
+
+        Raises:
+            DualWriteError: The group cannot go on.
+        """
+        self._savepoints.open_unit()
+        self._unit = UnitWrite(self._write)
+        failpoints.hit("group.unit_begun")
+        return unit_of(self._transaction, self._unit)
+
+    def end(self, error: BaseException | None) -> BaseException | None:
+        """End the unit: keep it, or roll it back if its work has failed.
+
+        Args:
+            error: The error of its work, if any.
+
+        Returns:
+            The error that it has failed with, or None if it is kept.
+
+        Raises:
+            DualWriteError: The group cannot go on.
+        """
+        unit = self._unit
+        assert unit is not None
+        unit.ended = True
+        if error is None:
+            error = self._kept(unit)
+        if error is not None:
+            unit.dropped = True
+            unit.undo()
+            self._savepoints.drop_unit()
+            failpoints.hit("group.unit_dropped")
+            return _named(error, unit.transactional_id)
+        unit.close()
+        self.size += unit.size
+        failpoints.hit("group.unit_kept")
+        return None
+
+    def _kept(self, unit: UnitWrite) -> BaseException | None:
+        try:
+            unit.finish()
+        except Exception as error:  # noqa: BLE001 - becomes the unit's own
+            return error
+        reason = self._savepoints.keep_unit()
+        if reason is None:
+            return None
+        return TransactionAborted(
+            reason,
+            transactional_id=unit.transactional_id,
+            next_step="after a failed statement do not go on, or run it in a savepoint (begin_nested)",
+            retryable=False,
+        )
+
+
+def _named(error: BaseException, transactional_id: str) -> BaseException:
+    """The error as it leaves a block: a conflict of its statements has a name."""
+    try:
+        with conflicts_named(transactional_id):
+            raise error
+    except BaseException as named:  # noqa: BLE001 - becomes the unit's own
+        return named

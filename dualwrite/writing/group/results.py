@@ -1,0 +1,201 @@
+"""One run of a group: what became of each unit, the answer for its caller, and which units run again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_group, after_unit
+from dualwrite.protocol.redo import leaves_nothing
+
+logger = logging.getLogger(__name__)
+
+
+class Task(Protocol):
+    """The work of a unit and its caller, who waits."""
+
+    def begin(self) -> bool:
+        """Note that the work begins. Returns False if the caller has given it up; otherwise it can no longer do so."""
+        ...
+
+    def succeed(self, result: Any) -> None:
+        """Give the caller the result."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Give the caller the error."""
+        ...
+
+
+TaskT = TypeVar("TaskT", bound=Task)
+Told = Callable[[], None]
+
+
+class NothingKept(Exception):
+    """Leaves the block of a group without a unit to commit: both sides abort."""
+
+
+class GroupRun:
+    """Notes what becomes of the units of one group, and finds out what follows.
+
+    Args:
+        name: The writer's transactional id.
+        taken: The units, in the order in which they are to run.
+
+    Attributes:
+        taken: The units.
+        again: After the end: the units for a later group, in their order.
+        failures: After the end: how often those that wait for a server or a conflict have failed; 0 if there are none.
+    """
+
+    def __init__(self, name: str, taken: Sequence[Unit[Any]]) -> None:
+        self._name = name
+        self.taken = taken
+        self._begun: set[Unit[Any]] = set()
+        self._ran: set[Unit[Any]] = set()
+        self._dropped: set[Unit[Any]] = set()
+        self._results: dict[Unit[Any], object] = {}
+        self._errors: dict[Unit[Any], BaseException] = {}
+        self._postponed: set[Hashable] = set()
+        self._running: Unit[Any] | None = None
+        self._raised: BaseException | None = None
+        self.again: Sequence[Unit[Any]] = ()
+        self.failures = 0
+
+    @property
+    def begun(self) -> int:
+        """How many units have begun."""
+        return len(self._begun)
+
+    @property
+    def kept(self) -> int:
+        """How many units are done, and are to commit."""
+        return len(self._results)
+
+    def begins(self, unit: Unit[Any]) -> bool:
+        """Note that a unit is about to begin, unless its caller has given it up, or one of its key must come first."""
+        if unit.key in self._postponed:
+            return False
+        if unit not in self._begun:
+            if not unit.work.begin():
+                self._dropped.add(unit)
+                return False
+            self._begun.add(unit)
+        return True
+
+    def runs(self, unit: Unit[Any]) -> None:
+        """Note that the unit runs until :meth:`ended`: an error that comes first, and ends the group, came from it."""
+        self._running, self._raised = unit, None
+        self._ran.add(unit)
+
+    def raised(self, error: BaseException) -> None:
+        """Note the error of the work of the unit that runs."""
+        self._raised = error
+
+    def ended(self, unit: Unit[Any], result: object, error: BaseException | None) -> None:
+        """Note how a unit has ended: kept, or rolled back with an error."""
+        self._running = None
+        self._ran.add(unit)
+        if error is None:
+            self._results[unit] = result
+            return
+        self._errors[unit] = error
+        if after_unit(error, unit.failures + 1) is not Fate.FAIL:
+            self._postponed.add(unit.key)
+
+    def require_any(self) -> None:
+        """Leave the block if no unit is to commit.
+
+        Raises:
+            NothingKept: None is.
+        """
+        if not self._results:
+            raise NothingKept
+
+    def committed(self) -> Sequence[Told]:
+        """Note that the group has committed. Returns what to tell the callers."""
+        told: list[Told] = []
+        again = []
+        for unit in self.taken:
+            if unit in self._results:
+                told.append(_succeeded(unit, self._results[unit]))
+            elif unit in self._errors:
+                error = self._errors[unit]
+                unit.failures += 1
+                if after_unit(error, unit.failures) is Fate.FAIL:
+                    told.append(_failed(unit, error))
+                else:
+                    self.failures = max(self.failures, unit.failures)
+                    again.append(unit)
+            elif unit not in self._dropped:
+                again.append(unit)
+        self.again = again
+        return told
+
+    def failed(self, error: BaseException) -> Sequence[Told]:
+        """Note that the group has ended with an error, which has left its block. Returns what to tell the callers."""
+        if isinstance(error, NothingKept):
+            return self.committed()
+        if not self._ran:
+            self._ran = {unit for unit in self.taken if self.begins(unit)}
+        told: list[Told] = []
+        again = []
+        for unit in self.taken:
+            if unit in self._ran and not self._runs_again(unit, error):
+                told.append(_failed(unit, self._shown(unit, error)))
+            elif unit not in self._dropped:
+                again.append(unit)
+        self.again = again
+        self._log(error)
+        return told
+
+    def _runs_again(self, unit: Unit[Any], error: BaseException) -> bool:
+        if unit is self._running:
+            return False
+        unit.failures += 1
+        if self._running is None:
+            fate = after_group(error, units=len(self._ran), failures=unit.failures)
+        else:
+            fate = after_culprit(error, unit.failures)
+        unit.alone = fate is Fate.ALONE
+        if fate is not Fate.FAIL and self._running is None:
+            self.failures = max(self.failures, unit.failures)
+        return fate is not Fate.FAIL
+
+    def _log(self, error: BaseException) -> None:
+        if len(self._ran) > 1 or self.again:
+            text = "%s: a group of %d units ended: %s; %d units run again"
+            logger.info(text, self._name, len(self._ran), error, len(self.again))
+
+    def _shown(self, unit: Unit[Any], error: BaseException) -> BaseException:
+        """The error for one caller. That of its own unit may rest on rows that are gone if the group is aborted."""
+        if unit is self._running:
+            return self._raised or error
+        if unit in self._errors and not leaves_nothing(error):
+            return self._errors[unit]
+        return error if len(self._ran) == 1 else _copied(error)
+
+
+def _succeeded(unit: Unit[Any], result: object) -> Told:
+    return lambda: unit.work.succeed(result)
+
+
+def _failed(unit: Unit[Any], error: BaseException) -> Told:
+    return lambda: unit.work.fail(error)
+
+
+_NOTES: Final = "__notes__"
+
+
+def _copied(error: BaseException) -> BaseException:
+    """A copy for one of many callers: each raises it with a traceback and notes of its own."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a foreign error that cannot be copied is shared
+        return error
+    if _NOTES in vars(made):
+        vars(made)[_NOTES] = list(vars(made)[_NOTES])
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)

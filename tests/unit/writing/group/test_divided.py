@@ -1,0 +1,180 @@
+"""One dual write divided into units: each is kept or rolled back alone, with its messages, savepoints and session."""
+
+from concurrent.futures import wait
+
+import pytest
+from harness.served import TOPIC
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from dualwrite import IllegalStateError, TransactionAborted, TransactionInDoubt
+from unit.writing.group.held import Refused
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@pytest.mark.parametrize("failing", [(1,), (2,), (3,), (1, 2), (2, 3), (1, 2, 3)])
+def test_a_unit_that_fails_is_rolled_back_alone(shop, held, failing):
+    with held.together():
+        futures = {n: held.put(n, error=Refused(n) if n in failing else None) for n in (1, 2, 3)}
+    for number, future in futures.items():
+        assert isinstance(future.exception(30), Refused) is (number in failing)
+    assert shop.both_have(*sorted({1, 2, 3} - set(failing)))
+
+
+def test_an_error_of_the_last_flush_is_the_units_own(shop, held):
+    def twice(tx):
+        tx.session.add(Order(id=1))
+        tx.produce(TOPIC, "1", partition=0)
+
+    with held.together():
+        first, second, third = held.put(1), held.writer.submit(twice, key=2), held.put(3)
+    first.result(30)
+    third.result(30)
+    assert "UNIQUE" in str(second.exception(30))
+    assert shop.both_have(1, 3)
+
+
+def test_each_unit_has_a_session_of_its_own(shop, held):
+    sessions = []
+
+    def unit(tx):
+        sessions.append(tx.session)
+        tx.session.add(order := Order(id=len(sessions)))
+        return order
+
+    with held.together():
+        futures = [held.writer.submit(unit, key=number) for number in (1, 2)]
+    assert [future.result(30).id for future in futures] == [1, 2]
+    assert sessions[0] is not sessions[1]
+    assert shop.rows == ["1", "2"]
+
+
+def test_a_unit_may_roll_back_its_session_and_go_on(shop, held):
+    def unit(tx):
+        tx.session.add(Order(id=1))
+        tx.produce(TOPIC, "1", partition=0)
+        with pytest.raises(IntegrityError):
+            tx.session.flush()
+        tx.session.rollback()
+        tx.session.add(Order(id=2))
+        tx.produce(TOPIC, "2", partition=0)
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
+    for future in futures:
+        future.result(30)
+    assert shop.both_have(1, 2, 3)
+
+
+def test_savepoints_of_a_unit_are_its_own(shop, held):
+    def unit(tx):
+        shop.put(tx, 2)
+        inner = tx.connection.begin_nested()
+        shop.put(tx, 20)
+        inner.rollback()
+        tx.connection.begin_nested()  # left open: kept, as at the end of a block
+        shop.put(tx, 3)
+
+    def failing(tx):
+        tx.connection.begin_nested()
+        shop.put(tx, 4)
+        raise Refused
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.writer.submit(failing, key=3), held.put(5)]
+    assert isinstance(futures[2].exception(30), Refused)
+    wait(futures)
+    assert shop.both_have(1, 2, 3, 5)
+
+
+def test_the_transaction_of_a_unit_ends_with_it(shop, held):
+    kept = []
+
+    def unit(tx):
+        kept.append(tx)
+        shop.put(tx, 1)
+
+    def other(tx):
+        for use in (lambda: kept[0].connection, lambda: kept[0].session, lambda: kept[0].produce("t", "x")):
+            with pytest.raises(IllegalStateError, match="ended"):
+                use()
+        shop.put(tx, 2)
+
+    with held.together():
+        futures = [held.writer.submit(unit, key=1), held.writer.submit(other, key=2)]
+    for future in futures:
+        future.result(30)
+    assert shop.both_have(1, 2)
+    assert kept[0].state.value == "completed"
+
+
+def commit(tx):
+    tx.connection.commit()
+
+
+def rollback(tx):
+    tx.connection.rollback()
+
+
+@pytest.mark.parametrize("end", [commit, rollback])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_unit_that_ends_the_transaction_fails_and_the_others_run_again(shop, held, end, goes_on):
+    runs = []
+
+    def unit(tx):
+        shop.put(tx, 2)
+        try:
+            end(tx)
+        except IllegalStateError:
+            if not goes_on:
+                raise
+
+    def counted(tx):
+        runs.append(1)
+        shop.put(tx, 1)
+
+    with held.together():
+        futures = [held.writer.submit(counted, key=1), held.writer.submit(unit, key=2), held.put(3)]
+    assert isinstance(futures[1].exception(30), IllegalStateError | TransactionAborted)
+    futures[0].result(30)
+    futures[2].result(30)
+    assert len(runs) == 2
+    assert shop.both_have(1, 3)
+
+
+@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK", "RELEASE dualwrite_unit"])
+def test_a_unit_that_ends_it_past_the_library_leaves_all_in_doubt(shop, held, statement):
+    """The rows may be committed: what has run may not run again."""
+
+    def unit(tx):
+        shop.put(tx, 2)
+        tx.connection.connection.dbapi_connection.execute(statement)
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
+    errors = [future.exception(30) for future in futures]
+    assert [type(error) for error in errors[:2]] == [TransactionInDoubt] * 2
+    assert errors[2] is None  # it had not begun
+    assert shop.messages == ["3"]
+
+
+def test_a_refused_message_concerns_its_unit_alone(shop, held):
+    def unit(tx):
+        shop.put(tx, 2)
+        with pytest.raises(TransactionAborted):
+            tx.produce(TOPIC, b"x" * 20_000_000)
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
+    assert "went on after an error" in str(futures[1].exception(30))
+    futures[0].result(30)
+    futures[2].result(30)
+    assert shop.both_have(1, 3)

@@ -1,0 +1,271 @@
+"""Group commit: many callers' units in one dual write, what ends a group, and what each caller is told."""
+
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import pytest
+from sqlalchemy import text
+
+from dualwrite import (
+    CompletionPending,
+    GroupLimits,
+    IllegalStateError,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.runtime import failpoints
+from dualwrite.stores.dialects import committing
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.writing.lanes.lane import Lane
+from unit.writing.group.held import Held, Refused
+
+
+def test_units_commit_together_and_each_caller_gets_its_result(shop, held):
+    with held.together():
+        futures = [held.put(number, result=number * 10) for number in (1, 2, 3)]
+    assert [future.result(30) for future in futures] == [10, 20, 30]
+    assert held.sizes == [1, 3]
+    assert shop.both_have(1, 2, 3)
+
+
+def test_a_single_unit_is_a_plain_block(shop, held):
+    def unit(tx):
+        assert not tx.connection.in_nested_transaction()
+        shop.put(tx, 1)
+        return tx
+
+    tx = held.writer.submit(unit).result(30)
+    assert shop.both_have(1)
+    assert tx.state.value == "completed"
+
+
+def test_units_of_one_thread_commit_in_their_order(shop, held):
+    done = []
+    with held.together():
+        futures = [held.writer.submit(lambda _, n=n: done.append(n)) for n in range(50)]
+    wait(futures, 30)
+    assert done == list(range(50))
+
+
+def test_units_of_a_key_wait_for_one_that_runs_again(shop, held):
+    runs = []
+
+    def conflicted(tx):
+        runs.append("first")
+        shop.put(tx, 1)
+        if len(runs) == 1:
+            raise TransactionAborted("a conflict")
+
+    with held.together():
+        first = held.writer.submit(conflicted, key="k")
+        later = held.writer.submit(lambda tx: (runs.append("later"), shop.put(tx, 2)), key="k")
+        other = held.writer.submit(lambda tx: (runs.append("other"), shop.put(tx, 3)), key="o")
+    wait([first, later, other], 30)
+    assert runs == ["first", "other", "first", "later"]
+    assert shop.rows == ["1", "2", "3"]
+    assert shop.messages == ["3", "1", "2"]
+
+
+def test_limits_end_a_group(shop):
+    with shop.writer(groups=GroupLimits(units=2)) as writer:
+        held = Held(shop, writer)
+        with held.together():
+            futures = [held.put(number) for number in range(5)]
+        wait(futures, 30)
+        assert held.sizes == [1, 2, 2, 1]
+    assert shop.both_have(*range(5))
+
+
+@pytest.mark.parametrize("limits", [GroupLimits(seconds=0.0), GroupLimits(bytes=0)])
+def test_old_and_large_groups_take_no_more(shop, limits):
+    with shop.writer(groups=limits) as writer:
+        held = Held(shop, writer)
+        with held.together():
+            futures = [held.put(number) for number in range(3)]
+        wait(futures, 30)
+        assert held.sizes == [1, 1, 1, 1]
+    assert shop.both_have(*range(3))
+
+
+def test_the_whole_of_a_groups_messages_counts(shop):
+    with shop.writer(groups=GroupLimits(bytes=3)) as writer:
+        held = Held(shop, writer)
+        with held.together():
+            futures = [held.put(number) for number in range(10, 15)]
+        wait(futures, 30)
+        assert held.sizes == [1, 2, 2, 1]
+
+
+def test_a_cancelled_unit_that_has_not_begun_is_dropped(shop, held):
+    with held.together():
+        futures = [held.put(number) for number in (1, 2, 3)]
+        assert futures[1].cancel()
+    assert futures[0].result(30) is futures[2].result(30) is None
+    with pytest.raises(CancelledError):
+        futures[1].result()
+    assert shop.both_have(1, 3)
+
+
+def test_a_group_whose_units_are_all_cancelled_writes_nothing(shop, held):
+    with held.together():
+        assert held.put(1).cancel()
+        assert held.put(2).cancel()
+    held.put(3).result(30)
+    assert shop.both_have(3)
+
+
+def test_a_unit_that_runs_cannot_be_cancelled(shop, held):
+    begun, may_go = threading.Event(), threading.Event()
+
+    def unit(tx):
+        begun.set()
+        may_go.wait(30)
+        shop.put(tx, 1)
+
+    future = held.writer.submit(unit)
+    begun.wait(30)
+    assert not future.cancel()
+    may_go.set()
+    future.result(30)
+    assert shop.both_have(1)
+
+
+def test_a_group_that_was_aborted_runs_again(shop, held, monkeypatch):
+    real, failures = SqlStateStore.decide, [TransactionAborted("a conflict"), Unavailable("gone")]
+
+    def decide(*args, **kwargs):
+        if failures:
+            raise failures.pop(0)
+        return real(*args, **kwargs)
+
+    with held.together():
+        futures = [held.put(number, result=number) for number in (1, 2, 3)]
+        monkeypatch.setattr(SqlStateStore, "decide", decide)
+        failures.insert(0, TransactionAborted("of the first"))
+    assert [future.result(60) for future in futures] == [1, 2, 3]
+    assert not failures
+    assert shop.both_have(1, 2, 3)
+
+
+def test_a_group_that_cannot_commit_for_one_unit_commits_the_others(shop, held, monkeypatch):
+    """A deferred constraint, say."""
+    real = SqlStateStore.run_deferred
+
+    def run_deferred(store, connection, name=None):
+        if connection.scalar(text("SELECT count(*) FROM orders WHERE id = 2")):
+            raise TransactionAborted("a deferred check", retryable=False)
+        real(store, connection, name)
+
+    monkeypatch.setattr(SqlStateStore, "run_deferred", run_deferred)
+    with held.together():
+        futures = [held.put(number) for number in (1, 2, 3)]
+    assert "a deferred check" in str(futures[1].exception(30))
+    futures[0].result(30)
+    futures[2].result(30)
+    assert shop.both_have(1, 3)
+
+
+def test_in_doubt_reaches_every_unit_and_none_runs_again(shop, held, monkeypatch):
+    runs = []
+
+    def unit(tx, number):
+        runs.append(number)
+        shop.put(tx, number)
+        if number == 2:
+            raise Refused
+
+    def in_doubt(*_, **__):
+        raise TransactionInDoubt("no answer", transactional_id="orders")
+
+    with held.together():
+        futures = [held.writer.submit(lambda tx, n=n: unit(tx, n), key=n) for n in (1, 2, 3)]
+        monkeypatch.setattr(committing, "commit", in_doubt)
+        monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", in_doubt)
+    errors = [future.exception(30) for future in futures]
+    assert [type(error) for error in errors] == [TransactionInDoubt, Refused, TransactionInDoubt]
+    assert errors[0] is not errors[2]
+    assert errors[0].transactional_id == "orders"
+    assert runs == [1, 2, 3]
+
+
+def test_pending_reaches_every_unit(shop, held, monkeypatch):
+    def pending(*_, **__):
+        raise CompletionPending("no answer")
+
+    with held.together():
+        futures = [held.put(number) for number in (1, 2)]
+        monkeypatch.setattr(Lane, "complete", pending)
+    assert [type(future.exception(30)) for future in futures] == [CompletionPending] * 2
+    assert shop.rows == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("point", "told"),
+    # The first unit alone is "first of a test". Units that have not begun run again, in another group.
+    [
+        ("group.unit_begun:2", [1]),
+        ("group.unit_kept:1", [1]),
+        ("group.units_done:2", [1, 2, 3]),
+        ("write.prepared:2", [1, 2, 3]),
+    ],
+)
+def test_a_defect_reaches_every_unit_that_has_begun(shop, held, point, told):
+    with held.together():
+        futures = {number: held.put(number) for number in (1, 2, 3)}
+        failpoints.arm(f"{point}:raise")
+    assert [number for number, future in futures.items() if future.exception(30) is not None] == told
+    assert shop.both_have(*sorted({1, 2, 3} - set(told)))
+
+
+def test_close_finishes_what_waits(shop):
+    with shop.writer() as writer:
+        held = Held(shop, writer)
+        with held.together():
+            futures = [held.put(number) for number in (1, 2)]
+    assert all(future.done() for future in futures)
+    assert shop.both_have(1, 2)
+    with pytest.raises(IllegalStateError, match="not open"):
+        writer.submit(lambda _: None)
+
+
+def test_close_fails_what_has_not_begun_in_time(shop):
+    may_go, begun = threading.Event(), threading.Event()
+
+    def slow(_):
+        begun.set()
+        may_go.wait(30)
+
+    with shop.writer(timeout_s=0.2) as writer:
+        running = writer.submit(slow, key=1)
+        begun.wait(30)
+        waiting = writer.submit(lambda tx: shop.put(tx, 1), key=2)
+        threading.Timer(0.5, may_go.set).start()
+    with pytest.raises(IllegalStateError, match="closed before the unit began"):
+        waiting.result(0)
+    running.exception(30)
+    assert shop.rows == []
+
+
+def test_many_threads_lose_nothing(shop, held):
+    def caller(first):
+        for number in range(first, first + 20):
+            held.put(number).result(60)
+
+    threads = [threading.Thread(target=caller, args=(100 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(int, shop.rows)) == sorted(map(int, shop.messages))
+    assert len(shop.rows) == 160
+
+
+def test_the_threads_end_with_the_writer(shop):
+    with shop.writer() as writer:
+        writer.submit(lambda _: None).result(30)
+    deadline = time.monotonic() + 30
+    while any(thread.name.startswith("dualwrite group") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
