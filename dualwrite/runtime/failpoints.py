@@ -67,6 +67,12 @@ FAILPOINTS: Final[dict[str, str]] = {
     "consume.handled": "the handler is done, the offsets are not moved",
     "consume.moved": "the offsets are moved in the transaction, nothing is decided",
     "consume.committed": "a consumer's transaction is committed on both sides",
+    "unit.found": "a former writer has left a unit unfinished, it is not aborted",
+    "unit.part": "a part of a unit is written, not its end",
+    "unit.ending": "all parts of a unit but the last are written",
+    "unit.ended": "the end of a unit is written",
+    "unit.before_abort": "about to abort a unit",
+    "unit.aborted": "the abort of a unit is written",
     "spark.driver_started": "the driver has settled and starts the job",
     "spark.driver_done": "the job is done, the driver has not settled again",
 }

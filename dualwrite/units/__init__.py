@@ -4,9 +4,15 @@ What belongs here: the marker records, the image that readers apply them to, rea
 but applications, sinks, testing and the command line.
 """
 
+from typing import TYPE_CHECKING
+
 from dualwrite.units.following import Follower, Snapshot, UnitImage
 from dualwrite.units.image import KeyedImage
 from dualwrite.units.records import AbortTransaction, BeginTransaction, EndTransaction, UnitRecord
+
+if TYPE_CHECKING:
+    from dualwrite.units.reader import UnitReader
+    from dualwrite.units.writer import Unit, UnitWriter
 
 __all__ = [
     "AbortTransaction",
@@ -15,6 +21,24 @@ __all__ = [
     "Follower",
     "KeyedImage",
     "Snapshot",
+    "Unit",
     "UnitImage",
+    "UnitReader",
     "UnitRecord",
+    "UnitWriter",
 ]
+
+_LAZY = {
+    "Unit": "dualwrite.units.writer",
+    "UnitReader": "dualwrite.units.reader",
+    "UnitWriter": "dualwrite.units.writer",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the drivers only with the first name that needs them."""
+    if name in _LAZY:
+        from importlib import import_module  # noqa: PLC0415 - as above
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,12 @@ def dump(log: Path) -> tuple[list[Dumped], list[str]]:
                 )
             )  # fmt: skip
     return batches, [line for line in output.splitlines() if line.startswith("| ")]
+
+
+def dump_metadata(log: Path) -> list[dict[str, object]]:
+    """The records of a log that Kafka's decoder of its own metadata log understands, each as that prints it."""
+    output = _run("org.apache.kafka.tools.DumpLogSegments", ["--cluster-metadata-decoder", "--files", str(log)])
+    return [json.loads(found) for found in re.findall(r"payload: (\{.*\})$", output, re.MULTILINE)]
 
 
 def _run(tool: str, *arguments: Iterable[str]) -> str:

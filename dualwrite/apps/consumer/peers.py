@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from dualwrite.apps.consumer.settings import connection_settings
 from dualwrite.errors import Fenced, TransactionAborted, Unavailable
+from dualwrite.kafka.connecting import connection_settings
 from dualwrite.protocol.consuming import left_behind, member_prefix
 from dualwrite.recovery.recover import recover, status
 

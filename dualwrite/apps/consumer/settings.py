@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
+from dualwrite.kafka.connecting import connection_settings
 
 _FIXED: Final[Mapping[str, tuple[str, str]]] = {
     "enable.auto.commit": (
@@ -23,16 +23,6 @@ _OWN: Final[Mapping[str, str]] = {
     "on_commit": "offsets are not committed by the consumer",
     "group.instance.id": "a restarted member would not be seen as gone, and peers would not settle what it has left",
 }
-
-
-def connection_settings(kafka: Mapping[str, object]) -> dict[str, object]:
-    """The settings by which any client of librdkafka reaches the brokers.
-
-    Raises:
-        ConfigurationError: As :meth:`KafkaConfig.parse`.
-    """
-    reaching = CONNECTING | KERBEROS_TICKETS
-    return {key: value for key, value in KafkaConfig.parse(kafka).librdkafka().items() if key in reaching}
 
 
 def consumer_settings(

@@ -1,0 +1,255 @@
+"""Reads ranges of partitions, and where these begin and end. One consumer, in no group."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.kafka.connecting import connection_settings
+from dualwrite.protocol.tables.unit_life import UnitEvent
+from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.units.records import UnitRecord, event_of
+
+logger = logging.getLogger(__name__)
+
+Partition: TypeAlias = tuple[str, int]
+
+_AT_ONCE: Final = 1000
+_POLL_S: Final = 0.1
+_LOOKS_AGAIN_S: Final = 0.01
+_WINDOW: Final = 64
+_WIDER: Final = 8
+_QUEUED_KB: Final = 16 * 1024
+_SETTINGS: Final = {
+    "isolation.level": "read_committed",
+    "enable.auto.commit": False,
+    "enable.partition.eof": True,
+    # An offset that retention has deleted must not be passed over.
+    "auto.offset.reset": "error",
+    "queued.max.messages.kbytes": _QUEUED_KB,
+}
+_REFUSED: Final = frozenset(
+    {
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001 - confluent-kafka's own error codes begin with an underscore
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+    }
+)
+
+
+class Offsets(NamedTuple):
+    """Where a partition begins, and where it ends for readers of committed records."""
+
+    begin: int
+    end: int
+
+
+class PartitionLogs:
+    """Partitions as readers of committed records see them. Used by one thread; close it.
+
+    Args:
+        kafka: The dictionary of a writer.
+
+    Raises:
+        ConfigurationError: As `KafkaConfig.parse`.
+    """
+
+    def __init__(self, kafka: Mapping[str, object]) -> None:
+        reaching = connection_settings(kafka)
+        self._admin = AdminClient(reaching)  # type: ignore[arg-type] # callbacks, too
+        self._consumer = Consumer({**reaching, **_SETTINGS, "group.id": f"dualwrite-units-{secrets.token_hex(8)}"})
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._consumer.close()
+
+    def partitions(self, topic: str, deadline: Deadline) -> list[int]:
+        """The partitions of a topic.
+
+        Raises:
+            ConfigurationError: There is no such topic.
+            Unavailable: No answer in time.
+        """
+        try:
+            found = self._admin.list_topics(topic, timeout=deadline.remaining_s()).topics[topic]
+        except KafkaException as error:
+            raise Unavailable(f"the partitions of {topic} are not known: {error}") from error
+        if found.error is not None:
+            raise ConfigurationError(f"the topic {topic!r} cannot be read: {found.error.str()}")
+        return sorted(found.partitions)
+
+    def offsets(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, Offsets]:
+        """Where partitions begin, and where they end for readers now, with the records of no transaction that is open.
+
+        Raises:
+            Unavailable: No answer in time.
+        """
+        wanted = list(partitions)
+        # The begins first: retention may delete in between, and no begin may lie behind its end.
+        begins = self._asked(wanted, OffsetSpec.earliest(), IsolationLevel.READ_COMMITTED, deadline)
+        ends = self._asked(wanted, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, deadline)
+        return {name: Offsets(begins[name], ends[name]) for name in wanted}
+
+    def settled_offsets(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, Offsets]:
+        """As :meth:`offsets`, once readers see all that is committed now: no transaction that is open now hides any of it.
+
+        Raises:
+            Unavailable: A transaction stays open, or no answer came in time.
+        """
+        wanted = list(partitions)
+        highs = self._asked(wanted, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, deadline)
+        while True:
+            found = self.offsets(wanted, deadline)
+            hidden = [name for name in wanted if found[name].end < highs[name]]
+            if not hidden:
+                return found
+            if deadline.expired:
+                raise Unavailable(f"a transaction stays open in {hidden[0][0]}[{hidden[0][1]}]")
+            pause(_LOOKS_AGAIN_S)
+
+    def _asked(
+        self, partitions: list[Partition], which: OffsetSpec, isolation: IsolationLevel, deadline: Deadline
+    ) -> dict[Partition, int]:
+        while True:
+            asked = {TopicPartition(topic, number): which for topic, number in partitions}
+            answers = self._admin.list_offsets(
+                asked, isolation_level=isolation, request_timeout=max(1.0, deadline.remaining_s())
+            )
+            try:
+                return {(where.topic, where.partition): answer.result().offset for where, answer in answers.items()}
+            except KafkaException as error:
+                if error.args[0].code() in _REFUSED:
+                    raise ConfigurationError(f"the partitions cannot be read: {error.args[0].str()}") from error
+                if deadline.expired:
+                    raise Unavailable(f"the ends of partitions are not known: {error}") from error
+                pause(_LOOKS_AGAIN_S)
+
+    def read(
+        self, ranges: Mapping[Partition, Offsets], *, timeout_s: float
+    ) -> Iterator[tuple[Partition, int, UnitRecord]]:
+        """Yield the committed records of ranges with their offsets, in the order of each partition.
+
+        Keeps no more in memory than a consumer's queue. One call at a time.
+
+        Args:
+            ranges: From where to where, by partition.
+            timeout_s: How long the brokers may send nothing, in seconds.
+
+        Raises:
+            ConfigurationError: Retention has deleted a begin, or a right is missing.
+            Unavailable: Nothing came in time.
+        """
+        missing = {name: wanted.end for name, wanted in ranges.items() if wanted.begin < wanted.end}
+        self._consumer.assign([TopicPartition(*name, ranges[name].begin) for name in missing])
+        try:
+            deadline = Deadline(timeout_s)
+            while missing:
+                messages = self._consumer.consume(_AT_ONCE, _POLL_S)
+                if messages:
+                    deadline = Deadline(timeout_s)
+                elif deadline.expired:
+                    raise Unavailable(f"{next(iter(missing))} was not read to its end: the brokers send nothing")
+                for message in messages:
+                    yield from self._taken(message, missing)
+        finally:
+            self._consumer.unassign()
+
+    def _taken(self, message: Message, missing: dict[Partition, int]) -> Iterator[tuple[Partition, int, UnitRecord]]:
+        name, offset = place_of(message)
+        if is_end(message):
+            following = offset
+        else:
+            following = offset + 1
+            if name in missing and offset < missing[name]:
+                yield name, offset, record_of(message)
+        if name in missing and following >= missing[name]:
+            del missing[name]
+            self._consumer.incremental_unassign([TopicPartition(*name)])
+
+    def last_record(self, name: Partition, deadline: Deadline) -> tuple[int, UnitRecord] | None:
+        """The last committed record of a partition with its offset, read from the end; None if there is none.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`settled_offsets` and :meth:`read`.
+        """
+        whole = self.settled_offsets([name], deadline)[name]
+        width = _WINDOW
+        while True:
+            begin = max(whole.begin, whole.end - width)
+            last = None
+            for _, offset, record in self.read({name: Offsets(begin, whole.end)}, timeout_s=deadline.remaining_s()):
+                last = offset, record
+            if last is not None or begin == whole.begin:
+                return last
+            width *= _WIDER
+
+    def last_event(self, name: Partition, deadline: Deadline) -> UnitEvent | None:
+        """The meaning of the last committed record of a partition to a reader of units; None if there is none.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`last_record`.
+        """
+        last = self.last_record(name, deadline)
+        return None if last is None else event_of(last[1].headers)
+
+    def follow(self, name: Partition, begin: int | None) -> None:
+        """Begin to read a partition without an end, for :meth:`poll`: from an offset, or from its beginning."""
+        self._consumer.assign([TopicPartition(*name, OFFSET_BEGINNING if begin is None else begin)])
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """The next messages and ends of partitions; empty if none came in time."""
+        return self._consumer.consume(_AT_ONCE, timeout_s)
+
+
+def place_of(message: Message) -> tuple[Partition, int]:
+    """The partition and offset of a message, or of an end.
+
+    Raises:
+        ConfigurationError: It is an error: retention has deleted what is read, or a right is missing.
+    """
+    error = message.error()
+    if error is not None and error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - as above
+        raise ConfigurationError(
+            f"{message.topic()}[{message.partition()}]: the records to read next are deleted: {error.str()}",
+            next_step="begin again without a position; keep records for longer than the slowest reader needs",
+        )
+    if error is not None and error.code() in _REFUSED:
+        raise ConfigurationError(f"{message.topic()}[{message.partition()}] cannot be read: {error.str()}")
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    if topic is None or partition is None or offset is None:
+        logger.warning("a consumer reports: %s", error)
+        return ("", -1), -1
+    return (topic, partition), offset
+
+
+def is_end(message: Message) -> bool:
+    """Whether it is no record, but says how far reading has come."""
+    return message.error() is not None
+
+
+def record_of(message: Message) -> UnitRecord:
+    """The record in a message."""
+    found = message.headers() or ()
+    pairs = found.items() if isinstance(found, dict) else found
+    headers = tuple((key, value.encode() if isinstance(value, str) else value) for key, value in pairs)
+    return UnitRecord(_bytes(message.key()), _bytes(message.value()), headers)
+
+
+def _bytes(part: str | bytes | None) -> bytes | None:
+    return part.encode() if isinstance(part, str) else part

@@ -1,0 +1,110 @@
+"""``UnitReader``: reads the units of one partition into an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from dualwrite.errors import Unavailable
+from dualwrite.protocol.tables.unit_life import Effect
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.units.following import Follower, Snapshot, UnitImage
+from dualwrite.units.log import PartitionLogs, is_end, place_of, record_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Contents = TypeVar("Contents")
+
+_SHOWN: Final = frozenset({Effect.SHOW, Effect.PUBLISH})
+
+
+class UnitReader(Generic[Contents]):
+    """Reads a partition into an image, which shows whole units only. A context manager.
+
+    It applies records as it reads them, publishes at the end of a unit and reverts at an abort: it needs memory for the image,
+    not for the unit. One thread reads; any thread may take snapshots. It joins no consumer group and commits no offsets: keep
+    a `Snapshot`, or read from the beginning.
+
+    Args:
+        topic: The topic.
+        partition: The number of the partition.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Of it only what reaches the brokers is used.
+        image: What it applies records to: a `KeyedImage`, or one of yours.
+        position: That of the snapshot that the image begins with; None to read the log from its beginning.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+
+    Source: KIP-868, "record visibility".
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        partition: int = 0,
+        *,
+        kafka: Mapping[str, object],
+        image: UnitImage[Contents],
+        position: int | None = None,
+    ) -> None:
+        self._name = topic, partition
+        self._follower = Follower(image, position)
+        self._next = position or 0
+        self._logs = PartitionLogs(kafka)
+        self._logs.follow(self._name, position)
+
+    def poll(self, timeout_s: float = 1.0) -> bool:
+        """Read what there is, or wait for it. Returns whether the image shows more than before.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+
+        Raises:
+            ConfigurationError: The log breaks the rules of units, retention has deleted what comes next, or a right is missing.
+        """
+        shows_more = False
+        for message in self._logs.poll(timeout_s):
+            name, offset = place_of(message)
+            if name != self._name:
+                continue
+            if is_end(message):
+                self._next = max(self._next, offset)
+            else:
+                shows_more |= self._follower.read(offset, record_of(message)) in _SHOWN
+                self._next = offset + 1
+        return shows_more
+
+    def catch_up(self, timeout_s: float = 60.0) -> None:
+        """Read all that is committed at the time of the call. A unit that has ended by then is visible on return.
+
+        Args:
+            timeout_s: Limits the whole call, in seconds.
+
+        Raises:
+            Unavailable: It was not read in time.
+            ConfigurationError: As :meth:`poll`.
+        """
+        deadline = Deadline(timeout_s)
+        end = self._logs.offsets([self._name], deadline)[self._name].end
+        while self._next < end:
+            if deadline.expired:
+                raise Unavailable(f"{self._name[0]}[{self._name[1]}] was not read to offset {end} in time")
+            self.poll(min(1.0, deadline.remaining_s()))
+
+    def snapshot(self) -> Snapshot[Contents]:
+        """All that the image shows, and the position to go on from: no markers, and no part of a unit."""
+        return self._follower.snapshot()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._logs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

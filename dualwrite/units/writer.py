@@ -1,0 +1,295 @@
+"""``UnitWriter``: the one writer of a partition, whose units readers see as a whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    IllegalStateError,
+    TransactionAborted,
+    TransactionInDoubt,
+)
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.protocol.tables.unit_life import (
+    UNIT_WRITER_LIFE,
+    UnitWriterEvent,
+    UnitWriterState,
+    found_at_the_end,
+)
+from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.units.log import PartitionLogs
+from dualwrite.units.records import (
+    AbortTransaction,
+    BeginTransaction,
+    EndTransaction,
+    Headers,
+    UnitRecord,
+    marker_record,
+    part_of_unit,
+    shortened,
+)
+from dualwrite.writing.writer import DualWriter
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from typing_extensions import Self
+
+    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.writing.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+Work: TypeAlias = "Callable[[Transaction], object]"
+
+_LARGEST_PART: Final = 16 * 1024 * 1024
+_W, _V = UnitWriterState, UnitWriterEvent
+
+
+def writer_id(topic: str, partition: int) -> str:
+    """The transactional id of the writers of a partition: one for all, so that each fences the one before."""
+    return f"{topic}-{partition}.units"
+
+
+class _Parts:
+    """The parts of one unit: the records that wait for the next one, and whether the unit is begun in the log."""
+
+    def __init__(self, begin: UnitRecord, part_records: int) -> None:
+        self.is_open = True
+        self._waiting = [begin]
+        self._count = 0
+        self._size = 0
+        self._is_begun = False
+        self._part_records = part_records
+
+    def add(self, record: UnitRecord) -> bool:
+        """Returns whether a part is full."""
+        self._waiting.append(record)
+        self._count += 1
+        self._size += len(record.key or b"") + len(record.value or b"")
+        return self._count >= self._part_records or self._size >= _LARGEST_PART
+
+    def part(self) -> tuple[Sequence[UnitRecord], UnitWriterEvent]:
+        return self._waiting, _V.PART if self._is_begun else _V.BEGIN
+
+    def written(self) -> None:
+        self._waiting, self._count, self._size, self._is_begun = [], 0, 0, True
+
+    def last(self) -> tuple[Sequence[UnitRecord], UnitWriterEvent]:
+        return [*self._waiting, marker_record(EndTransaction())], _V.END if self._is_begun else _V.WHOLE
+
+
+class Unit:
+    """One unit: the object of ``with writer.unit() as unit``. Used by one thread, until its block ends.
+
+    Attributes:
+        records: How many records were produced.
+    """
+
+    def __init__(self, parts: _Parts, append: Callable[[Sequence[UnitRecord], UnitWriterEvent], None]) -> None:
+        self.records = 0
+        self._parts = parts
+        self._append = append
+
+    def produce(self, value: bytes | None = None, key: bytes | None = None, *, headers: Headers = ()) -> None:
+        """Add a record to the unit. It waits in memory until a part of the unit is full, which is then written.
+
+        Raises:
+            IllegalStateError: The block has ended.
+            ConfigurationError: A header is the library's own.
+            DualWriteError: A part could not be written. Leave the block: the unit is aborted.
+        """
+        if not self._parts.is_open:
+            raise IllegalStateError("the unit has ended")
+        self.records += 1
+        if self._parts.add(part_of_unit(key, value, headers)):
+            self._append(*self._parts.part())
+            self._parts.written()
+            failpoints.hit("unit.part")
+
+
+class UnitWriter:
+    """The one writer of a partition. Its units are sequences of records, of any length, that readers see at one moment.
+
+    A unit is written in parts, each a dual write of its own; markers around them (KIP-868) say when it is whole. Opening a
+    second writer of the same partition, in any process, fences the first: a paused one cannot add to the log when it goes on.
+    Opening also aborts the unit that a former writer has left unfinished.
+
+    The topic must not be compacted, which would tear units, and nothing else may write to the partition. Used by one thread.
+
+    Args:
+        topic: The topic. It must exist.
+        partition: The number of the partition.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least.
+        engine: A SQLAlchemy engine or a database URL, as for `DualWriter`.
+        schema: The database schema of the library's tables, if it is not the default one.
+        part_records: How many records a part has at most. It needs memory for them. A part of 16 MiB is full, too.
+        timeout_s: Limits opening, and each ending of a part, in seconds.
+        producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+
+    Source: KIP-868.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        partition: int = 0,
+        *,
+        kafka: Mapping[str, object],
+        engine: Engine | str,
+        schema: str | None = None,
+        part_records: int = 10_000,
+        timeout_s: float = 60.0,
+        producer_engine: EngineName = "auto",
+    ) -> None:
+        if part_records < 1:
+            raise ConfigurationError(
+                "a part of a unit has at least one record", next_step="set part_records to 1 or more"
+            )
+        self.topic = topic
+        self.partition = partition
+        self._kafka = kafka
+        self._part_records = part_records
+        self._timeout_s = timeout_s
+        self._machine = Machine("writer of units", UNIT_WRITER_LIFE, _W.CLAIMED)
+        self._in_unit = False
+        self._writer = DualWriter(
+            writer_id(topic, partition),
+            kafka=kafka,
+            engine=engine,
+            schema=schema,
+            max_lanes=1,  # each part waits until the one before is complete: their order in the log is that of the unit
+            timeout_s=timeout_s,
+            producer_engine=producer_engine,
+        )
+
+    @property
+    def state(self) -> UnitWriterState:
+        """Where the writer stands. A broken one can only be closed: open another."""
+        return self._machine.state
+
+    def open(self) -> None:
+        """Claim the partition, and abort the unit that a former writer has left unfinished, with a reason for people.
+
+        Call it once; ``with writer:`` does so. On return no former writer can add to the log.
+
+        Raises:
+            ConfigurationError: The topic is missing or compacted, the log holds what no writer of units has written; or as
+                `DualWriter.open`.
+            DualWriteError: As `DualWriter.open`; or a server does not answer, or a transaction stays open in the partition.
+        """
+        self._writer.open()
+        try:
+            deadline = Deadline(self._timeout_s)
+            with closing(PartitionLogs(self._kafka)) as logs:
+                if self.partition not in logs.partitions(self.topic, deadline):
+                    raise ConfigurationError(f"{self.topic} has no partition {self.partition}")
+                last = logs.last_event((self.topic, self.partition), deadline)
+            if self._machine.apply(found_at_the_end(last)) is _W.WITHIN:
+                failpoints.hit("unit.found")
+                self._abort("its writer ended before the unit")
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Disconnect. Raises what `DualWriter.close` raises."""
+        self._writer.close()
+
+    @contextmanager
+    def unit(self, name: str | None = None, *, at_end: Work | None = None) -> Generator[Unit, None, None]:
+        """Write one unit: readers see all of it once the block has ended, and nothing of it if the block raises.
+
+        Args:
+            name: A description for people, at most 255 bytes.
+            at_end: Called with the `Transaction` of the unit's last part, to write rows: they commit if and only if the unit
+                ends. Nothing else of it may be used.
+
+        Raises:
+            TransactionAborted: The unit is aborted, or will be by the next writer. No row of ``at_end`` is written.
+            TransactionInDoubt: It is not known whether the unit has ended, nor whether the rows of ``at_end`` are committed.
+            CompletionPending: The unit has ended; readers will see it.
+            IllegalStateError: The writer is not open, is broken, or is inside a unit.
+            DualWriteError: As `DualWriter.transaction`; the unit is aborted.
+
+        Every other exception from the block is passed on unchanged. After an error that leaves the writer broken, close it and
+        open another.
+        """
+        if self._in_unit:
+            raise IllegalStateError("units cannot be nested", next_step="end the first unit before the second")
+        if self._machine.state is not _W.BETWEEN:
+            raise IllegalStateError(
+                f"the writer of units is {self._machine.state.value}",
+                transactional_id=self._writer.transactional_id,
+                next_step="open a writer; it aborts what the last one has left",
+            )
+        parts = _Parts(marker_record(BeginTransaction(name)), self._part_records)
+        self._in_unit = True
+        try:
+            yield Unit(parts, self._append)
+            failpoints.hit("unit.ending")
+            self._append(*parts.last(), at_end)
+            failpoints.hit("unit.ended")
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            parts.is_open = self._in_unit = False
+
+    def _append(self, records: Sequence[UnitRecord], event: UnitWriterEvent, work: Work | None = None) -> None:
+        """Write records in one dual write. Moves the machine: by the event, or to BROKEN if they may be in the log or not."""
+        self._machine.check(event)
+        begun: Transaction | None = None
+        try:
+            with self._writer.transaction() as begun:
+                for record in records:
+                    begun.produce(
+                        self.topic, record.value, record.key, partition=self.partition, headers=record.headers
+                    )
+                if work is not None:
+                    work(begun)
+        except BaseException as error:
+            if begun is not None and begun.state is not WriteState.ABORTED:
+                self._machine.apply(_V.FAIL)
+                if event in {_V.BEGIN, _V.PART} and isinstance(error, CompletionPending | TransactionInDoubt):
+                    raise TransactionAborted(
+                        f"a part of the unit may be in the log, without its end: {error}",
+                        transactional_id=self._writer.transactional_id,
+                        next_step="open another writer, which aborts the unit, and write the unit again",
+                    ) from error
+            raise
+        self._machine.apply(event)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Abort the unit in the log if it stands there and the log is known; else the next writer does."""
+        if self._machine.state is not _W.WITHIN:
+            return
+        try:
+            self._abort(f"{type(error).__name__}: {error}")
+        except Exception as failed:  # noqa: BLE001 - the block's own error counts
+            logger.warning("%s: the next writer aborts the unit: %s", self._writer.transactional_id, failed)
+
+    def _abort(self, reason: str) -> None:
+        failpoints.hit("unit.before_abort")
+        self._append([marker_record(AbortTransaction(shortened(reason)))], _V.ABORT)
+        failpoints.hit("unit.aborted")
+        logger.info("%s: aborted a unit: %s", self._writer.transactional_id, reason)
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, traceback)
