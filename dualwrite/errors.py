@@ -5,6 +5,8 @@
     DualWriteError
       ConfigurationError        fix the settings
         DatabaseWentBack        the database has lost commits: compare both sides
+        StoreInUse              a state store is open elsewhere: each has one writer
+        StoreUnreadable         a state store's directory cannot be opened
       IllegalStateError         fix the code
       TransactionAborted        neither side changed; see .retryable
       Fenced                    another owner took over; stop
@@ -71,6 +73,18 @@ class DatabaseWentBack(ConfigurationError):
     ) -> None:
         super().__init__(what, transactional_id=transactional_id, next_step=next_step)
         self.state = state
+
+
+class StoreInUse(ConfigurationError):
+    """Another state store has this directory open, in this process or in another one. Nothing was changed."""
+
+    advice = "a store has one writer: close the other one, or use another directory"
+
+
+class StoreUnreadable(ConfigurationError):
+    """The directory of a state store cannot be opened: RocksDB's message says why. Nothing was deleted."""
+
+    advice = "mend the cause, or restore into an empty directory"
 
 
 class IllegalStateError(DualWriteError):

@@ -73,6 +73,11 @@ FAILPOINTS: Final[dict[str, str]] = {
     "unit.ended": "the end of a unit is written",
     "unit.before_abort": "about to abort a unit",
     "unit.aborted": "the abort of a unit is written",
+    "state.spilled": "uncommitted writes of a state store were moved to disk",
+    "state.decided": "a commit of spilled writes is decided, nothing is copied into the state store",
+    "state.copied": "a part of a decided commit is copied into the state store",
+    "state.finished": "a decided commit is copied, the spilled writes are still there",
+    "state.committed": "a state store has committed",
     "spark.driver_started": "the driver has settled and starts the job",
     "spark.driver_done": "the job is done, the driver has not settled again",
 }

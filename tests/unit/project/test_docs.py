@@ -9,6 +9,7 @@ import pytest
 from harness.places import ROOT
 
 import dualwrite
+import dualwrite.state
 import dualwrite.units
 from dualwrite import DualWriteError
 from dualwrite.cli.group import COMMANDS
@@ -54,6 +55,12 @@ def test_public_name_is_in_the_reference(name):
 def test_public_name_of_units_is_in_the_reference(name):
     assert f":: dualwrite.units.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
     assert inspect.getdoc(getattr(dualwrite.units, name))
+
+
+@pytest.mark.parametrize("name", dualwrite.state.__all__)
+def test_public_name_of_state_stores_is_in_the_reference(name):
+    assert f":: dualwrite.state.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
+    assert inspect.getdoc(getattr(dualwrite.state, name))
 
 
 @pytest.mark.parametrize("name", failpoints.FAILPOINTS)

@@ -28,6 +28,8 @@ PLANTED = {
     "the rules of units are pure": ("units/image", "time"),
     "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
     "group: who waits over one group's units": ("writing/group/results", "dualwrite.writing.group.groups"),
+    "state: the store over its databases over what is pure": ("state/uncommitted", "dualwrite.state.store"),
+    "scans and uncommitted writes are pure": ("state/scans", "os"),
     "lanes: the pool over lanes": ("writing/lanes/losses", "dualwrite.writing.lanes.lane"),
     "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator.client"),
     "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer.transactional"),

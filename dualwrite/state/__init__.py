@@ -1,0 +1,11 @@
+"""State stores: state of a stream processor that becomes permanent exactly when the Kafka transaction with its changelog does.
+
+What belongs here: persistent stores with transactions (KIP-844), and what keeps them equal to their changelogs. May use:
+``dualwrite.writing`` and everything below it. RocksDB comes with the extra ``state``.
+"""
+
+from dualwrite.state.committed import Committed
+from dualwrite.state.scans import Scan
+from dualwrite.state.store import KeyValueStore
+
+__all__ = ["Committed", "KeyValueStore", "Scan"]

@@ -1,0 +1,122 @@
+"""One RocksDB with the entries and, apart from them, one note, which a batch writes together with entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from dualwrite.errors import ConfigurationError, StoreInUse, StoreUnreadable
+
+if TYPE_CHECKING:
+    from rocksdict import Options, Rdict, WriteBatch
+
+    from dualwrite.state.scans import Change, Entry
+
+_NOTES: Final = "notes"
+_NOTE: Final = b"note"
+_LOCKED: Final = ("lock hold by current process", "While lock file")
+"""How RocksDB's messages name a lock that another opener holds."""
+
+
+class Rocks:
+    """An open RocksDB. One thread at a time uses it.
+
+    Args:
+        path: Its directory; made if it is not there.
+
+    Raises:
+        StoreInUse: It is open elsewhere.
+        StoreUnreadable: RocksDB cannot open it.
+        ConfigurationError: The extra ``state`` is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import rocksdict  # noqa: PLC0415 - comes with an extra
+        except ImportError as missing:
+            raise ConfigurationError(
+                "state stores need rocksdict", next_step="pip install 'dualwrite[state]'"
+            ) from missing
+        self._rocksdict = rocksdict
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._db: Rdict = rocksdict.Rdict(str(path), self._options(), {_NOTES: self._options()})
+        except Exception as refused:  # rocksdict raises Exception itself
+            locked = any(words in str(refused) for words in _LOCKED)
+            kind, what = (
+                (StoreInUse, "is open elsewhere") if locked else (StoreUnreadable, f"cannot be opened: {refused}")
+            )
+            raise kind(f"the state store {path} {what}") from refused
+        self._notes: Rdict = self._db.get_column_family(_NOTES)
+        self._notes_handle = self._db.get_column_family_handle(_NOTES)
+
+    def _options(self) -> Options:
+        options = self._rocksdict.Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.create_missing_column_families(True)
+        options.set_keep_log_file_num(2)
+        return options
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value; None if there is none."""
+        return cast("bytes | None", self._db.get(key))
+
+    def entries(self, lower: bytes | None, upper: bytes | None, *, reverse: bool = False) -> Iterator[Entry]:
+        """The entries with ``lower <= key < upper`` as they are at the first step. Keeps the database open until dropped."""
+        found = cast("Iterator[Entry]", self._db.items(backwards=reverse, from_key=upper if reverse else lower))
+        for key, value in found:
+            if reverse:
+                if lower is not None and key < lower:
+                    return
+                if key == upper:  # RocksDB's bound belongs to the range
+                    continue
+            elif upper is not None and key >= upper:
+                return
+            yield key, value
+
+    def note(self) -> bytes | None:
+        """The note; None if there is none."""
+        return cast("bytes | None", self._notes.get(_NOTE))
+
+    def batch(self) -> WriteBatch:
+        """An empty batch, for `write`."""
+        return self._rocksdict.WriteBatch(raw_mode=True)
+
+    def write(self, batch: WriteBatch, *, note: bytes | None = None) -> None:
+        """Write the batch, and with it the note, if there is one: all or nothing, also in a crash.
+
+        With a note all that was written before and this batch are durable on return. Without one, nothing need be.
+        """
+        options = self._rocksdict.WriteOptions()
+        if note is not None:
+            batch.put(_NOTE, note, self._notes_handle)
+            options.sync = True
+        self._db.write(batch, options)
+
+    def erase_note(self) -> None:
+        """Erase the note, durably."""
+        batch = self.batch()
+        batch.delete(_NOTE, self._notes_handle)
+        options = self._rocksdict.WriteOptions()
+        options.sync = True
+        self._db.write(batch, options)
+
+    def approximate_count(self) -> int:
+        """RocksDB's estimate of the number of entries."""
+        return self._db.property_int_value("rocksdb.estimate-num-keys") or 0
+
+    def close(self) -> None:
+        """Close it and give up its lock, if no iterator over it is left."""
+        del self._notes_handle
+        self._notes.close()
+        self._db.close()
+
+
+def put_all(batch: WriteBatch, changes: list[Change]) -> None:
+    """Put changes into a batch: values as puts, None as deletions."""
+    for key, value in changes:
+        if value is None:
+            batch.delete(key)
+        else:
+            batch.put(key, value)
