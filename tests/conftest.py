@@ -17,7 +17,7 @@ from harness import class_archive
 from harness.collected import COLLECTED
 from harness.patience import patient
 from harness.planting import plant_from_environment
-from harness.shared_kafka import PLACE, SharedKafka, borrow
+from harness.shared_kafka import PLACE, SharedKafka, plugin
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine
@@ -37,8 +37,12 @@ SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "cluster"]
 SHARED = pytest.StashKey[SharedKafka]()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     class_archive.use()
+    told = getattr(config, "workerinput", {})
+    if PLACE in told:
+        # Registered after the library's own plugin, so that its fixture takes the place of that plugin's.
+        config.pluginmanager.register(plugin(told), "the broker of all workers")
     # A busy machine is no failure.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
@@ -132,14 +136,6 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:
 def _shared_servers(item: pytest.Item) -> list[bool]:
     fixtures = getattr(item, "fixturenames", ())
     return [server not in fixtures for server in SERVERS]
-
-
-@pytest.fixture(scope="session")
-def dualwrite_kafka(request: pytest.FixtureRequest) -> Iterator[EmbeddedKafka]:
-    """As the library's own fixture; where there are workers, one broker for all of them."""
-    told = getattr(request.config, "workerinput", {})
-    with borrow(told) if PLACE in told else EmbeddedKafka() as kafka:
-        yield kafka
 
 
 @pytest.fixture

@@ -6,11 +6,14 @@ The process that starts the workers listens, and starts the broker when the firs
 from __future__ import annotations
 
 import secrets
+import types
 from collections.abc import Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Client, Listener
 from threading import Thread
 from typing import Any
+
+import pytest
 
 from dualwrite.testing import EmbeddedKafka
 
@@ -70,11 +73,16 @@ class BorrowedKafka(EmbeddedKafka):
         return self._ports
 
 
-def borrow(workerinput: Mapping[str, Any]) -> BorrowedKafka:
-    """Ask for the broker, as a worker that was told its place."""
+def plugin(workerinput: Mapping[str, Any]) -> types.SimpleNamespace:
+    """The fixture for a worker that was told the place of the shared broker."""
     address, key = workerinput[PLACE]
-    with Client(tuple(address), authkey=bytes.fromhex(key)) as asking:
-        found = asking.recv()
-    if isinstance(found, Exception):
-        raise found
-    return BorrowedKafka(*found)
+
+    @pytest.fixture(scope="session")
+    def dualwrite_kafka() -> EmbeddedKafka:
+        with Client(tuple(address), authkey=bytes.fromhex(key)) as asking:
+            found = asking.recv()
+        if isinstance(found, Exception):
+            raise found
+        return BorrowedKafka(*found)
+
+    return types.SimpleNamespace(dualwrite_kafka=dualwrite_kafka)
