@@ -45,7 +45,7 @@ def values_in(broker, topic):
     return [record.value for record in read_committed(broker.client_config(), topic)]
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("stop", marks=pytest.mark.thorough)])
 def test_a_killed_or_stopped_broker_comes_back_on_its_port_with_its_data(broker, end):
     topic = broker.create_topic(f"kept-{end}")
     produce(broker.client_config(), topic, b"before")

@@ -31,7 +31,8 @@ from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
-EACH = [("eager", "kafka"), ("cooperative", "database"), ("consumer", "kafka")]
+EAGER = ("eager", "kafka")
+EACH = [EAGER, ("cooperative", "database"), ("consumer", "kafka")]
 
 SOON_S = 120
 """Far less than the broker's transaction timeout, a quarter of an hour."""
@@ -61,7 +62,10 @@ def group():
     return f"copiers-{secrets.token_hex(4)}"
 
 
-@pytest.mark.parametrize(("protocol", "offsets"), EACH)
+@pytest.mark.parametrize(
+    ("protocol", "offsets"),
+    [pytest.param(*one, marks=pytest.mark.thorough if one == EAGER else ()) for one in EACH],
+)
 def test_members_join_and_leave_and_nothing_is_written_twice(place, group, kafka, url, protocol, offsets):
     # So few at a time that partitions are paused when they go to the other member.
     options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 4, "workers": 2}

@@ -168,10 +168,7 @@ PAUSES = [name for name in failpoints.FAILPOINTS if name.startswith(("write.", "
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    [
-        pytest.param(name, marks=() if name in {"claim.before", "write.recorded"} else pytest.mark.thorough)
-        for name in PAUSES
-    ],
+    [pytest.param(name, marks=() if name == "write.recorded" else pytest.mark.thorough) for name in PAUSES],
 )
 def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing(
     tmp_path, kafka, url, dualwrite_topic, point

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from harness.orders import on_both
 
 FIRST_USE = """
 import json, sys
@@ -32,8 +31,16 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("producer_engine", ["native", "librdkafka"])
-@on_both
+@pytest.mark.parametrize(
+    ("producer_engine", "url"),
+    [
+        ("native", "postgresql"),
+        ("librdkafka", "sqlite"),
+        pytest.param("native", "sqlite", marks=pytest.mark.thorough),
+        pytest.param("librdkafka", "postgresql", marks=pytest.mark.thorough),
+    ],
+    indirect=["url"],
+)
 def test_the_first_dual_write_loads_only_its_engines(
     dualwrite_kafka, dualwrite_topic, url, engine, kafka_id, producer_engine
 ):

@@ -14,8 +14,8 @@ from dualwrite.writing.lanes.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 
-STEP, RENEWAL_STEP = 23, 251
-"""In the ordinary run each 23rd line, beginning with a random one of the first; fewer of those that claim and settle."""
+STEP, RENEWAL_STEP = 61, 601
+"""In the ordinary run each 61st line, beginning with a random one of the first; fewer of those that claim and settle."""
 THOROUGH = [pytest.mark.thorough, pytest.mark.longest]
 
 

@@ -19,15 +19,13 @@ URLS = ["postgresql", "sqlite"]
 WRITERS_IN_EVERY_RUN = {
     ("write.produced", "postgresql"),
     ("write.before_abort", "postgresql"),
-    ("write.recorded", "postgresql"),
+    ("write.recorded", "sqlite"),
     ("write.decided", "postgresql"),
-    ("write.decided", "sqlite"),
 }
-SESSIONS_IN_EVERY_RUN = {("write.recorded", "postgresql"), ("write.decided", "postgresql")}
+SESSIONS_IN_EVERY_RUN = {("write.decided", "postgresql")}
 SETTLERS_IN_EVERY_RUN = {
     ("postgresql", "claim.row_raised", "write.recorded"),
     ("postgresql", "settle.before_commit", "write.decided"),
-    ("postgresql", "settle.recorded", "write.decided"),
 }
 
 

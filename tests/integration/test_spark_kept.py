@@ -55,7 +55,9 @@ def shifted(spark, batch):
     )
 
 
-@pytest.mark.parametrize("leg", LEGS)
+# In every run micro-batches show it, which are whole batches.
+@pytest.mark.thorough
+@pytest.mark.parametrize("leg", ["staging", "prepared"])
 def test_whole_batches_after_the_first_one_claim_nothing(spark, numbers, write, leg):
     for batch in range(4):
         write(shifted(spark, batch), batchId=str(batch), databaseLeg=leg)

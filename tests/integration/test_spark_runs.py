@@ -50,18 +50,26 @@ def failing_at(point, job):
     assert point in passed
 
 
+POINTS = [
+    "spark.task_started", "slot.leased", "claim.before", "claim.row_raised", "claim.initialized",
+    "write.begun", "write.checked", "write.produced", "write.prepared",
+]  # fmt: skip
+# Up to the claim all ways do the same.
+IN_EVERY_RUN = {
+    *(("write_batch", point) for point in ("spark.task_started", "claim.before", "write.prepared")),
+    *((way, "write.prepared") for way in ("staging", "prepared")),
+}
+
+
 @pytest.mark.parametrize(
-    "point",
+    ("job", "point"),
     [
-        "spark.task_started",
-        "claim.before",
-        "write.prepared",
-        *(
-            pytest.param(point, marks=pytest.mark.thorough)
-            for point in ("slot.leased", "claim.row_raised", "claim.initialized", "write.begun", "write.checked", "write.produced")
-        ),
+        pytest.param(way, point, marks=() if (way, point) in IN_EVERY_RUN else pytest.mark.thorough)
+        for way in ("staging", "prepared", "write_batch")
+        for point in POINTS
     ],
-)  # fmt: skip
+    indirect=["job"],
+)
 def test_a_task_that_goes_on_when_its_job_has_failed_leaves_nothing(numbers, job, point):
     with pytest.raises(DualWriteError), failing_at(point, job) as passed:
         job.run_task()
@@ -103,7 +111,7 @@ def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, j
 
 
 @pytest.mark.parametrize("slot_is_taken", [False, True])
-@pytest.mark.parametrize("job", ["staging", "prepared"], indirect=True)
+@pytest.mark.parametrize("job", ["staging", pytest.param("prepared", marks=pytest.mark.thorough)], indirect=True)
 def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(
     numbers, job, slot_is_taken, monkeypatch
 ):

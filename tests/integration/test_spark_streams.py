@@ -51,7 +51,7 @@ def start(spark, numbers, source, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("way", ["foreach_batch", "staging"])
+@pytest.mark.parametrize("way", [thorough("foreach_batch"), "staging"])
 def test_a_micro_batch_is_named_by_the_id_of_its_query_which_the_checkpoint_keeps(numbers, start, way):
     queries = []
     for _ in range(2):

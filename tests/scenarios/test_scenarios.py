@@ -31,6 +31,20 @@ DATABASES = {
 }
 
 
+SHOWN_IN_EVERY_RUN_BY = {
+    "caller_changes_its_mind": "test_dual_writer.py::test_block_that_raises_writes_neither_and_the_exception_passes",
+    "claim_meets_a_decision_under_way": "test_counterexamples.py::test_claiming_waits_for_a_decision_under_way",
+    "commit_answer_lost": "test_counterexamples.py::test_connection_lost_during_commit_is_resolved_by_the_row",
+    "database_failed_over_before_the_next_owner": "test_database_went_back.py::test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones",
+    "database_fails_over_under_its_owner": "test_database_went_back.py::test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded",
+    "database_restored": "test_database_went_back.py::test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup",
+    "decided_owner_dead": "test_kill_at_failpoints.py::test_writer_killed_then_next_start_makes_both_sides_equal",
+    "recoverer_killed": "test_kill_at_failpoints.py::test_settler_killed_then_another_settles",
+    "row_deleted_under_its_owner": "test_counterexamples.py::test_a_row_that_was_deleted_and_made_anew_has_another_owner",
+    "two_recoverers_at_once": "test_faults.py::test_recoverers_at_once_converge",
+    "undecided_owner_dead": "test_kill_at_failpoints.py::test_writer_killed_then_next_start_makes_both_sides_equal",
+}
+"""Hazards that tests in `integration` bring about on real servers, too: their scenarios are left to thorough runs."""
 SPECIAL = BROKERS.keys() | DATABASES.keys() | {"short deadlines", "short sessions"}
 REAL = [
     pytest.param(
@@ -38,7 +52,9 @@ REAL = [
         engine,
         id=scenario.name if engine == "librdkafka" else f"{scenario.name}-{engine}",
         # Those that need servers of their own take minutes; nearly all have been performed through librdkafka already.
-        marks=[pytest.mark.thorough] if engine == "native" or scenario.given & SPECIAL else [],
+        marks=[pytest.mark.thorough]
+        if engine == "native" or scenario.given & SPECIAL or scenario.name in SHOWN_IN_EVERY_RUN_BY
+        else [],
     )
     for engine in ENGINES
     for scenario in SCENARIOS
@@ -101,6 +117,13 @@ def test_every_hazard_of_the_readme_is_shown_or_said_to_be_shown_elsewhere():
     assert facts == frozenset().union(*(scenario.facts for scenario in SCENARIOS))
     shown = frozenset().union(*(scenario.failures for scenario in SCENARIOS))
     assert {number for number, elsewhere in failures.items() if not elsewhere} <= shown <= failures.keys()
+
+
+def test_what_is_left_to_thorough_runs_is_shown_by_tests_that_exist():
+    assert {scenario.name for scenario in SCENARIOS} >= SHOWN_IN_EVERY_RUN_BY.keys()
+    for test in SHOWN_IN_EVERY_RUN_BY.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (Path(__file__).parents[1] / "integration" / file).read_text(encoding="utf-8"), test
 
 
 def test_every_statement_of_the_language_is_used_and_in_the_readme():

@@ -8,7 +8,7 @@ from search.mistakes import MISTAKES
 from search.page import FIGURES
 
 FEW_STATES = 1_000
-MANY_STATES = 30_000
+MANY_STATES = 10_000
 _seen = json.loads(FIGURES.read_text("utf-8"))["mistakes"]
 CAUGHT = [name for name, mistake in MISTAKES.items() if mistake.caught]
 HARMLESS = [name for name, mistake in MISTAKES.items() if not mistake.caught]

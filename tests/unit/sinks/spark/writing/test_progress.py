@@ -1,5 +1,6 @@
 """The log lines of a task while it writes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -31,31 +32,45 @@ def test_nothing_is_told_before_it_is_time(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("before", "environment", "told"),
-    [
-        ("pass", {}, ["INFO dualwrite.sinks.x: one", "WARNING dualwrite.x: two"]),
-        ("pass", {"DUALWRITE_LOG": "warning"}, ["WARNING dualwrite.x: two"]),
+# One new process imports, and forks the others: that takes a second.
+LOGGING = """
+import json, logging, os, sys
+from dualwrite.sinks.spark.writing.progress import log_to_stderr
+for environment, sets_up in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.environ |= environment
+        if sets_up:
+            logging.basicConfig(format="own %(message)s", level="INFO")
+        log_to_stderr()
+        log_to_stderr()
+        logging.getLogger("dualwrite.sinks.x").info("one")
+        log = logging.getLogger("dualwrite.x")
+        log.info("three")
+        log.warning("two")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print("---", file=sys.stderr)
+"""
+
+
+def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging():
+    told = [
+        ({}, False, ["INFO dualwrite.sinks.x: one", "WARNING dualwrite.x: two"]),
+        ({"DUALWRITE_LOG": "warning"}, False, ["WARNING dualwrite.x: two"]),
         (
-            "pass",
             {"DUALWRITE_LOG": "info"},
+            False,
             ["INFO dualwrite.sinks.x: one", "INFO dualwrite.x: three", "WARNING dualwrite.x: two"],
         ),
-        ("logging.basicConfig(format='own %(message)s', level='INFO')", {}, ["own one", "own three", "own two"]),
-    ],
-)
-def test_a_process_beside_the_driver_logs_unless_somebody_has_set_up_logging(before, environment, told):
-    code = (
-        "import logging; from dualwrite.sinks.spark.writing.progress import log_to_stderr\n"
-        f"{before}\n"
-        "log_to_stderr(); log_to_stderr()\n"
-        "logging.getLogger('dualwrite.sinks.x').info('one')\n"
-        "log = logging.getLogger('dualwrite.x'); log.info('three'); log.warning('two')\n"
-    )
+        ({}, True, ["own one", "own three", "own two"]),
+    ]
+    cases = json.dumps([case[:2] for case in told])
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=True
+        [sys.executable, "-c", LOGGING, cases], env={}, capture_output=True, text=True, timeout=600, check=True
     )
-    assert [re.sub(r"^[-\d]+ [:,\d]+ ", "", line) for line in done.stderr.splitlines()] == told
+    lines = [re.sub(r"^[-\d]+ [:,\d]+ ", "", line) for line in done.stderr.splitlines()]
+    assert lines == [line for *_, expected in told for line in [*expected, "---"]]
 
 
 @pytest.mark.parametrize(
