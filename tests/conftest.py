@@ -32,7 +32,7 @@ MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark
 TESTS = Path(__file__).parent
 COMPUTING = {"model", "search", "unit"}
 """Folders of tests that need no server, or little of it."""
-SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "cluster"]
+SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster"]
 """Fixtures of servers that the tests of several modules share."""
 SHARED = pytest.StashKey[SharedKafka]()
 
@@ -204,6 +204,14 @@ def mortal_kafka() -> Iterator[EmbeddedKafka]:
 def guarded_kafka() -> Iterator[EmbeddedKafka]:
     """A broker with users, who may do what a test allows them. Each module has users of its own."""
     with EmbeddedKafka(users=USERS) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="session")
+def two_phase_kafka() -> Iterator[EmbeddedKafka]:
+    """A broker with KIP-939's two-phase commit, with users, and with its default ``transaction.max.timeout.ms`` of 15 minutes."""
+    properties = {"unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
+    with EmbeddedKafka(properties, users=USERS) as kafka:
         yield kafka
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -64,6 +64,10 @@ class ServedKafka(Simulation):
 
 
 class _Coordinator(SimulatedCoordinator):
+    def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
+        del topics, deadline
+        return ()
+
     def longest_open_s(self, deadline: Deadline) -> float:
         del deadline
         return 0.0

@@ -150,6 +150,9 @@ def test_the_missing_right_is_named_with_the_id(kafka, ann, prepared):
     ):
         message = refusal(call)
         assert f"Describe on the transactional id '{kafka_id}'" in message
+        assert (
+            "to produce or recover Write" in message
+        )  # the broker asks for Describe first: two rounds for an administrator
 
     kafka.allow("ann", "describe", "transactional_id", kafka_id)
     seen = once_allowed(lambda: ann.describe([kafka_id], soon()))

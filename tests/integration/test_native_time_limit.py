@@ -5,7 +5,6 @@ import secrets
 
 import pytest
 from harness.acls import allow_two_phase_commit
-from harness.users import USERS
 from sqlalchemy import create_engine
 
 from dualwrite import DualWriter
@@ -19,15 +18,7 @@ from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import NEVER_MS, EndAnswer, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing import EmbeddedKafka, read_committed
-
-
-@pytest.fixture(scope="module")
-def two_phase_kafka():
-    """A broker with KIP-939's two-phase commit, and with its default ``transaction.max.timeout.ms`` of 15 minutes."""
-    properties = {"unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
-    with EmbeddedKafka(properties, users=USERS) as server:
-        yield server
+from dualwrite.testing import read_committed
 
 
 @pytest.fixture
@@ -124,6 +115,8 @@ def test_two_phase_commit_needs_both_rights_and_is_required_forbidden_or_left_op
     assert initialised(config, kafka_id).transaction_timeout_ms == NEVER_MS
     forbidden = initialised(config, kafka_id, **{"transaction.two.phase.commit.enable": "false"})
     assert forbidden.transaction_timeout_ms == BROKER_DEFAULT_MS
+    with pytest.raises(ConfigurationError, match="Write"):
+        initialised(config, fresh_id(), **REQUIRED)  # no right at all: Kafka asks for Describe first
     without_write = fresh_id()
     two_phase_kafka.allow("native", "describe", "transactional_id", without_write)
     allow_two_phase_commit(two_phase_kafka.admin_config(), "native", without_write)

@@ -183,6 +183,14 @@ class KafkaCoordinator:
         """
         return listing.list_ids(self._brokers, prefix, deadline)
 
+    def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
+        """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once.
+
+        Raises:
+            Unavailable: No answer.
+        """
+        return describing.compacted(self._brokers, topics, deadline)
+
     def longest_open_s(self, deadline: Deadline) -> float:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
 

@@ -9,13 +9,16 @@ import kafka.errors as kafka_errors
 from kafka.protocol.admin.configs import DescribeConfigsRequest
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
+from dualwrite.errors import Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered, verdict
 from dualwrite.kafka.coordinator.network import Message, NotYet
-from dualwrite.kafka.coordinator.routing import Coordinators
+from dualwrite.kafka.coordinator.routing import Coordinators, right_to_look
 from dualwrite.protocol.observations import OPEN, TransactionStatus, TransactionView
 from dualwrite.runtime.deadline import Deadline
 
+_TOPIC_RESOURCE: Final = 2
 _BROKER_RESOURCE: Final = 4
+_CLEANUP: Final = "cleanup.policy"
 _LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
@@ -40,8 +43,7 @@ def _view(state: Message) -> TransactionView | NotYet:
     kafka_id = state.transactional_id
     if kafka_errors.for_code(state.error_code) is kafka_errors.TransactionalIdNotFoundError:
         return TransactionView(TransactionStatus.NO_SUCH_ID)
-    right = f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
-    why = verdict(state.error_code, f"describing {kafka_id!r}", right)
+    why = verdict(state.error_code, f"describing {kafka_id!r}", right_to_look(kafka_id))
     if why is not None:
         return why
     status = _STATUS.get(state.transaction_state)
@@ -86,6 +88,26 @@ def max_transaction_timeout_ms(brokers: Brokers, deadline: Deadline) -> int | No
         return {None: min(found)}
 
     return until_answered([None], ask, deadline, f"tell its {_LONGEST_TIMEOUT}")[None]
+
+
+def compacted(brokers: Brokers, topics: Collection[str], deadline: Deadline) -> Collection[str]:
+    """See :meth:`dualwrite.kafka.coordinator.client.KafkaCoordinator.compacted`."""
+    resources = [
+        DescribeConfigsRequest.DescribeConfigsResource(
+            resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
+        )
+        for topic in topics
+    ]
+    request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
+    [answer] = brokers.exchange([(brokers.nodes(deadline)[0], request)], deadline)
+    if isinstance(answer, NotYet):
+        raise Unavailable(f"the broker did not tell the {_CLEANUP} of topics: {answer}")
+    return {
+        result.resource_name
+        for result in answer.results
+        for config in result.configs or ()
+        if config.name == _CLEANUP and "compact" in (config.value or "")
+    }
 
 
 def _describe_broker(node: int) -> Message:

@@ -179,7 +179,7 @@ class Coordinators:
                 self._known.clear()
             found = find_coordinators(self._brokers, CoordinatorType.TRANSACTION, unknown, deadline)
             for key, (code, node) in found.items():
-                why = verdict(code, f"the coordinator of {key!r}", _describe_right(key))
+                why = verdict(code, f"the coordinator of {key!r}", right_to_look(key))
                 if why is None:
                     self._known[key] = node
                 else:
@@ -243,8 +243,9 @@ class Topics:
         return answers
 
 
-def _describe_right(kafka_id: str) -> str:
-    return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it"
+def right_to_look(kafka_id: str) -> str:
+    """The right that a look at a transactional id needs, and the one of producers and settlers, which must look first."""
+    return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it; to produce or recover Write, which implies it"
 
 
 def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:

@@ -36,7 +36,7 @@ class _Watched:
 class EndWatcher:
     """Asks for the ends of many lanes' transactions side by side, on one thread.
 
-    It also notices other writers' open transactions that hold back readers for seconds, and logs a warning.
+    It also logs warnings: of other writers' open transactions that hold back readers for seconds, and of compacted topics.
 
     Args:
         name: The writer's name.
@@ -50,6 +50,7 @@ class EndWatcher:
         self._on_noted = on_noted
         self._new: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._watched: dict[PendingEnd, _Watched] = {}
+        self._looked_up: set[str] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"dualwrite {name} ends", daemon=True)
         self._thread.start()
@@ -100,8 +101,9 @@ class EndWatcher:
                 between = GrowingPause(*_WAITS_S)
             between.wait()  # markers come a moment after the answer
             asked += self._taken(block=False)
-            asked = self._asked_once(asked)
+            ended, asked = asked, self._asked_once(asked)
             self._warn()
+            self._warn_of_compaction({first.topic for one in ended for first in one.pending.ended.state.first_offsets})
         for watched in [*asked, *self._watched.values()]:
             watched.done.set()
 
@@ -141,6 +143,23 @@ class EndWatcher:
                     logger.warning("%s: read_committed consumers are held back in %s", self._name, one)
         except Exception as error:  # noqa: BLE001 - it is only a warning
             logger.debug("could not find out what holds back readers: %s", error)
+
+    def _warn_of_compaction(self, topics: set[str]) -> None:
+        """Warn of topics that do not keep transactions whole, once for each."""
+        new = {topic for topic in topics - self._looked_up if not topic.startswith("__")}
+        if not new:
+            return
+        self._looked_up |= new
+        try:
+            for topic in sorted(self._coordinator.compacted(new, Deadline(_LONGEST_ASK_S))):
+                logger.warning(
+                    "%s: the topic %r is compacted: a consumer that lags behind sees only the newest message of each key, and "
+                    "so only a part of some transactions",
+                    self._name,
+                    topic,
+                )
+        except Exception as error:  # noqa: BLE001 - it is only a warning
+            logger.debug("could not find out whether topics are compacted: %s", error)
 
     def _let_go(self, watched: list[_Watched]) -> None:
         for one in watched:

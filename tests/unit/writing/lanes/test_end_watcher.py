@@ -10,6 +10,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.protocol.observations import LogProof
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.lanes.end_watcher import EndWatcher
@@ -34,6 +35,8 @@ class Coordinator:
         self.go_on = threading.Event()
         self.go_on.set()
         self.held_back = deque()
+        self.compacted_topics = deque()
+        self.looked_up = []
         self.closed = 0
 
     def prove_now(self, states, deadline, *, read_on):
@@ -51,6 +54,14 @@ class Coordinator:
     def newly_held_back(self, deadline):
         del deadline
         found = self.held_back.popleft() if self.held_back else []
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def compacted(self, topics, deadline):
+        del deadline
+        self.looked_up.append(set(topics))
+        found = self.compacted_topics.popleft() if self.compacted_topics else []
         if isinstance(found, Exception):
             raise found
         return found
@@ -218,6 +229,22 @@ def test_a_step_that_cannot_be_noted_is_logged_and_the_watcher_goes_on(watcher, 
     another = pending(1)
     watcher.watch(another, Noted())
     assert known(watcher, another)
+
+
+def state_in(topic):
+    return PendingEnd(Ended(PreparedTxnState(7, 0, None, (FirstOffset(topic, 0, 5),)), committed=True))
+
+
+@pytest.mark.parametrize("answer", [["ledger"], [], RuntimeError("no answer")])
+def test_a_compacted_topic_is_warned_of_once_and_offsets_are_none(watcher, coordinator, caplog, answer):
+    coordinator.compacted_topics.append(answer)
+    for topic in ("ledger", "__consumer_offsets", "ledger", "orders"):
+        one = state_in(topic)
+        watcher.watch(one, Noted())
+        assert known(watcher, one)
+    watcher.close()
+    assert coordinator.looked_up == [{"ledger"}, {"orders"}]
+    assert caplog.text.count("the topic 'ledger' is compacted") == (answer == ["ledger"])
 
 
 def test_transactions_of_other_writers_that_hold_back_readers_are_warned_of(watcher, coordinator, caplog):

@@ -1,0 +1,340 @@
+"""KIP-939's producer, call by call, on both engines and a real broker.
+
+The tables list each call in each state of a producer: what the KIP says, and what happens here. "same" where both agree; where a
+broker without the KIP cannot do what it says, the row has what happens instead, and why. The broker is a stock one, except
+where a test asks for two-phase commit.
+
+The KIP's words: ``refused`` is ``IllegalStateException`` or ``INVALID_TXN_STATE``, an `IllegalStateError` here, and changes nothing.
+"""
+
+import secrets
+
+import pytest
+
+from dualwrite import terminate
+from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.kafka.producer.abandoned_transaction import Completion
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.protocol.observations import NEVER_MS, TransactionStatus
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.testing import read_committed
+
+TWO_PHASE = "transaction.two.phase.commit.enable"
+OTHER = PreparedTxnState.from_string("4711:0")
+EMPTY = PreparedTxnState()
+
+# state          call                           KIP-939   here      why
+REFUSED = """
+  created      | begin_transaction            | refused | same    |
+  created      | produce                      | refused | same    |
+  created      | send_offsets_to_transaction  | refused | same    |
+  created      | prepare_transaction          | refused | same    |
+  created      | commit_transaction           | refused | same    |
+  created      | abort_transaction            | refused | same    |
+  created      | complete_transaction(its)    | refused | same    |
+  kept         | init_transactions            | refused | same    |
+  kept         | init_transactions(keep)      | refused | same    |
+  kept         | begin_transaction            | refused | same    |
+  kept         | produce                      | refused | same    |
+  kept         | send_offsets_to_transaction  | refused | same    |
+  kept         | prepare_transaction          | refused | same    |
+  kept nothing | init_transactions            | refused | same    |
+  kept nothing | begin_transaction            | refused | same    |
+  kept nothing | produce                      | refused | same    |
+  kept nothing | commit_transaction           | no-op   | refused | nothing shows whether it was committed: the caller must not believe so
+  ready        | init_transactions            | refused | same    |
+  ready        | init_transactions(keep)      | refused | same    |
+  ready        | produce                      | refused | same    |
+  ready        | send_offsets_to_transaction  | refused | same    |
+  ready        | prepare_transaction          | refused | same    |
+  ready        | commit_transaction           | refused | same    |
+  ready        | abort_transaction            | refused | same    |
+  ready        | complete_transaction(its)    | refused | same    |
+  begun        | init_transactions            | refused | same    |
+  begun        | init_transactions(keep)      | refused | same    |
+  begun        | begin_transaction            | refused | same    |
+  begun        | complete_transaction(its)    | refused | same    |
+  prepared     | init_transactions            | refused | same    |
+  prepared     | init_transactions(keep)      | refused | same    |
+  prepared     | begin_transaction            | refused | same    |
+  prepared     | produce                      | refused | same    |
+  prepared     | send_offsets_to_transaction  | refused | same    |
+  prepared     | prepare_transaction          | refused | same    |
+  closed       | init_transactions            | refused | same    |
+  closed       | begin_transaction            | refused | same    |
+  closed       | prepare_transaction          | refused | same    |
+  closed       | commit_transaction           | refused | same    |
+  closed       | abort_transaction            | refused | same    |
+  closed       | complete_transaction(its)    | refused | same    |
+"""
+ALLOWED = """
+  created      | init_transactions            | ready    | same   |
+  created      | init_transactions(keep)      | kept     | same   |
+  kept         | commit_transaction           | commits  | same   |
+  kept         | abort_transaction            | aborts   | same   |
+  kept         | complete_transaction(its)    | commits  | same   |
+  kept         | complete_transaction(other)  | aborts   | same   |
+  kept         | complete_transaction(empty)  | aborts   | same   |
+  kept nothing | abort_transaction            | no-op    | same   |
+  kept nothing | complete_transaction(its)    | no-op    | same   |
+  kept nothing | complete_transaction(empty)  | no-op    | same   |
+  ready        | begin_transaction            | begun    | same   |
+  begun        | produce                      | begun    | same   |
+  begun        | prepare_transaction          | prepared | same   |
+  begun        | commit_transaction           | commits  | same   |
+  begun        | abort_transaction            | aborts   | same   |
+  prepared     | commit_transaction           | commits  | same   |
+  prepared     | abort_transaction            | aborts   | same   |
+  prepared     | complete_transaction(its)    | commits  | same   |
+  prepared     | complete_transaction(other)  | aborts   | same   |
+  prepared     | complete_transaction(empty)  | aborts   | same   |
+"""
+
+
+def rows(table):
+    """The rows of a table: state, call, the KIP's word, ours, the reason for a difference."""
+    found = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    return [(state, call, kip if here == "same" else here, why) for state, call, kip, here, why in found]
+
+
+def by_state(table):
+    states = dict.fromkeys(state for state, *_ in rows(table))
+    return [(state, [call for one, call, *_ in rows(table) if one == state]) for state in states]
+
+
+@pytest.fixture
+def in_state(make_producer, dualwrite_topic):
+    """Makes a producer that is in a state of the tables, and the state of its transaction."""
+
+    def prepared(value):
+        producer = make_producer()
+        producer.init_transactions()
+        producer.begin_transaction()
+        producer.produce(dualwrite_topic, value, partition=0)
+        return producer, producer.prepare_transaction()
+
+    def keeping():
+        producer = make_producer()
+        producer.init_transactions(keep_prepared_txn=True)
+        return producer
+
+    def make(state):
+        if state == "prepared":
+            return prepared(b"its")
+        if state == "kept":
+            former, its = prepared(b"its")
+            former.close()
+            return keeping(), its
+        if state == "kept nothing":
+            former, its = prepared(b"before")
+            former.abort_transaction()
+            former.close()
+            return keeping(), its
+        producer = make_producer()
+        if state != "created":
+            producer.init_transactions()
+        if state == "begun":
+            producer.begin_transaction()
+            producer.produce(dualwrite_topic, b"its", partition=0)
+        if state == "closed":
+            producer.close()
+        return producer, EMPTY
+
+    return make
+
+
+def make_call(call, producer, its, topic):
+    name, _, argument = call.rstrip(")").partition("(")
+    arguments = {
+        "": {"produce": [topic, b"more"], "send_offsets_to_transaction": [[], None]}.get(name, []),
+        "keep": [True],
+        "its": [its],
+        "other": [OTHER],
+        "empty": [EMPTY],
+    }
+    return getattr(producer, name)(*arguments[argument])
+
+
+def test_every_row_that_differs_from_the_kip_says_why():
+    for table in (REFUSED, ALLOWED):
+        for line in table.strip().splitlines():
+            *_, here, why = (cell.strip() for cell in line.split("|"))
+            assert bool(why) is (here != "same"), line
+
+
+@pytest.mark.parametrize(
+    ("state", "calls"), by_state(REFUSED), ids=lambda found: found if isinstance(found, str) else ""
+)
+def test_refused(state, calls, in_state, dualwrite_topic):
+    producer, its = in_state(state)
+    before = producer.state, producer.prepared_state
+    for call in calls:
+        with pytest.raises(IllegalStateError):
+            make_call(call, producer, its, dualwrite_topic)
+        assert (producer.state, producer.prepared_state) == before, call
+
+
+SHOWN = {
+    "commits": (ProducerState.READY, [b"its"]),
+    "aborts": (ProducerState.READY, []),
+    "no-op": (ProducerState.READY, []),
+    **{name: (ProducerState(name), None) for name in ("ready", "kept", "begun", "prepared")},
+}
+RESULT = {"commits": Completion.COMMITTED, "aborts": Completion.ABORTED, "no-op": Completion.NOTHING_ONGOING}
+
+
+@pytest.mark.parametrize(("state", "call", "word", "why"), rows(ALLOWED))
+def test_allowed(state, call, word, why, in_state, dualwrite_topic, values):
+    del why
+    producer, its = in_state(state)
+    answer = make_call(call, producer, its, dualwrite_topic)
+    then, visible = SHOWN[word]
+    assert producer.state is then
+    if visible is not None:  # nothing is open that the reader would wait for
+        assert values() == visible
+    if call.startswith("complete_transaction"):
+        assert answer is RESULT[word]
+    if then is ProducerState.PREPARED:
+        assert PreparedTxnState.from_string(str(answer)) == answer == producer.prepared_state
+
+
+# What the KIP says of brokers, rights and settings.
+
+
+def test_an_ongoing_transaction_is_aborted_by_init_transactions_and_survives_one_that_keeps_it(
+    in_state, make_producer, coordinator, kafka_id, values
+):
+    """KIP: "InitProducerId aborts the on-going transaction"; with keepPreparedTxn it does not."""
+    _, its = in_state("kept")
+    view = coordinator.describe([kafka_id], Deadline(30))[kafka_id]
+    assert (view.status, view.producer_id, view.epoch) == (TransactionStatus.ONGOING, its.producer_id, its.epoch)
+    make_producer().init_transactions()
+    assert values() == []
+
+
+def test_keeping_may_be_repeated_by_a_client_in_a_crash_loop(in_state, make_producer, values):
+    """KIP: "InitProducerId(true) may be issued multiple times": the ongoing transaction keeps its producer id and epoch."""
+    _, its = in_state("kept")
+    for _ in range(3):
+        last = make_producer()
+        last.init_transactions(keep_prepared_txn=True)
+    assert last.complete_transaction(its) is Completion.COMMITTED
+    assert values() == [b"its"]
+
+
+def test_keeping_fences_the_former_producer_when_it_completes_and_not_before(
+    in_state, make_producer, dualwrite_topic, values
+):
+    """KIP: keeping raises the epoch, so that requests of former producers are fenced.
+
+    Here: brokers refuse ``keepPreparedTxn`` (up to 4.3.1: ``UNSUPPORTED_VERSION``), and raising the epoch otherwise aborts. So the
+    former producer is fenced as soon as the transaction is completed. ``DualWriter`` fences it by its row.
+    """
+    former, its = in_state("prepared")
+    successor = make_producer()
+    successor.init_transactions(keep_prepared_txn=True)
+    former.commit_transaction()
+    assert successor.complete_transaction(its) is Completion.NOTHING_ONGOING
+    with pytest.raises((Fenced, TransactionAborted)):
+        former.begin_transaction()
+        former.produce(dualwrite_topic, b"late", partition=0)
+        former.commit_transaction()
+    assert values() == [b"its"]
+
+
+def test_a_state_of_an_earlier_transaction_aborts_the_present_one(in_state, make_producer, dualwrite_topic, values):
+    """KIP: {producerId, epoch} names one transaction (KIP-890).
+
+    Here: librdkafka's transactions share an epoch, so the state holds the first offsets as well ("Rejected Alternatives" there).
+    """
+    former, first = in_state("prepared")
+    former.commit_transaction()
+    former.begin_transaction()
+    former.produce(dualwrite_topic, b"second", partition=0)
+    former.prepare_transaction()
+    former.close()
+    successor = make_producer()
+    successor.init_transactions(keep_prepared_txn=True)
+    assert successor.complete_transaction(first) is Completion.ABORTED
+    assert values() == [b"its"]
+
+
+def test_preparing_and_keeping_need_no_two_phase_commit(in_state, values):
+    """KIP: keepPreparedTxn works without 2PC; prepareTransaction is refused (INVALID_TXN_STATE).
+
+    Here: both work. The broker's timeout then limits how long a prepared transaction may wait, and a warning says so: stock
+    brokers have no 2PC to ask for.
+    """
+    producer, its = in_state("kept")
+    assert producer.complete_transaction(its) is Completion.COMMITTED
+    assert producer.transaction_timeout_ms < NEVER_MS
+    assert values() == [b"its"]
+
+
+def test_a_prepared_state_is_text_and_the_empty_text_is_no_transaction():
+    """KIP: PreparedTxnState() and PreparedTxnState(String) with toString, for the database."""
+    assert str(PreparedTxnState()) == ""
+    assert PreparedTxnState.from_string("") == PreparedTxnState()
+    assert str(PreparedTxnState.from_string("4711:12")) == "4711:12"
+
+
+def test_an_administrator_terminates_an_open_transaction_by_its_id(in_state, kafka, kafka_id, values):
+    """KIP: Admin.forceTerminateTransaction, "under the covers it would just use InitProducerId"."""
+    producer, _ = in_state("prepared")
+    assert terminate(kafka_id, kafka=kafka).terminated == [kafka_id]
+    with pytest.raises(Fenced):
+        producer.commit_transaction()
+    assert values() == []
+
+
+@pytest.fixture
+def with_two_phase(two_phase_kafka, producer_engine):
+    """Makes producers that require two-phase commit, on a broker that offers it."""
+    made = []
+
+    def make(**settings):
+        config = {**two_phase_kafka.admin_config(), TWO_PHASE: "true", **settings}
+        made.append(TransactionalProducer(config, f"kip-{secrets.token_hex(4)}", engine=producer_engine))
+        made[-1].init_transactions()
+        return made[-1]
+
+    yield make
+    for producer in made:
+        producer.close()
+
+
+def test_a_transaction_with_two_phase_commit_never_expires(with_two_phase, producer_engine, two_phase_kafka):
+    """KIP: "If set to true, ... transactions that this client starts never expire."
+
+    Here: the native engine. librdkafka has no such request, and a producer that requires it is refused.
+    """
+    if producer_engine == "librdkafka":
+        with pytest.raises(ConfigurationError, match="librdkafka cannot ask for two-phase commit"):
+            with_two_phase()
+        return
+    producer = with_two_phase()
+    assert producer.transaction_timeout_ms == NEVER_MS
+    topic = two_phase_kafka.create_topic(f"kip-{secrets.token_hex(4)}", 1)
+    producer.begin_transaction()
+    producer.produce(topic, b"its")
+    state = producer.prepare_transaction()
+    assert producer.complete_transaction(state) is Completion.COMMITTED
+    assert [record.value for record in read_committed(two_phase_kafka.admin_config(), topic)] == [b"its"]
+
+
+def test_a_timeout_beside_two_phase_commit_is_an_error(with_two_phase):
+    """KIP: "it would be an error to set transaction.timeout.ms when two.phase.commit.enable is set"."""
+    with pytest.raises(ConfigurationError, match="no effect"):
+        with_two_phase(**{"transaction.timeout.ms": "60000"})
+
+
+def test_brokers_without_two_phase_commit_refuse_a_client_that_requires_it(make_producer, producer_engine):
+    """KIP: TRANSACTIONAL_ID_AUTHORIZATION_FAILED where it is disabled. Stock brokers do not even know the request.
+
+    The right to it is tested in ``integration/test_native_time_limit.py``.
+    """
+    said = "unstable.api.versions.enable=true" if producer_engine == "native" else "librdkafka cannot"
+    with pytest.raises(ConfigurationError, match=said):
+        make_producer({TWO_PHASE: "true"}).init_transactions()
