@@ -15,6 +15,8 @@ class Health:
         open: Whether it is open, in this process.
         fenced: Whether another owner has taken over. It stays so: the process must be restarted, if that was not intended.
         answered: Whether database and Kafka answered the last dual write, settling or probe.
+        lease_lost: Whether another member of its fleet has its id: it is about to take another one.
+        lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
         untold_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes.
         lanes: The number of lanes that exist.
@@ -32,6 +34,8 @@ class Health:
     open: bool
     fenced: bool = False
     answered: bool = True
+    lease_lost: bool = False
+    lease_expired: bool = False
     untold_losses: int = 0
     max_lanes: int = 0
     lanes: int = 0
@@ -50,6 +54,8 @@ class Health:
             "the writer is not open": not self.open,
             "another owner has taken over": self.fenced,
             "the database or Kafka did not answer last": not self.answered,
+            "its lease is lost: it is taking another id": self.lease_lost,
+            "its lease was not renewed in time": self.lease_expired,
             f"lanes that could not be settled: {self.stuck}": self.stuck > 0,
             f"losses that only the log has reported: {self.untold_losses}": self.untold_losses > 0,
         }

@@ -21,6 +21,11 @@ def writer_of(transactional_id: str) -> str:
     return transactional_id.partition("#")[0]
 
 
+def member_id(fleet: str, number: int) -> str:
+    """The transactional id of one member of a fleet."""
+    return f"{fleet}-{number}"
+
+
 def kafka_id(transactional_id: str, namespace: str, incarnation: int) -> str:
     """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
     return f"{transactional_id}.{namespace}.{incarnation}"

@@ -162,7 +162,7 @@ class Plan:
             rows: All rows that may be taken.
             open_for_s: An owner that began something less than this many seconds ago may be alive.
             raised: Ids whose incarnation a recovery after a restore raises, even if the database has lost their claim.
-            leased: Slots whose lease has not expired: their workers may be alive. Decided transactions are settled anyway.
+            leased: Ids whose lease has not expired: their owners may be alive. Decided transactions are settled anyway.
         """
         names = {row.transactional_id for row in rows}
 

@@ -38,6 +38,7 @@ from dualwrite.recovery.settling.inspect import inspect
 from dualwrite.recovery.settling.settle import Loss, SettleReport, settle
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.jobs.slots import living_leases
+from dualwrite.stores.leases import living_members
 from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
@@ -133,8 +134,8 @@ def recover(
         prefix: All ids with this prefix; all ids if neither is given.
         open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
             many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
-            alone slots with something undecided whose lease has not expired: their tasks renew it while they run, and leave it
-            to the driver, which decides what they have prepared.
+            alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
+            what they have prepared to the driver.
         dry_run: Only find out what would be done.
         after_restore: The database was restored, and Kafka may show newer messages: go on above every incarnation that Kafka
             knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
@@ -161,7 +162,7 @@ def recover(
             store=store,
             connect=partial(connected_coordinator, kafka),
             open_for_s=_open_for_s(open_for_s, transactional_id),
-            leased=partial(living_leases, store.engine, schema=schema),
+            leased=partial(_living, store.engine, schema),
             dry_run=dry_run,
             after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
             deadline=Deadline(timeout_s),
@@ -177,6 +178,10 @@ def recover(
             for loss in report.losses:
                 observer.lost(loss.as_error())
         return report
+
+
+def _living(engine: Engine, schema: str | None, names: Collection[str]) -> set[str]:
+    return living_leases(engine, names, schema=schema) | living_members(engine, names, schema=schema)
 
 
 def _open_for_s(asked: float | None, transactional_id: str | None) -> float:

@@ -18,6 +18,7 @@ from dualwrite.stores.tables import (
     BATCH_VIEW,
     CONSUMED_TABLE,
     INCIDENT_TABLE,
+    LEASE_TABLE,
     LEDGER_TABLE,
     RUN_TABLE,
     SLOT_TABLE,
@@ -254,7 +255,7 @@ def grants_to_delete(error: BaseException | None, engine: Engine, schema: str | 
     if not isinstance(error, exc.SQLAlchemyError) or meaning_of(error) is not Meaning.PRIVILEGE:
         return None
     prefix = f'"{schema}".' if schema is not None else ""
-    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE))
+    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE))
     role = "the role" if engine.url.username is None else f'"{engine.url.username}"'
     locked = f"GRANT UPDATE ON {prefix}{RUN_TABLE} TO {role}"
     return f"as the owner of the tables: GRANT SELECT, DELETE ON {tables} TO {role}; {locked}"
@@ -265,7 +266,8 @@ def _grants(engine: Engine | None, schema: str | None) -> str:
     prefix = f'"{schema}".' if schema is not None else ""
     usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None else ""
     written = ", ".join(
-        f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE)
+        f"{prefix}{name}"
+        for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE)
     )
     return (
         f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "

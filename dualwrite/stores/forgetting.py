@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, tuple_, union_all
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink
@@ -57,9 +57,12 @@ class Forgetting:
         return self._own.read(ask)
 
     def leased(self) -> set[str]:
-        """The ids of slots that a worker holds, or may still continue with."""
-        slot = self._tables.slot
-        statement = select(slot.c.transactional_id).where(self._is_leased())
+        """The ids of slots that a worker holds, or may still continue with, and those of fleets that a member holds."""
+        slot, lease = self._tables.slot, self._tables.lease
+        statement = union_all(
+            select(slot.c.transactional_id).where(self._is_leased()),
+            select(lease.c.transactional_id).where(lease.c.lease_until > database_now()),
+        )
         return self._own.read(lambda connection: set(connection.scalars(statement)))
 
     def _is_leased(self) -> ColumnElement[bool]:
@@ -67,16 +70,16 @@ class Forgetting:
         return or_(slot.c.lease_until > now, slot.c.kept_until > now)
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
-        """Delete the rows and their slots, all or none. Durable on return.
+        """Delete the rows with their slots and leases, all or none. Durable on return.
 
         A writer that is still open is thereby fenced: its next dual write aborts on both sides.
 
         Returns:
-            False if a row was used since it was read, or its slot is held: nothing was deleted.
+            False if a row was used since it was read, or its slot or lease is held: nothing was deleted.
         """
 
         def work(connection: Connection) -> bool:
-            state, slot = self._tables.state, self._tables.slot
+            state, slot, lease = self._tables.state, self._tables.slot, self._tables.lease
             for row in rows:
                 unchanged = and_(
                     state.c.transactional_id == row.transactional_id,
@@ -88,6 +91,12 @@ class Forgetting:
                     raise _InUseError
                 of_row = slot.c.transactional_id == row.transactional_id
                 connection.execute(delete(slot).where(of_row, ~func.coalesce(self._is_leased(), False)))
+                if connection.scalar(select(func.count()).where(of_row)):
+                    raise _InUseError
+                of_row = lease.c.transactional_id == row.transactional_id
+                connection.execute(
+                    delete(lease).where(of_row, ~func.coalesce(lease.c.lease_until > database_now(), False))
+                )
                 if connection.scalar(select(func.count()).where(of_row)):
                     raise _InUseError
             return True

@@ -11,7 +11,7 @@ from dualwrite.stores.failures import Meaning, map_database_error, meaning_of, m
 from dualwrite.stores.short_transactions import dialect_of
 from dualwrite.stores.tables import VERSION_TABLE
 
-SCHEMA_REVISION: Final = "0004"
+SCHEMA_REVISION: Final = "0005"
 """The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
 
 

@@ -30,10 +30,11 @@ SLOT_TABLE: Final = "dualwrite_slot"
 LEDGER_TABLE: Final = "dualwrite_ledger"
 RUN_TABLE: Final = "dualwrite_run"
 CONSUMED_TABLE: Final = "dualwrite_consumed"
+LEASE_TABLE: Final = "dualwrite_lease"
 VERSION_TABLE: Final = "dualwrite_version"
 BATCH_VIEW: Final = "dualwrite_batch"
 OWN_TABLES: Final = frozenset(
-    {STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, VERSION_TABLE}
+    {STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE, VERSION_TABLE}
 )
 MAX_ID_LENGTH: Final = 255
 """The longest transactional id, sink name and batch id, in characters."""
@@ -52,6 +53,7 @@ class Tables:
         ledger: The partitions and batches that jobs have already written.
         run: The run of each batch that may still write.
         consumed: The offsets of consumer groups that keep them as rows.
+        lease: The numbered ids of fleets: which member may try to own which.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -63,6 +65,7 @@ class Tables:
     ledger: Table
     run: Table
     consumed: Table
+    lease: Table
     batch: Table
 
 
@@ -79,6 +82,7 @@ def declare_tables(schema: str | None = None) -> Tables:
         ledger=_ledger(metadata),
         run=_run(metadata),
         consumed=_consumed(metadata),
+        lease=_lease(metadata),
         batch=_batch(schema),
     )
 
@@ -196,6 +200,22 @@ def _consumed(metadata: MetaData) -> Table:
         Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
         PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
         CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
+    )
+
+
+def _lease(metadata: MetaData) -> Table:
+    return Table(
+        LEASE_TABLE,
+        metadata,
+        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("fleet", String(MAX_ID_LENGTH), nullable=False),
+        Column("number", Integer, nullable=False),
+        Column("owner", Text),
+        Column("lease_until", UtcDateTime()),
+        PrimaryKeyConstraint("transactional_id", name="dualwrite_lease_pkey"),
+        UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
+        CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),
+        CheckConstraint("(owner IS NULL) = (lease_until IS NULL)", name="dualwrite_lease_owned"),
     )
 
 

@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypedDict
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.failures import conflict_behind
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+    from sqlalchemy.orm import Session
+    from typing_extensions import Required
+
+    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.ports.observer import Observer
+    from dualwrite.protocol.grouping import GroupLimits
+    from dualwrite.writing.lanes.losses import OnLoss
+    from dualwrite.writing.serializing import Serializers
+
+
+class CommonSettings(TypedDict, total=False):
+    """The keyword arguments that `DualWriter` and `AsyncDualWriter` share."""
+
+    kafka: Required[Mapping[str, object]]
+    schema: str | None
+    max_lanes: int
+    timeout_s: float
+    lane_timeout_s: float
+    margin_s: float
+    idle_after_s: float
+    paused_owner_timeout_s: float | None
+    bulk: bool
+    producer_engine: EngineName
+    owner: str | None
+    on_loss: OnLoss | None
+    key_serializer: Serializers
+    value_serializer: Serializers
+    telemetry: Observer | None
+
+
+class WriterSettings(CommonSettings, total=False):
+    """The keyword arguments of `DualWriter`."""
+
+    engine: Required[Engine | str]
+    session_factory: Callable[..., Session]
+    groups: GroupLimits
+
+
+class AsyncWriterSettings(CommonSettings, total=False):
+    """The keyword arguments of `AsyncDualWriter`."""
+
+    engine: Required[AsyncEngine | str]
+    own_engine: Engine | str | None
+    session_factory: Callable[..., AsyncSession]
 
 
 def check_arguments(transactional_id: str, max_lanes: int) -> None:

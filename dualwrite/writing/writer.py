@@ -25,6 +25,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes, unique_owner
 from dualwrite.recovery.reported import LOSSES, noting_told, telling_at_open
@@ -55,11 +56,12 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from dualwrite.ports.observer import Observer, WriteObserver
     from dualwrite.protocol.health import Health
     from dualwrite.protocol.rows import StateRow
+    from dualwrite.writing.arguments import WriterSettings
     from dualwrite.writing.joining import Block
     from dualwrite.writing.sessions import BoundSessions
 
@@ -180,6 +182,36 @@ class DualWriter(Submitting):
             runners=runners_for(self._engine, max_lanes),
             grouped=lambda units: self._observer.grouped(transactional_id, units),
         )
+
+    @classmethod
+    def leased(
+        cls,
+        fleet: str,
+        *,
+        lease_timeout_s: float = 30.0,
+        heartbeat_s: float | None = None,
+        **settings: Unpack[WriterSettings],
+    ) -> DualWriter:
+        """Make a writer for one of any number of processes that run the same code, with a numbered id that it takes by itself.
+
+        ``open()`` takes the lowest free id of ``fleet-0``, ``fleet-1``, ...; heartbeats keep it, and ``close()`` gives it back.
+        Live members settle what a dead one has left, and its id is taken again. A member that was paused for longer than the
+        lease may find its id taken: dual writes then raise a retryable `TransactionAborted` until it has taken another one.
+
+        It may be made before a fork and opened in the child.
+
+        Args:
+            fleet: The name that all members share. At most 229 characters, without ``#``. No other writer uses its ids.
+            lease_timeout_s: A member that gave no sign of life for so long counts as dead, in seconds.
+            heartbeat_s: The mean time between two heartbeats, in seconds; a sixth of the time-out by default.
+            settings: The keyword arguments of `DualWriter`.
+
+        Raises:
+            ConfigurationError: A setting cannot work.
+        """
+        from dualwrite.writing.leased import LeasedWriter  # noqa: PLC0415 - it is made of this class
+
+        return LeasedWriter(fleet, LeaseTiming(lease_timeout_s, heartbeat_s), **settings)
 
     def open(self) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.

@@ -227,7 +227,7 @@ class TestCheckSchema:
         with pytest.raises(ConfigurationError, match="are not in"):
             check_schema(engine, schema)
 
-    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0004"), ("9999", "knows only 0004")])
+    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0005"), ("9999", "knows only 0005")])
     def test_another_version(
         self, engine: Engine, connection: Connection, schema: str | None, revision: str, words: str
     ) -> None:
@@ -240,7 +240,7 @@ class TestCheckSchema:
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
         if revision == "9999":
-            assert str(caught.value).endswith("--downgrade --revision 0004)")
+            assert str(caught.value).endswith("--downgrade --revision 0005)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchState
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneState
+from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseState
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerState
 from dualwrite.protocol.tables.unit_life import UNIT_LIFE, UNIT_WRITER_LIFE, UnitState, UnitWriterState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteState
@@ -58,6 +59,12 @@ def page() -> str:
             "",
             "```mermaid",
             draw(LANE_LIFE, LaneState.UNCLAIMED),
+            "```",
+            "",
+            "## One lease of a numbered id, as its holder knows it",
+            "",
+            "```mermaid",
+            draw(LEASE_LIFE, LeaseState.FREE),
             "```",
             "",
             "## One batch that many participants write, and that is decided at once",

@@ -90,6 +90,7 @@ class Lanes:
         self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._due_at: float | None = None
         self._housekeeper: threading.Thread | None = None
+        self.left_settled = False
 
     @property
     def closed(self) -> bool:
@@ -233,6 +234,8 @@ class Lanes:
     def close(self) -> None:
         """Wait for lanes in use, settle and record what is left, and discard the producers. May be called more than once.
 
+        ``left_settled`` then says whether nothing is left for the next owner to settle.
+
         Raises:
             Unavailable: The database did not take the record that all is complete. All is closed.
         """
@@ -241,6 +244,7 @@ class Lanes:
         if self._housekeeper is not None:
             self._housekeeper.join(self._timeout_s)
             self._housekeeper = None
+        count = len(self)
         lanes = [kept.lane for kept in self._turns.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
@@ -249,6 +253,7 @@ class Lanes:
             for lane in lanes:
                 lane.record_completed()
                 lane.compare_with_row()
+            self.left_settled = len(lanes) == count and not any(lane.needs_settling for lane in lanes)
         finally:
             for lane in lanes:
                 lane.discard()

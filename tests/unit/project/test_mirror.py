@@ -6,7 +6,9 @@ CORE = ("protocol", "recovery", "writing")
 TABLES = (
     "test_machine runs every table of a life over its whole matrix, and compares the diagrams with the documented ones"
 )
-ELSEWHERE = {f"protocol/tables/{name}": TABLES for name in ("batch_life", "lane_life", "write_life", "diagram")}
+ELSEWHERE = {
+    f"protocol/tables/{name}": TABLES for name in ("batch_life", "lane_life", "lease_life", "write_life", "diagram")
+}
 
 
 def modules(folder, prefix=""):

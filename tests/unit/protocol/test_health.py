@@ -8,6 +8,8 @@ WRONG = [
     ({"open": False}, "not open"),
     ({"fenced": True}, "taken over"),
     ({"answered": False}, "did not answer"),
+    ({"lease_lost": True}, "taking another id"),
+    ({"lease_expired": True}, "not renewed"),
     ({"stuck": 2}, "could not be settled: 2"),
     ({"untold_losses": 3}, "reported: 3"),
 ]
@@ -27,5 +29,7 @@ def test_one_wrong_thing_makes_it_unready_and_is_named(wrong, sentence):
 
 
 def test_all_that_is_wrong_is_named():
-    health = Health("orders", open=False, fenced=True, answered=False, stuck=1, untold_losses=1)
+    health = Health(
+        "orders", open=False, fenced=True, answered=False, lease_lost=True, lease_expired=True, stuck=1, untold_losses=1
+    )
     assert len(health.problems) == len(WRONG)

@@ -308,8 +308,9 @@ def test_another_use_of_the_one_connection_inside_a_block_is_found_out(engine):
 
 
 def test_its_methods_take_what_those_of_the_real_writer_take():
-    public = [name for name in vars(DualWriter) if not name.startswith("_")]
-    for name in public:
+    makes_writers = {"leased"}
+    public = {name for name in vars(DualWriter) if not name.startswith("_")}
+    for name in public - makes_writers:
         real, ours = getattr(DualWriter, name), getattr(InMemoryWriter, name)
         if inspect.isfunction(real):
             assert inspect.signature(ours) == inspect.signature(real), name

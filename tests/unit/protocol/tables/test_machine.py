@@ -7,6 +7,7 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables import diagram
 from dualwrite.protocol.tables.batch_life import BATCH_LIFE, BatchEvent, BatchState
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
+from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseEvent, LeaseState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
@@ -40,6 +41,19 @@ LANE_ARROWS = {
     (L.SETTLED, N.CLAIM): L.UNSETTLED,
     (L.SETTLED, N.START): L.STARTED,
     (L.STARTED, N.DISCARD): L.UNSETTLED,
+}
+S, H = LeaseState, LeaseEvent
+LEASE_ARROWS = {
+    (S.FREE, H.TAKE): S.HELD,
+    (S.HELD, H.RENEW): S.HELD,
+    (S.HELD, H.EXPIRE): S.EXPIRED,
+    (S.HELD, H.LOSE): S.TAKEN,
+    (S.HELD, H.GIVE_BACK): S.FREE,
+    (S.EXPIRED, H.RENEW): S.HELD,
+    (S.EXPIRED, H.EXPIRE): S.EXPIRED,
+    (S.EXPIRED, H.LOSE): S.TAKEN,
+    (S.EXPIRED, H.GIVE_BACK): S.FREE,
+    (S.TAKEN, H.GIVE_BACK): S.FREE,
 }
 B, A = BatchState, BatchEvent
 BATCH_ARROWS = {
@@ -87,6 +101,16 @@ def test_one_lane_moves_as_its_table_says_and_no_other_way(state, event):
     hold_against(Machine("lane", LANE_LIFE, state), LANE_ARROWS, state, event)
 
 
+@pytest.mark.parametrize("state", list(S))
+@pytest.mark.parametrize("event", list(H))
+def test_one_lease_moves_as_its_table_says_and_no_other_way(state, event):
+    hold_against(Machine("lease", LEASE_LIFE, state), LEASE_ARROWS, state, event)
+
+
+def test_a_lease_that_another_has_taken_can_only_be_given_up():
+    assert set(LEASE_LIFE[S.TAKEN]) == {H.GIVE_BACK}
+
+
 def test_a_producer_is_started_only_once_for_each_settled_claim():
     assert [state for state in L if N.START in LANE_LIFE[state]] == [L.SETTLED]
     assert LANE_LIFE[L.SETTLED][N.START] is L.STARTED
@@ -123,7 +147,13 @@ def test_prepare_and_keep_freeze_everything_but_commit_abort_complete(state):
 
 @pytest.mark.parametrize(
     ("table", "states"),
-    [(WRITE_LIFE, WriteState), (PRODUCER_LIFE, ProducerState), (BATCH_LIFE, BatchState), (LANE_LIFE, LaneState)],
+    [
+        (WRITE_LIFE, WriteState),
+        (PRODUCER_LIFE, ProducerState),
+        (BATCH_LIFE, BatchState),
+        (LANE_LIFE, LaneState),
+        (LEASE_LIFE, LeaseState),
+    ],
 )
 def test_every_state_has_a_row_and_cannot_be_changed(table, states):
     assert set(table) == set(states)

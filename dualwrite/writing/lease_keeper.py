@@ -1,0 +1,130 @@
+"""Keeps the lease of one member of a fleet by heartbeats, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from dualwrite.errors import DualWriteError
+from dualwrite.protocol.leases import Lease, LeaseTiming, heard
+from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseEvent, LeaseState
+from dualwrite.protocol.tables.machine import Machine
+from dualwrite.runtime.deadline import now_s
+from dualwrite.stores.leases import Leases
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """One lease at a time. Its methods are called by one thread at a time, except for ``state``.
+
+    Args:
+        leases: The leases of the fleet.
+        timing: How long a lease lasts, and how often it is renewed.
+        on_lost: Called in the heartbeats' thread when another member has taken the lease. It returns at once.
+        on_dead: Called there with other members' expired leases. It returns at once.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        timing: LeaseTiming,
+        *,
+        on_lost: Callable[[], object],
+        on_dead: Callable[[Sequence[Lease]], object],
+    ) -> None:
+        self._leases = leases
+        self._timing = timing
+        self._on_lost = on_lost
+        self._on_dead = on_dead
+        self._lock = threading.Lock()  # a heartbeat must not judge a lease that is taken or given back meanwhile
+        self._machine = Machine("lease", LEASE_LIFE, LeaseState.FREE)
+        self._name = self._owner = ""
+        self._renewed_at = 0.0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def state(self) -> LeaseState:
+        """The lease as we know it. ``EXPIRED`` does not wait for a heartbeat that gets no answer. Any thread may ask."""
+        state = self._machine.state
+        if state is LeaseState.HELD and self._timing.is_over(now_s() - self._renewed_at):
+            return LeaseState.EXPIRED
+        return state
+
+    def take(self, owner: str) -> str:
+        """Take the lowest free number, and keep it from now on. Returns the id, which is not claimed yet.
+
+        Raises:
+            ConfigurationError, Unavailable: Nothing was taken.
+        """
+        asked_at = now_s()
+        name = self._leases.take(owner, self._timing.timeout_s)
+        with self._lock:
+            self._machine.apply(LeaseEvent.TAKE)
+            self._name, self._owner, self._renewed_at = name, owner, asked_at
+        logger.info("%s: leased to %s", name, owner)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._beat, name=f"dualwrite {self._leases.fleet} lease", daemon=True
+            )
+            self._thread.start()
+        return name
+
+    def give_back(self, *, settled: bool) -> None:
+        """Give the lease back, if there is one: free if nothing is left to settle, otherwise expired.
+
+        A database that does not answer only delays it: the lease expires.
+        """
+        with self._lock:
+            name, owner = self._name, self._owner
+            if self._machine.state is LeaseState.FREE:
+                return
+            self._machine.apply(LeaseEvent.GIVE_BACK)
+        try:
+            self._leases.give_back(name, owner, settled=settled)
+        except DualWriteError as error:
+            logger.warning("%s: its lease is left to expire: %s", name, error)
+
+    def stop(self) -> None:
+        """End the heartbeats. A lease that is still held expires."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._timing.timeout_s)
+
+    def _beat(self) -> None:
+        failed = False
+        # Event.wait goes on right after a pause of the process: the first thing that it does then is to ask for its lease.
+        while not self._stopped.wait(self._timing.pause_s(random.random(), failed=failed)):  # noqa: S311 - jitter
+            failed = not self.beat_once()
+
+    def beat_once(self) -> bool:
+        """Send one heartbeat, and report what it shows. False if it failed; it is tried again soon."""
+        with self._lock:
+            name, owner, state = self._name, self._owner, self._machine.state
+        if state in {LeaseState.FREE, LeaseState.TAKEN}:
+            return True
+        asked_at = now_s()
+        try:
+            renewed, expired = self._leases.renew(owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
+        except Exception as error:  # noqa: BLE001 - no error may end the heartbeats
+            logger.warning("%s: a heartbeat failed, and is tried again: %s", name, error)
+            with self._lock:
+                if self._owner == owner and self.state is LeaseState.EXPIRED:
+                    self._machine.apply(LeaseEvent.EXPIRE)
+            return False
+        with self._lock:
+            if self._owner != owner or self._machine.state is LeaseState.FREE:
+                return True
+            event = heard(name, renewed)
+            self._machine.apply(event)
+            if event is LeaseEvent.RENEW:
+                self._renewed_at = asked_at
+        if event is LeaseEvent.LOSE:
+            logger.warning("%s: another member of the fleet has taken its lease", name)
+            self._on_lost()
+        if dead := [lease for lease in expired if lease.transactional_id != name]:
+            self._on_dead(dead)
+        return True

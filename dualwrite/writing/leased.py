@@ -1,0 +1,294 @@
+"""``DualWriter.leased``: a writer whose transactional id is a numbered one of its fleet, leased.
+
+The lease decides which member tries to own which id, so that no newcomer fences a live owner. Nothing else rests on it: the
+member claims the id as every writer does, and the row and Kafka fence its former owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.protocol.health import Health
+from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
+from dualwrite.protocol.naming import writer_of
+from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.recovery.claim import unique_owner
+from dualwrite.recovery.recover import recover
+from dualwrite.recovery.reported import LOSSES
+from dualwrite.runtime import failpoints
+from dualwrite.stores.leases import Leases
+from dualwrite.stores.schema import check_schema
+from dualwrite.writing import entered
+from dualwrite.writing.lease_keeper import LeaseKeeper
+from dualwrite.writing.writer import DualWriter
+
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy import Connection
+    from typing_extensions import Unpack
+
+    from dualwrite.stores.joined import JoinedStore
+    from dualwrite.writing.arguments import WriterSettings
+    from dualwrite.writing.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_RUN_AGAIN: Final = "run the work again: this writer takes another id by itself"
+
+
+class LeasedWriter(DualWriter):
+    """A `DualWriter` that stands for one writer after the other, each with an id that it has leased.
+
+    Args:
+        fleet: The fleet's name.
+        timing: How long a lease lasts, and how often it is renewed.
+        make: Makes the writer of an id; by default one with the same settings.
+        settings: As for `DualWriter`.
+    """
+
+    def __init__(
+        self,
+        fleet: str,
+        timing: LeaseTiming,
+        *,
+        make: Callable[[str], DualWriter] | None = None,
+        **settings: Unpack[WriterSettings],
+    ) -> None:
+        check_fleet(fleet)
+        super().__init__(fleet, **settings)
+        shared: WriterSettings = {**settings, "engine": self._engine}
+        self._make = make or (lambda name: DualWriter(name, **shared))
+        self._fleet = fleet
+        self._timing = timing
+        self._kafka = settings["kafka"]
+        self._owner_name = settings.get("owner")
+        self._leases: Leases | None = None
+        self._keeper: LeaseKeeper | None = None
+        self._current: DualWriter | None = None
+        self._lost: str | None = None
+        self._late: BaseException | None = None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._helper: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Lease the lowest free id of the fleet, then claim and settle it. See :meth:`DualWriter.open`.
+
+        It may be called in a process that was forked after the writer was made, and before it was opened.
+        """
+        if self._keeper is not None or self._closing.is_set():
+            raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            if self._owns_engine:
+                self._engine.dispose(close=False)  # the parent's connections
+        check_schema(self._engine, self._schema)
+        self._leases = Leases(self._engine, self._fleet, schema=self._schema)
+        self._keeper = LeaseKeeper(self._leases, self._timing, on_lost=self._note_taken, on_dead=self._help_dead)
+        try:
+            self._current = self._next(self._keeper)
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self, keeper: LeaseKeeper) -> DualWriter:
+        """An open writer under a newly leased id."""
+        name = keeper.take(unique_owner(self._owner_name))
+        try:
+            writer = self._make(name)
+            writer.open()
+        except BaseException:
+            keeper.give_back(settled=False)
+            raise
+        self.transactional_id = name
+        return writer
+
+    @contextmanager
+    def _block(
+        self, connection: Connection | psycopg.Connection[Any] | None, joined: JoinedStore | None = None
+    ) -> Generator[Transaction, None, None]:
+        writer = self._usable()
+        try:
+            with writer._block(connection, joined) as transaction:  # noqa: SLF001 - its own class
+                yield transaction
+        except Fenced as error:
+            if error.outcome != "aborted" or writer_of(error.transactional_id or "") != writer.transactional_id:
+                raise
+            self._note_lost(writer, f"{writer.transactional_id} has another owner")
+            raise TransactionAborted(
+                f"this member of fleet {self._fleet!r} has lost its id: {error.what}",
+                transactional_id=error.transactional_id,
+                next_step=_RUN_AGAIN,
+            ) from error
+
+    def _usable(self) -> DualWriter:
+        writer = self._current
+        if writer is None or os.getpid() != self._pid:
+            self._refuse(writer)
+        if self._lost is not None:
+            raise TransactionAborted(
+                f"this member of fleet {self._fleet!r} has lost its id: {self._lost}; nothing was begun",
+                transactional_id=writer.transactional_id,
+                next_step=_RUN_AGAIN,
+            )
+        return writer
+
+    def _require_open(self) -> None:
+        writer = self._current
+        if writer is None or os.getpid() != self._pid:
+            self._refuse(writer)
+        entered.refuse_nested(writer, self.transactional_id)  # its blocks are the writer's
+
+    def _refuse(self, writer: DualWriter | None) -> NoReturn:
+        if writer is not None:
+            raise IllegalStateError(
+                f"the writer was opened in another process, {self._pid}",
+                transactional_id=writer.transactional_id,
+                next_step="a fork cannot share a producer: open the writer in each process, after the fork",
+            )
+        raise IllegalStateError(
+            "the writer is closed" if self._closing.is_set() else "the writer is not open",
+            transactional_id=self.transactional_id,
+            next_step="use `with writer:` or open()",
+        )
+
+    def _note_taken(self) -> None:
+        if (writer := self._current) is not None:
+            self._note_lost(writer, f"another member has taken the lease of {writer.transactional_id}")
+
+    def _note_lost(self, writer: DualWriter, why: str) -> None:
+        """Begin to go on under another id, unless that was begun already."""
+        with self._lock:
+            if self._current is not writer or self._lost is not None or self._closing.is_set():
+                return
+            self._lost = why
+            former = self._helper
+            self._helper = self._started(lambda: self._go_on(writer, former), "goes on")
+
+    def _help_dead(self, dead: Sequence[Lease]) -> None:
+        """Begin to settle what dead members have left, unless this member is busy: the next heartbeat shows it again."""
+        with self._lock:
+            if self._closing.is_set() or (self._helper is not None and self._helper.is_alive()):
+                return
+            self._helper = self._started(lambda: self._settle(dead), "settles")
+
+    def _started(self, work: Callable[[], None], does: str) -> threading.Thread:
+        thread = threading.Thread(target=work, name=f"dualwrite {self._fleet} {does}", daemon=True)
+        thread.start()
+        return thread
+
+    def _go_on(self, former: DualWriter, busy: threading.Thread | None) -> None:
+        """Open a writer under another id, as often as it takes, and close the former one."""
+        if busy is not None:
+            busy.join()
+        keeper = self._keeper
+        assert keeper is not None
+        # Still ours if a recovery has fenced us: then it is likely to be the next one that we take.
+        keeper.give_back(settled=False)
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            try:
+                writer = self._next(keeper)
+            except Exception as error:  # noqa: BLE001 - whatever it is, only another attempt can help
+                if isinstance(error, LOSSES):
+                    self._losses.tell(error)
+                logger.warning("%s: no other id yet, tried again: %s", former.transactional_id, error)
+                self._closing.wait(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            with self._lock:
+                self._current, self._lost = writer, None
+            logger.warning("%s: lost; this member goes on as %s", former.transactional_id, writer.transactional_id)
+            break
+        try:
+            former.close()
+        except LOSSES as error:
+            self._late = error  # close() raises it: only the log has reported it
+        except DualWriteError as error:
+            logger.warning("%s: closed: %s", former.transactional_id, error)
+
+    def _settle(self, dead: Sequence[Lease]) -> None:
+        """Settle what dead members have left, so that nobody waits for a newcomer to take their ids."""
+        leases = self._leases
+        assert leases is not None
+        limit_s = min(self._timeout_s, self._timing.timeout_s)
+        for lease in dead:
+            name, owner = lease.transactional_id, unique_owner(self._owner_name)
+            if self._closing.is_set():
+                return
+            try:
+                # Not renewed: if this takes longer, another member helps. Every settler claims.
+                if not leases.adopt(lease, owner, self._timing.timeout_s):
+                    continue
+                report = recover(
+                    name,
+                    kafka=self._kafka,
+                    engine=self._engine,
+                    schema=self._schema,
+                    timeout_s=limit_s,
+                    owner=self._owner_name,
+                    telemetry=self._observer,
+                )
+                for loss in report.losses:
+                    self._losses.tell(loss.as_error())
+                if report.went_back:
+                    raise report.went_back[0]
+                leases.give_back(name, owner, settled=True)
+                logger.info("%s: settled for a member that ended without giving it back", name)
+            except Exception as error:  # noqa: BLE001 - it is tried again, here or by another member, when the lease expires
+                logger.warning("%s: left by a dead member, not settled yet: %s", name, error)
+
+    def health(self) -> Health:
+        """See :meth:`DualWriter.health`. Also says whether the lease is lost, or was not renewed in time."""
+        writer, keeper = self._current, self._keeper
+        if writer is None or keeper is None or os.getpid() != self._pid:
+            return Health(self.transactional_id, open=False)
+        known = writer.health()
+        return replace(
+            known,
+            lease_lost=self._lost is not None,
+            lease_expired=self._lost is None and keeper.state is LeaseState.EXPIRED,
+            untold_losses=known.untold_losses + self._losses.untold,
+        )
+
+    def close(self) -> None:
+        """Close the writer, then give the lease back. See :meth:`DualWriter.close`."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing.set()
+        if self._helper is not None:
+            self._helper.join(2 * self._timeout_s)
+        settled = False
+        self._groups.close(self._timeout_s)
+        writer, self._current = self._current, None
+        try:
+            if writer is not None:
+                writer.close()
+                settled = writer._lanes.left_settled  # noqa: SLF001 - its own class
+                failpoints.hit("lease.settled")
+            late, self._late = self._late, None
+            if late is not None:
+                raise late
+            self._losses.raise_untold()
+        finally:
+            if self._keeper is not None:
+                # The heartbeats go on until here: closing may take longer than a lease lasts.
+                self._keeper.give_back(settled=settled)
+                self._keeper.stop()
+            if self._owns_engine:
+                self._engine.dispose()
+
+    def __repr__(self) -> str:
+        if self._current is not None:
+            return repr(self._current)
+        return f"<DualWriter of fleet {self._fleet} {'closed' if self._closing.is_set() else 'not open'}>"

@@ -1,0 +1,144 @@
+"""Heartbeats: what they report, what they survive, and what the keeper knows between them."""
+
+import threading
+
+import pytest
+from harness.databases import prepare, sqlite_url
+
+from dualwrite import Unavailable
+from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.stores.leases import Leases, read_leases
+from dualwrite.writing import lease_keeper
+from dualwrite.writing.lease_keeper import LeaseKeeper
+
+SELDOM = LeaseTiming(3600.0)
+"""No heartbeat comes by itself while a test runs."""
+
+
+@pytest.fixture
+def database(tmp_path):
+    made = prepare("sqlite", sqlite_url(tmp_path))
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def seen():
+    return []
+
+
+@pytest.fixture
+def leases(database):
+    return Leases(database.engines[0], "orders")
+
+
+@pytest.fixture
+def keeper(leases, seen):
+    made = LeaseKeeper(leases, SELDOM, on_lost=lambda: seen.append("lost"), on_dead=seen.append)
+    yield made
+    made.stop()
+
+
+def standing(database):
+    return {lease.transactional_id: (lease.state.value, lease.owner) for lease in read_leases(database.engines[0])}
+
+
+def test_it_takes_keeps_and_gives_back_one_lease_after_the_other(database, keeper):
+    assert keeper.state is LeaseState.FREE
+    assert keeper.take("member") == "orders-0"
+    assert keeper.beat_once()
+    assert (keeper.state, standing(database)) == (LeaseState.HELD, {"orders-0": ("held", "member")})
+    keeper.give_back(settled=True)
+    keeper.give_back(settled=True)
+    assert (keeper.state, standing(database)) == (LeaseState.FREE, {"orders-0": ("free", None)})
+    assert keeper.beat_once(), "there is nothing to renew"
+    assert keeper.take("member, again") == "orders-0"
+    keeper.give_back(settled=False)
+    assert standing(database) == {"orders-0": ("expired", "member, again")}
+
+
+def test_a_lease_that_another_has_taken_is_reported_once_and_not_given_back(database, leases, keeper, seen):
+    keeper.take("member")
+    leases.renew("member", -1, wait_s=5)
+    leases.take("another", 60)
+    assert keeper.beat_once()
+    assert keeper.beat_once()
+    assert (keeper.state, seen) == (LeaseState.TAKEN, ["lost"])
+    keeper.give_back(settled=True)
+    assert standing(database) == {"orders-0": ("held", "another")}
+
+
+def test_expired_leases_of_others_are_reported_but_not_our_own(leases, keeper, seen):
+    leases.take("dead", 60)
+    keeper.take("member")
+    leases.renew("dead", -1, wait_s=5)
+    leases.renew("member", -1, wait_s=5)
+    assert keeper.beat_once()
+    [[dead]] = seen
+    assert dead.transactional_id == "orders-0"
+    assert keeper.state is LeaseState.HELD
+
+
+def test_a_heartbeat_that_fails_is_logged_and_the_lease_is_known_to_be_over_in_time(
+    leases, keeper, seen, monkeypatch, caplog
+):
+    keeper.take("member")
+    now = lease_keeper.now_s()
+    monkeypatch.setattr(leases, "renew", no_answer)
+    assert not keeper.beat_once()
+    assert "tried again" in caplog.text
+    assert keeper.state is LeaseState.HELD
+    monkeypatch.setattr(lease_keeper, "now_s", lambda: now + 3600)
+    assert keeper.state is LeaseState.EXPIRED, "without a heartbeat that says so"
+    assert not keeper.beat_once()
+    monkeypatch.undo()
+    assert keeper.state is LeaseState.EXPIRED
+    assert keeper.beat_once()
+    assert (keeper.state, seen) == (LeaseState.HELD, [])
+
+
+def no_answer(*_, **__):
+    raise Unavailable("no answer")
+
+
+def test_a_database_without_an_answer_lets_the_lease_expire_and_does_not_keep_the_member(leases, keeper, monkeypatch):
+    keeper.take("member")
+    monkeypatch.setattr(leases, "give_back", no_answer)
+    keeper.give_back(settled=True)
+    assert keeper.state is LeaseState.FREE
+
+
+def test_a_heartbeat_under_way_does_not_judge_the_lease_that_was_taken_after_it(leases, keeper, seen, monkeypatch):
+    keeper.take("member")
+    real = leases.renew
+
+    def renew(*args, **kwargs):
+        found = real(*args, **kwargs)
+        keeper.give_back(settled=True)
+        leases.take("another", 60)
+        keeper.take("member, again")
+        return frozenset(), found[1]
+
+    monkeypatch.setattr(leases, "renew", renew)
+    assert keeper.beat_once()
+    assert (keeper.state, seen) == (LeaseState.HELD, [])
+
+
+def test_the_heartbeats_go_on_by_themselves_whatever_is_raised_and_end_with_the_keeper(leases, seen, monkeypatch):
+    real, errors, renewed = leases.renew, [RuntimeError("?"), Unavailable("?")], threading.Event()
+
+    def renew(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        found = real(*args, **kwargs)
+        renewed.set()
+        return found
+
+    monkeypatch.setattr(leases, "renew", renew)
+    keeper = LeaseKeeper(leases, LeaseTiming(60, 0.01), on_lost=seen.append, on_dead=seen.append)
+    keeper.take("member")
+    assert renewed.wait(60)
+    keeper.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dualwrite orders lease"]
+    assert keeper.state is LeaseState.HELD, "left to expire"
