@@ -9,6 +9,8 @@ import time
 from collections import Counter
 
 import pytest
+from confluent_kafka import OFFSET_END, TopicPartition
+from confluent_kafka.admin import AdminClient
 from harness.members import (
     COPIES,
     METADATA,
@@ -23,9 +25,9 @@ from harness.members import (
     start_member,
 )
 from harness.patience import wait_until
-from sqlalchemy import create_engine, func, select
+from sqlalchemy import create_engine, func, select, text
 
-from dualwrite import AsyncExactlyOnceConsumer, blocking_transactions
+from dualwrite import AsyncExactlyOnceConsumer, ConfigurationError, blocking_transactions
 from dualwrite.runtime import failpoints
 from dualwrite.testing.reading import read_committed
 
@@ -167,6 +169,30 @@ def test_tasks_work_at_once_and_a_cancelled_one_is_read_again(place, group, kafk
     asyncio.run(main())
     rows, messages = copies(kafka, url, place["target"])
     assert rows == messages == numbers(60)
+
+
+@pytest.mark.parametrize("lost", ["beginning", "end"])
+def test_an_offset_in_the_database_that_the_log_does_not_hold_stops_the_member(place, group, kafka, url, lost):
+    fill(kafka, place["source"], 20)
+    options = {**place, "protocol": "eager", "offsets": "database"}
+    make_member("0", group, **options).run(max_messages=20)
+    engine = create_engine(url)
+    if lost == "beginning":  # retention deletes what the group has not consumed
+        fill(kafka, place["source"], 20, 20)
+        admin = AdminClient(dict(kafka))
+        ends = [TopicPartition(place["source"], partition, OFFSET_END) for partition in range(2)]
+        for deleted in admin.delete_records(ends).values():
+            deleted.result(30)
+    else:
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE dualwrite_consumed SET next_offset = next_offset + 1000"))
+    with pytest.raises(ConfigurationError, match="but its log holds"):
+        make_member("0", group, **options).run(max_messages=1)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE dualwrite_consumed SET next_offset = -1"))
+    engine.dispose()
+    fill(kafka, place["source"], 1, 100)
+    make_member("0", group, **options).run(max_messages=1)
 
 
 def test_a_poisoned_message_goes_to_the_dead_letters_with_the_reason(place, group, kafka, url, dualwrite_kafka):

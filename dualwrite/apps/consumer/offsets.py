@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from confluent_kafka import OFFSET_INVALID, Consumer, TopicPartition
+from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, TopicPartition
 
+from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.producer.native.offsets import group_of
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
@@ -105,6 +106,29 @@ class KafkaOffsets:
         return found
 
 
+def _log_of(consumer: Consumer, name: Name) -> tuple[int, int]:
+    """The offsets that the log begins and ends with."""
+    try:
+        found = consumer.get_watermark_offsets(TopicPartition(*name), timeout=_ANSWER_S)
+    except KafkaException as error:
+        raise Unavailable(f"the offsets of {name[0]}[{name[1]}] are not known: {error}") from error
+    if found is None:
+        raise Unavailable(f"the offsets of {name[0]}[{name[1]}] are not known: no answer in {_ANSWER_S:g} s")
+    return found
+
+
+def _require_in_log(name: Name, offset: int, log: tuple[int, int]) -> None:
+    """Refuse to read from elsewhere, as ``auto.offset.reset`` would: messages would be left out, or written again."""
+    first, end = log
+    if first <= offset <= end:
+        return
+    why = "messages were deleted before they were consumed" if offset < first else "it has lost messages at its end"
+    raise ConfigurationError(
+        f"the group has consumed {name[0]}[{name[1]}] up to offset {offset}, but its log holds {first} to {end}: {why}",
+        next_step="set next_offset in dualwrite_consumed to the offset to go on from; -1 leaves it to auto.offset.reset",
+    )
+
+
 class RowOffsets:
     """Offsets as rows: moved by a condition that only the last member to claim the partition fulfils."""
 
@@ -113,9 +137,16 @@ class RowOffsets:
         self._coordinator = coordinator
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """See :class:`Offsets`."""
-        del consumer
+        """See :class:`Offsets`.
+
+        Raises:
+            ConfigurationError: A row names an offset that the log does not hold.
+            Unavailable: The brokers or the database do not answer.
+        """
         claimed = self._claim(partitions)
+        for name, row in claimed.items():
+            if row.next_offset != NOTHING_YET:
+                _require_in_log(name, row.next_offset, _log_of(consumer, name))
         # Without a row yet, offsets that the group has committed in Kafka count, then auto.offset.reset.
         return {
             name: OFFSET_INVALID if row.next_offset == NOTHING_YET else row.next_offset for name, row in claimed.items()
