@@ -81,10 +81,14 @@ class Joining:
             joined = self._joined[session] = _Joined(self, connection)
             joined.begin(session)
         elif joined.sessions is not self:
-            raise IllegalStateError(
+            joined.refuse(
                 "the session's transaction has joined a dual write through another bind()",
-                transactional_id=self.transactional_id,
-                next_step="bind a factory once, and use the result everywhere",
+                "bind a factory once, and use the result everywhere",
+            )
+        elif not joined.is_of(session):
+            joined.refuse(
+                "another session on this connection has joined a dual write, and has not ended its transaction",
+                "commit or roll back the other session first, or give each a connection of its own",
             )
         return joined.transaction
 
@@ -163,6 +167,7 @@ class _Joined:
         self._block: AbstractContextManager[Transaction] | None = None
         self._transaction: Transaction | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._session: weakref.ref[Session] | None = None
 
     @property
     def transaction(self) -> Transaction:
@@ -175,6 +180,7 @@ class _Joined:
     def begin(self, session: Session) -> None:
         """Begin the dual write. From now on COMMIT is ours, even if this fails: rows without their messages must not commit."""
         vars(self._pooled)["commit"] = self.commit
+        self._session = weakref.ref(session)
         _joined[self.connection] = weakref.ref(self)
         self._pooled.info[_JOINED] = weakref.ref(self)
         if not event.contains(self.connection, "rollback", _rolled_back):
@@ -191,6 +197,20 @@ class _Joined:
             self.refusal = error
             raise
         self._block = block
+
+    def is_of(self, session: Session) -> bool:
+        """Whether the session may produce: it has joined, or the one that has is done with its part of the transaction."""
+        return self._session is None or self._session() is session
+
+    def refuse(self, what: str, next_step: str) -> NoReturn:
+        """Refuse a message. The transaction must not commit without it.
+
+        Raises:
+            IllegalStateError: Always.
+        """
+        error = IllegalStateError(what, transactional_id=self.sessions.transactional_id, next_step=next_step)
+        self.refusal = self.refusal or error
+        raise error
 
     def commit(self) -> None:
         """End the dual write. SQLAlchemy calls it in place of the driver's COMMIT.
@@ -218,6 +238,7 @@ class _Joined:
 
     def leave_to_owner(self) -> None:
         """Go on without the session: its transaction was part of another one on the connection, whose owner will end it."""
+        self._session = None
         if self._finalizer is not None:
             self._finalizer.detach()
 

@@ -321,6 +321,41 @@ def test_a_commit_that_is_never_sent_leaves_nothing_behind_for_the_next_session(
     assert shop.both_have(2)
 
 
+@pytest.mark.parametrize("end", ["rollback", "close"])
+@pytest.mark.parametrize("on", ["engine", "outer transaction"])
+def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(shop, end, on):
+    armed = []
+
+    @event.listens_for(shop.engine, "rollback")
+    def refuse(_):
+        if armed and armed.pop():
+            raise ZeroDivisionError
+
+    with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer, shop.engine.connect() as connection:
+        factory = sessionmaker()
+        bound = writer.bind(factory)
+
+        def put(session, number):
+            session.add(Order(id=number))
+            session.flush()
+            bound.produce(session, TOPIC, str(number), partition=0)
+
+        outer = connection.begin() if on == "outer transaction" else None
+        with factory(bind=connection if outer else shop.engine) as session:
+            put(session, 1)
+            armed.append(True)
+            if outer is None:
+                with pytest.raises(ZeroDivisionError):
+                    getattr(session, end)()
+        if outer is not None:
+            with pytest.raises(ZeroDivisionError):
+                getattr(outer, end)()
+        with factory(bind=shop.engine) as session:
+            put(session, 2)
+            session.commit()
+    assert shop.both_have(2)
+
+
 def test_a_commit_sent_as_text_is_refused_at_the_end(shop, factory, put):
     with factory() as session:
         put(session, 1)

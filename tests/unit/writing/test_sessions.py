@@ -74,6 +74,58 @@ def test_a_session_of_another_writers_dual_write_is_refused(shop, factory, bound
         bound.join(session)
         with pytest.raises(IllegalStateError, match="through another bind"):
             others.bind(factory).produce(session, TOPIC, "1")
+        with pytest.raises(TransactionAborted, match="went on after an error"):
+            session.commit()
+
+
+def test_a_session_on_a_connection_that_another_has_joined_is_refused_until_that_one_has_ended(shop, writer):
+    factory = sessionmaker()
+    bound = writer.bind(factory)
+    with shop.engine.connect() as connection:
+        outer = connection.begin()
+        with factory(bind=connection) as first, factory(bind=connection) as second:
+            bound.produce(first, TOPIC, "1", partition=0)
+            second.add(Order(id=2))
+            second.flush()
+            with pytest.raises(IllegalStateError, match="another session on this connection"):
+                bound.produce(second, TOPIC, "2", partition=0)
+            second.commit()
+        with pytest.raises(TransactionAborted, match="went on after an error: another session"):
+            outer.commit()
+    with shop.engine.connect() as connection:
+        outer = connection.begin()
+        for number in (3, 4):
+            with factory(bind=connection) as session:
+                session.add(Order(id=number))
+                bound.produce(session, TOPIC, str(number), partition=0)
+                session.commit()
+        outer.commit()
+    assert shop.both_have(3, 4)
+
+
+def test_a_session_is_no_connection_and_its_own_cannot_have_a_second_dual_write(shop, factory, bound, writer):
+    with factory() as session:
+        with pytest.raises(IllegalStateError, match=r"use bind\(\)"), writer.transaction(session):
+            pass
+        session.add(Order(id=1))
+        bound.produce(session, TOPIC, "1", partition=0)
+        with pytest.raises(IllegalStateError, match="already inside"), writer.transaction(session.connection()):
+            pass
+        session.commit()
+    assert shop.both_have(1)
+
+
+def test_a_session_on_the_connection_of_a_block_is_refused_and_the_block_aborts(shop, writer):
+    factory = sessionmaker()
+    bound = writer.bind(factory)
+    with pytest.raises(TransactionAborted), writer.transaction() as tx:
+        shop.put(tx, 1)
+        with factory(bind=tx.connection) as session:
+            session.add(Order(id=2))
+            with pytest.raises(IllegalStateError, match="already inside"):
+                bound.produce(session, TOPIC, "2", partition=0)
+            session.commit()
+    assert shop.both_have()
 
 
 @pytest.mark.parametrize("before", [True, False])
