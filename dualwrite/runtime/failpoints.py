@@ -77,6 +77,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "unit.ended": "the end of a unit is written",
     "unit.before_abort": "about to abort a unit",
     "unit.aborted": "the abort of a unit is written",
+    "unit.batch": "a batch is complete in Kafka, its unit is not written",
     "state.spilled": "uncommitted writes of a state store were moved to disk",
     "state.decided": "a commit of spilled writes is decided, nothing is copied into the state store",
     "state.copied": "a part of a decided commit is copied into the state store",

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 
 from dualwrite.units.following import Follower, Snapshot, UnitImage
 from dualwrite.units.image import KeyedImage
+from dualwrite.units.ranges import BatchRange
 from dualwrite.units.records import AbortTransaction, BeginTransaction, EndTransaction, UnitRecord
 
 if TYPE_CHECKING:
+    from dualwrite.units.batch_reader import BatchReader, BatchRecord, VisibleBatch
     from dualwrite.units.reader import UnitReader
     from dualwrite.units.writer import Unit, UnitWriter
 
 __all__ = [
     "AbortTransaction",
+    "BatchRange",
+    "BatchReader",
+    "BatchRecord",
     "BeginTransaction",
     "EndTransaction",
     "Follower",
@@ -26,12 +31,16 @@ __all__ = [
     "UnitReader",
     "UnitRecord",
     "UnitWriter",
+    "VisibleBatch",
 ]
 
 _LAZY = {
+    "BatchReader": "dualwrite.units.batch_reader",
+    "BatchRecord": "dualwrite.units.batch_reader",
     "Unit": "dualwrite.units.writer",
     "UnitReader": "dualwrite.units.reader",
     "UnitWriter": "dualwrite.units.writer",
+    "VisibleBatch": "dualwrite.units.batch_reader",
 }
 
 

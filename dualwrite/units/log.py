@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -22,11 +22,10 @@ from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.connecting import connection_settings
 from dualwrite.protocol.tables.unit_life import UnitEvent
 from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.units.ranges import Offsets, Partition
 from dualwrite.units.records import UnitRecord, event_of
 
 logger = logging.getLogger(__name__)
-
-Partition: TypeAlias = tuple[str, int]
 
 _AT_ONCE: Final = 1000
 _POLL_S: Final = 0.1
@@ -51,13 +50,6 @@ _REFUSED: Final = frozenset(
         KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
     }
 )
-
-
-class Offsets(NamedTuple):
-    """Where a partition begins, and where it ends for readers of committed records."""
-
-    begin: int
-    end: int
 
 
 class PartitionLogs:
@@ -182,8 +174,8 @@ class PartitionLogs:
             del missing[name]
             self._consumer.incremental_unassign([TopicPartition(*name)])
 
-    def last_record(self, name: Partition, deadline: Deadline) -> tuple[int, UnitRecord] | None:
-        """The last committed record of a partition with its offset, read from the end; None if there is none.
+    def tails(self, name: Partition, deadline: Deadline) -> Iterator[Iterator[tuple[int, UnitRecord]]]:
+        """Yield ever longer tails of a partition, with the offsets of their records; the last one is the whole log.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`settled_offsets` and :meth:`read`.
@@ -192,21 +184,25 @@ class PartitionLogs:
         width = _WINDOW
         while True:
             begin = max(whole.begin, whole.end - width)
-            last = None
-            for _, offset, record in self.read({name: Offsets(begin, whole.end)}, timeout_s=deadline.remaining_s()):
-                last = offset, record
-            if last is not None or begin == whole.begin:
-                return last
+            found = self.read({name: Offsets(begin, whole.end)}, timeout_s=deadline.remaining_s())
+            yield ((offset, record) for _, offset, record in found)
+            if begin == whole.begin:
+                return
             width *= _WIDER
 
     def last_event(self, name: Partition, deadline: Deadline) -> UnitEvent | None:
         """The meaning of the last committed record of a partition to a reader of units; None if there is none.
 
         Raises:
-            ConfigurationError, Unavailable: As :meth:`last_record`.
+            ConfigurationError, Unavailable: As :meth:`tails`.
         """
-        last = self.last_record(name, deadline)
-        return None if last is None else event_of(last[1].headers)
+        for tail in self.tails(name, deadline):
+            last = None
+            for _, record in tail:
+                last = record
+            if last is not None:
+                return event_of(last.headers)
+        return None
 
     def follow(self, name: Partition, begin: int | None) -> None:
         """Begin to read a partition without an end, for :meth:`poll`: from an offset, or from its beginning."""

@@ -147,6 +147,11 @@ def foreach_partition(
     """
     _require_classic(df)
     options = SinkOptions(**settings)
+    if options.unit_topic is not None:
+        raise ConfigurationError(
+            "unit_topic is not for foreach_partition, which does not learn when the batch is complete",
+            next_step="use write_batch",
+        )
     with BatchJob(options, batch_id) as job:
         task = job.plan(df.schema)
         if not options.allow_nondeterministic:

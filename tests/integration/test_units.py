@@ -2,6 +2,7 @@
 
 from contextlib import closing, suppress
 
+import psutil
 import pytest
 from harness.forking import processes
 from harness.kafka_tools import dump_metadata
@@ -264,3 +265,42 @@ def test_the_pages_examples_run_as_they_stand(kafka, engine, dualwrite_topic):
     found = run_example(reads, dualwrite_topic, kafka=kafka)
     assert found["first"] == b"article 0"
     assert len(found["saved"].contents) == 25_000
+
+
+class Sums:
+    """An image of one number for each of a thousand keys."""
+
+    def __init__(self):
+        self.shown = [0] * 1000
+        self.change = {}
+
+    def apply(self, record):
+        number = int(record.key) % 1000
+        self.change[number] = self.change.get(number, 0) + len(record.value)
+
+    def publish(self):
+        for number, sum_ in self.change.items():
+            self.shown[number] += sum_
+        self.change = {}
+
+    def revert(self):
+        self.change = {}
+
+    def contents(self):
+        return list(self.shown)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_unit_of_a_million_records_needs_the_memory_of_its_image(writing, kafka, dualwrite_topic):
+    with writing(part_records=10_000) as writer, writer.unit("large") as unit:
+        for number in range(1_000_000):
+            unit.produce(b"v" * 300, b"%d" % number)
+    before = psutil.Process().memory_info().rss
+    with UnitReader(dualwrite_topic, kafka=kafka, image=Sums()) as reader:
+        most = 0
+        while not any(reader.snapshot().contents):
+            reader.poll()
+            most = max(most, psutil.Process().memory_info().rss - before)
+        assert reader.snapshot().contents == [300_000] * 1000
+    assert most < 100_000_000  # a third of what was read

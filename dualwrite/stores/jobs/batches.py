@@ -84,6 +84,32 @@ def read_batches(
     return found[::-1]
 
 
+def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = None) -> str | None:
+    """A batch of the sink that has some of its partitions written and others not; None if there is none.
+
+    Args:
+        engine: The database.
+        sink: Name of the sink.
+        but: The batch that does not count.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`read_batches`.
+    """
+    view = declare_tables(schema).batch
+    statement = select(view.c.batch_id).where(
+        view.c.sink == sink,
+        view.c.batch_id != but,
+        view.c.written_partitions > 0,
+        view.c.written_partitions < view.c.partition_count,
+    )
+    try:
+        with engine.connect() as connection:
+            return connection.execute(statement.limit(1)).scalar()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+
+
 def read_nobody_at_work(
     engine: Engine, batches: Collection[Batch], *, schema: str | None = None
 ) -> Mapping[tuple[str, str], datetime]:

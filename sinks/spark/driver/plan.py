@@ -23,6 +23,7 @@ from dualwrite.protocol.naming import owner_prefix
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settling.settle import end_participants
+from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.columns.table import read_table
@@ -31,12 +32,14 @@ from dualwrite.sinks.spark.formats.registering import given_schemas, registered_
 from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.jobs.batches import batch_in_part
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.rows import check_name
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.units.announcing import announce_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
@@ -121,6 +124,34 @@ class DriverSide:
     def layout(self, schema: spark.StructType) -> Layout:
         """As :func:`read_layout`."""
         return _read_layout(self._options, schema, self._engine, self._coordinator)
+
+    def announce(self) -> None:
+        """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
+
+        Raises:
+            ConfigurationError: Another batch of the sink is written in part; or as :func:`announce_batch`.
+            DualWriteError: As :func:`announce_batch`. Run the batch again: it is written, and then announced.
+        """
+        options = self._options
+        if options.unit_topic is None or options.topic is None:
+            return
+        failpoints.hit("unit.batch")
+        other = batch_in_part(self._engine, options.sink, self._batch_id, schema=options.schema)
+        if other is not None:
+            raise ConfigurationError(
+                f"{self.name} is written, but not announced: batch {other!r} of the same sink is written in part",
+                next_step=f"run batch {other!r} until it is written, then this one again",
+            )
+        announce_batch(
+            self._batch_id,
+            options.topic,
+            unit_topic=options.unit_topic,
+            kafka=options.kafka_settings(),
+            engine=self._engine,
+            schema=options.schema,
+            timeout_s=options.timeout_s,
+            producer_engine=options.producer_engine,
+        )
 
     def _note_failed(self) -> None:
         """Note the failure for people who look at batches. May fail: nothing relies on it."""
@@ -238,10 +269,12 @@ def _servers(options: SinkOptions) -> Generator[tuple[Engine, KafkaCoordinator],
 def _read_layout(
     options: SinkOptions, schema: spark.StructType, engine: Engine, coordinator: TransactionCoordinator
 ) -> Layout:
-    if options.topic is not None:
-        found = coordinator.topic_ids([options.topic], Deadline(options.timeout_s))
-        if options.topic not in found:
-            raise ConfigurationError(f"there is no topic {options.topic!r}", next_step="create it")
+    named = [name for name in (options.topic, options.unit_topic) if name is not None]
+    if named:
+        found = coordinator.topic_ids(named, Deadline(options.timeout_s))
+        for name in named:
+            if name not in found:
+                raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
     try:
         with engine.connect() as connection:
             table = read_table(connection, options.table)

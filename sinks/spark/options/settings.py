@@ -76,6 +76,7 @@ class SinkSettings(_Needed, total=False):
     keep_slots: bool
     producer_engine: EngineName
     allow_nondeterministic: bool
+    unit_topic: str | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,6 +132,9 @@ class SinkOptions:
         allow_nondeterministic: For a batch written partition by partition: accept a DataFrame whose plan may give other rows
             when it is computed again, and do not compare the rows of skipped partitions with those written earlier. A batch
             decided as a whole may give other rows each time.
+        unit_topic: A topic in which each batch is announced once it is complete in Kafka, for `dualwrite.units.BatchReader`, to
+            which it becomes visible at one moment. It must exist, be kept from compaction, and belong to this sink, as must
+            ``topic``. Not for ``foreach_partition``.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. The error names it.
@@ -167,6 +171,7 @@ class SinkOptions:
     keep_slots: bool = True
     producer_engine: EngineName = "auto"
     allow_nondeterministic: bool = False
+    unit_topic: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.sink, "the name of a sink")
@@ -177,6 +182,8 @@ class SinkOptions:
             )
         if (self.topic is None) == (self.topic_column is None):
             raise ConfigurationError("give either topic or topic_column")
+        if self.unit_topic is not None and self.topic in {None, self.unit_topic}:
+            raise ConfigurationError("unit_topic needs one topic for all messages, and must be another one than that")
         for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
@@ -250,6 +257,15 @@ class SinkOptions:
             ConfigurationError: A key is refused, or a variable is not set.
         """
         return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
+
+    def kafka_settings(self) -> Mapping[str, object]:
+        """The dictionary of :meth:`kafka_config`, for a writer of this process.
+
+        Raises:
+            ConfigurationError: As :meth:`kafka_config`.
+        """
+        self.kafka_config()
+        return {**_DEFAULTS, **_resolved_values(self.kafka)}
 
     def database_url(self) -> URL:
         """The URL, references replaced by this process's environment.

@@ -47,6 +47,7 @@ OPTION_NAMES: Final = {
     "databaseLeg": "database_leg",
     "keepSlots": "keep_slots",
     "producerEngine": "producer_engine",
+    "unitTopic": "unit_topic",
 }
 """For each option, the setting of `SinkOptions` that it sets."""
 _OWN: Final = ("batchId", "upsertKeys", "user", "password")

@@ -271,6 +271,7 @@ class BatchJob(DriverSide):
                 next_step="the ledger was changed from outside while the batch ran: find out what else was changed",
             )
         self._note_completed(BEGUN, None)
+        self.announce()
         self._finished = True
         report = BatchReport(
             sink=self._options.sink,

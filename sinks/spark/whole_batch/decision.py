@@ -90,6 +90,7 @@ class WholeBatch(DriverSide):
         self._drop_staging(layout, deciding.slots, deciding.released)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
+        self.announce()
         return written
 
     def record(self, connection: Connection, layout: Layout, prepared: Sequence[PreparedPartition]) -> bool:

@@ -1,0 +1,155 @@
+"""``BatchReader``: hands out batches that are complete, in their order, and nothing of any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.tables.unit_life import Effect
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.units.announcing import UNIT_PARTITION
+from dualwrite.units.following import Follower
+from dualwrite.units.log import PartitionLogs, is_end, place_of, record_of
+from dualwrite.units.ranges import BatchRange
+from dualwrite.units.records import UnitRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BatchRecord(NamedTuple):
+    """One message of a batch."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+class VisibleBatch:
+    """A complete batch.
+
+    Attributes:
+        name: Name of the batch.
+        position: The position to go on from, once it is processed: that of the batch after it.
+        ranges: What it has written in each partition.
+    """
+
+    def __init__(self, ranges: Sequence[BatchRange], position: int, logs: PartitionLogs, timeout_s: float) -> None:
+        self.name = ranges[0].batch
+        self.position = position
+        self.ranges = ranges
+        self._logs = logs
+        self._timeout_s = timeout_s
+
+    def records(self) -> Iterator[BatchRecord]:
+        """Yield its messages, each partition in its order, while they are read: no more than a consumer's queue is in memory.
+
+        May be called again, not while another call is still yielding.
+
+        Raises:
+            ConfigurationError: Retention has deleted some of them, or a right is missing.
+            Unavailable: The brokers send nothing for long.
+        """
+        wanted = {one.name: one.offsets for one in self.ranges}
+        for (topic, partition), offset, record in self._logs.read(wanted, timeout_s=self._timeout_s):
+            yield BatchRecord(topic, partition, offset, *record)
+
+    def __repr__(self) -> str:
+        return f"<VisibleBatch {self.name} in {len(self.ranges)} partitions>"
+
+
+class _Ranges:
+    """The image of a unit topic: the ranges of the newest batch."""
+
+    def __init__(self) -> None:
+        self.shown: Sequence[BatchRange] = ()
+        self._held: list[BatchRange] = []
+
+    def apply(self, record: UnitRecord) -> None:
+        self._held.append(BatchRange.decoded(record.value))
+
+    def publish(self) -> None:
+        self.shown, self._held = self._held, []
+
+    def revert(self) -> None:
+        self._held = []
+
+    def contents(self) -> Sequence[BatchRange]:
+        return self.shown
+
+
+class BatchReader:
+    """Reads the batches that a Spark sink announces in its unit topic: each becomes visible whole, at one moment.
+
+    A context manager; it joins no consumer group. Keep `VisibleBatch.position` with the results of the batch, in the same
+    transaction if they must count once, and give it to the next reader. Used by one thread.
+
+    Args:
+        unit_topic: The sink's ``unit_topic``.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Of it only what reaches the brokers is used.
+        position: That of the last batch that was processed; None to begin with the first one that the unit topic holds.
+        timeout_s: How long brokers may send nothing of a batch, in seconds.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(
+        self, unit_topic: str, *, kafka: Mapping[str, object], position: int | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self._name = unit_topic, UNIT_PARTITION
+        self._image = _Ranges()
+        self._follower = Follower(self._image, position)
+        self._timeout_s = timeout_s
+        self._waiting: list[VisibleBatch] = []
+        self._units = PartitionLogs(kafka)
+        self._data = PartitionLogs(kafka)
+        self._units.follow(self._name, position)
+
+    def next_batch(self, timeout_s: float = 1.0) -> VisibleBatch | None:
+        """The next complete batch; None if there is none after the time.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+
+        Raises:
+            ConfigurationError: The unit topic holds something else, retention has deleted what comes next, or a right is
+                missing.
+        """
+        deadline = Deadline(timeout_s)
+        while not self._waiting:
+            for message in self._units.poll(deadline.remaining_s()):
+                name, offset = place_of(message)
+                if name == self._name and not is_end(message):
+                    self._read(offset, record_of(message))
+            if deadline.expired:
+                break
+        return self._waiting.pop(0) if self._waiting else None
+
+    def _read(self, offset: int, record: UnitRecord) -> None:
+        effect = self._follower.read(offset, record)
+        if effect is Effect.SHOW:
+            raise ConfigurationError(
+                f"offset {offset} of {self._name[0]} belongs to no unit",
+                next_step="let nothing but the sink write to the unit topic",
+            )
+        if effect is Effect.PUBLISH and self._image.shown:
+            self._waiting.append(VisibleBatch(self._image.shown, offset + 1, self._data, self._timeout_s))
+
+    def close(self) -> None:
+        """Disconnect. Batches that were handed out cannot be read any more."""
+        self._units.close()
+        self._data.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,118 @@
+"""A Spark batch of many tasks becomes visible to the readers of its unit topic at one moment, whatever dies on the way."""
+
+import json
+
+import pytest
+from harness.page_examples import example, run_example
+from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS
+from harness.spark import numbers as numbered
+from harness.spark_source import ArmedSource, write_by, write_with
+from pyspark.sql import functions
+
+from dualwrite import ConfigurationError
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.sinks.spark import foreach_partition, register, write_batch
+from dualwrite.units import BatchReader
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+@pytest.fixture
+def unit_topic(dualwrite_kafka, dualwrite_topic):
+    return dualwrite_kafka.create_topic(f"{dualwrite_topic}-units", 1)
+
+
+@pytest.fixture
+def reader(numbers, unit_topic):
+    with BatchReader(unit_topic, kafka=numbers.kafka) as reader:
+        yield reader
+
+
+def ids(batch):
+    return sorted(json.loads(record.value)["id"] for record in batch.records())
+
+
+def batches(reader):
+    """The batches that are visible now: name and rows."""
+    found = []
+    while (batch := reader.next_batch(3.0 if not found else 0.5)) is not None:
+        found.append((batch.name, ids(batch)))
+    return found
+
+
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_batch_is_announced_once_when_it_is_complete(spark, numbers, unit_topic, reader, way):
+    write_by(numbers, numbered(spark, 10, 1), way, "1", unit_topic=unit_topic)
+    df = numbered(spark).where("id >= 10")
+    write_by(numbers, df, way, "2", unit_topic=unit_topic)
+    write_by(numbers, df, way, "2", unit_topic=unit_topic)
+    first, second = list(range(10)), list(range(10, ROWS))
+    assert batches(reader) == [("1", first), ("2", second)]
+    with BatchReader(unit_topic, kafka=numbers.kafka) as again:
+        position = again.next_batch(30.0).position
+    with BatchReader(unit_topic, kafka=numbers.kafka, position=position) as later:
+        assert batches(later) == [("2", second)]
+
+
+def test_a_batch_that_is_written_in_part_is_not_visible_until_all_of_it_is(spark, numbers, unit_topic, reader):
+    failing = functions.when(functions.col("id") == ROWS - 1, functions.raise_error(functions.lit("bad row")))
+    bad = numbered(spark).withColumn("name", failing.otherwise(functions.col("name")))
+    settings = {**numbers.settings, "unit_topic": unit_topic}
+    with pytest.raises((*SPARKS_ERRORS, Exception), match="bad row"):
+        write_batch(bad, batch_id="1", **settings)
+    [seen] = numbers.batches()
+    assert 0 < seen.written_partitions < PARTITIONS
+    assert len(numbers.messages()) > 0
+    # Another batch of the sink would show the part of the first one.
+    with pytest.raises(ConfigurationError, match="batch '1' of the same sink is written in part"):
+        write_batch(numbered(spark, 10, 1), batch_id="0", **settings)
+    assert batches(reader) == []
+
+
+@pytest.mark.parametrize("way", ["write_batch", pytest.param("staging", marks=pytest.mark.thorough)])
+def test_a_driver_that_dies_before_it_announces_leaves_that_to_the_next_run(spark, numbers, unit_topic, reader, way):
+    if way == "write_batch":
+        settings = {**numbers.settings, "unit_topic": unit_topic}
+        failpoints.arm("unit.batch:1:raise")
+        with pytest.raises(FailpointError):
+            write_batch(numbered(spark), batch_id="1", **settings)
+        failpoints.arm("")
+    else:
+        register(spark)
+        spark.dataSource.register(ArmedSource)
+        with pytest.raises(SPARKS_ERRORS):
+            write_with(
+                numbers, numbered(spark), source="armed", batchId="1", unitTopic=unit_topic, inCommit="unit.batch"
+            )
+    numbers.verify()
+    assert batches(reader) == []
+    write_by(numbers, numbered(spark), way, "1", unit_topic=unit_topic)
+    numbers.verify()
+    assert batches(reader) == [("1", list(range(ROWS)))]
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(spark, numbers):
+    df = numbered(spark, 2, 1)
+    with pytest.raises(ConfigurationError, match="there is no topic 'missing'"):
+        write_batch(df, batch_id="1", **numbers.settings, unit_topic="missing")
+    with pytest.raises(ConfigurationError, match="must be another one"):
+        write_batch(df, batch_id="1", **numbers.settings, unit_topic=numbers.topic)
+    with pytest.raises(ConfigurationError, match="not for foreach_partition"):
+        foreach_partition(df, batch_id="1", **numbers.settings, unit_topic="units")
+    assert numbers.rows() == []
+
+
+def test_the_pages_example_reads_the_batches(spark, numbers, unit_topic):
+    write_by(numbers, numbered(spark), "staging", "1", unit_topic=unit_topic)
+    [_, reads] = example("units.md", "A Spark batch, visible at one moment")
+    process, positions = [], []
+    found = run_example(
+        reads.replace("while True", "for _ in range(1)"),
+        unit_topic,
+        kafka=numbers.kafka,
+        process=process.append,
+        store=positions.append,
+    )
+    assert found["batch"].name == "1"
+    assert (len(process), positions) == (ROWS, [found["batch"].position])
