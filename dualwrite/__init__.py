@@ -10,6 +10,7 @@ What belongs here: the public names, loaded at first use, so that an import load
 from typing import TYPE_CHECKING
 
 from dualwrite.errors import (
+    ChangelogDiffers,
     CompletionPending,
     ConfigurationError,
     DatabaseWentBack,
@@ -19,6 +20,7 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
     StoreInUse,
+    StoreTooOld,
     StoreUnreadable,
     TransactionAborted,
     TransactionInDoubt,
@@ -57,6 +59,7 @@ __all__ = [
     "Batch",
     "BlockingTransaction",
     "BoundSessions",
+    "ChangelogDiffers",
     "CompletionPending",
     "ConfigurationError",
     "ConsumerProgress",
@@ -77,6 +80,7 @@ __all__ = [
     "PreparedTxnState",
     "RecoveryReport",
     "StoreInUse",
+    "StoreTooOld",
     "StoreUnreadable",
     "Telemetry",
     "TerminationReport",

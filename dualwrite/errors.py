@@ -7,6 +7,8 @@
         DatabaseWentBack        the database has lost commits: compare both sides
         StoreInUse              a state store is open elsewhere: each has one writer
         StoreUnreadable         a state store's directory cannot be opened
+        ChangelogDiffers        a state store and its changelog do not belong together
+        StoreTooOld             a state store's changelog may have forgotten deletions that the store needs
       IllegalStateError         fix the code
       TransactionAborted        neither side changed; see .retryable
       Fenced                    another owner took over; stop
@@ -85,6 +87,14 @@ class StoreUnreadable(ConfigurationError):
     """The directory of a state store cannot be opened: RocksDB's message says why. Nothing was deleted."""
 
     advice = "mend the cause, or restore into an empty directory"
+
+
+class ChangelogDiffers(ConfigurationError):
+    """A state store and its changelog do not belong together: it is another topic, or records are gone. Nothing was changed."""
+
+
+class StoreTooOld(ConfigurationError):
+    """A state store was away for longer than its changelog keeps deletions: it might keep deleted keys. Nothing was changed."""
 
 
 class IllegalStateError(DualWriteError):

@@ -83,6 +83,9 @@ FAILPOINTS: Final[dict[str, str]] = {
     "state.copied": "a part of a decided commit is copied into the state store",
     "state.finished": "a decided commit is copied, the spilled writes are still there",
     "state.committed": "a state store has committed",
+    "state.logged": "the changes of a state store are produced to its changelog, nothing is decided",
+    "state.before_commit": "the transaction with a state store's changes is committed, the store is not",
+    "state.restored": "a part of the changelog is applied to a state store",
     "spark.driver_started": "the driver has settled and starts the job",
     "spark.driver_done": "the job is done, the driver has not settled again",
 }

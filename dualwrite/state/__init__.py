@@ -6,6 +6,8 @@ What belongs here: persistent stores with transactions (KIP-844), and what keeps
 
 from dualwrite.state.committed import Committed
 from dualwrite.state.scans import Scan
+from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
+from dualwrite.state.task import ProducerBlocks, StateTask
 
-__all__ = ["Committed", "KeyValueStore", "Scan"]
+__all__ = ["Committed", "KeyValueStore", "ProducerBlocks", "Scan", "Standby", "StateTask"]

@@ -17,7 +17,7 @@ class Committed:
 
     Attributes:
         offset: The first offset of the changelog that is not in the store; None before the first commit with an offset.
-        at_ms: When it was committed: ms since 1970, by this machine's clock.
+        at_ms: When the store equalled its changelog up to the offset: ms since 1970, by this machine's clock.
         changelog: The changelog that the store follows, as given to :meth:`KeyValueStore.follow`; None without one.
         format: The version of the directory's format.
     """

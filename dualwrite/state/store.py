@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ChangelogDiffers, ConfigurationError, IllegalStateError
 from dualwrite.runtime.failpoints import hit
 from dualwrite.state.committed import Committed, as_text, parsed
 from dualwrite.state.rocks import Rocks, put_all
@@ -205,21 +205,25 @@ class KeyValueStore:
             changelog: A text that names it for ever, such as its topic's id with the partition.
 
         Raises:
-            ConfigurationError: The store follows another one.
+            ChangelogDiffers: The store follows another one.
             IllegalStateError: The store has uncommitted writes.
         """
         rocks = self._usable()
         if self._committed.changelog == changelog:
             return
         if self._committed.changelog is not None:
-            raise ConfigurationError(f"the store {self.path} follows {self._committed.changelog}, not {changelog}")
+            raise ChangelogDiffers(
+                f"the store {self.path} follows the changelog {self._committed.changelog}, not {changelog}: it is another"
+                " topic, or the topic was made again",
+                next_step="name the right topic, or move the store's directory away: the next start builds it again",
+            )
         if self.has_uncommitted:
             raise IllegalStateError("the store has uncommitted writes")
         following = replace(self._committed, changelog=changelog)
         rocks.write(rocks.batch(), note=as_text(following))
         self._committed = following
 
-    def commit(self, changelog_offset: int | None) -> None:
+    def commit(self, changelog_offset: int | None, *, as_of_ms: int | None = None) -> None:
         """Make all uncommitted writes durable, with the offset, and begin the next transaction. Ends all scans.
 
         All or nothing, also in a crash. Call it once the changelog's records of these writes are committed in Kafka.
@@ -227,6 +231,7 @@ class KeyValueStore:
         Args:
             changelog_offset: The changelog's next offset: one more than that of the last record of these writes. None for a
                 store without a changelog.
+            as_of_ms: The time at which the store equalled the changelog up to that offset: ms since 1970; now if not given.
 
         Raises:
             IllegalStateError: The offset lies before that of the last commit; or the store is closed, or a commit has failed.
@@ -238,7 +243,9 @@ class KeyValueStore:
             raise IllegalStateError(f"the store {self.path} stands at offset {before}, after {changelog_offset}")
         self._end_scans()
         offset = before if changelog_offset is None else changelog_offset
-        committing = replace(self._committed, offset=offset, at_ms=int(time.time() * 1000))
+        committing = replace(
+            self._committed, offset=offset, at_ms=int(time.time() * 1000) if as_of_ms is None else as_of_ms
+        )
         note = as_text(committing)
         with self._failing():
             if self._spilled is None:

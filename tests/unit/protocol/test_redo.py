@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dualwrite.errors import (
+    ChangelogDiffers,
     CompletionPending,
     ConfigurationError,
     DatabaseWentBack,
@@ -14,6 +15,7 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
     StoreInUse,
+    StoreTooOld,
     StoreUnreadable,
     TransactionAborted,
     TransactionInDoubt,
@@ -27,7 +29,9 @@ EXPECTED = {
     Unavailable: Redo.AGAIN,
     ConfigurationError: Redo.USELESS,
     DatabaseWentBack: Redo.USELESS,
+    ChangelogDiffers: Redo.USELESS,
     StoreInUse: Redo.USELESS,
+    StoreTooOld: Redo.USELESS,
     StoreUnreadable: Redo.USELESS,
     IllegalStateError: Redo.USELESS,
     Fenced: Redo.USELESS,

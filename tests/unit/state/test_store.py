@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dualwrite import ConfigurationError, IllegalStateError, StoreInUse, StoreUnreadable
+from dualwrite import ChangelogDiffers, IllegalStateError, StoreInUse, StoreUnreadable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.state import KeyValueStore
@@ -277,7 +277,7 @@ def test_a_store_follows_one_changelog_for_ever(tmp_path, bound):
         store.follow("one")
         store.put(b"b", b"2")
         store.commit(2)
-        with pytest.raises(ConfigurationError, match="follows one, not another"):
+        with pytest.raises(ChangelogDiffers, match="follows the changelog one, not another"):
             store.follow("another")
         assert (store.committed.changelog, store.committed.offset) == ("one", 2)
 

@@ -1,0 +1,187 @@
+"""A changelog: one partition of a compacted topic, read as a ``read_committed`` consumer sees it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from typing import Final
+
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, ResourceType
+
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.kafka.connecting import connection_settings
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.state.rolling import Log
+from dualwrite.state.scans import Change
+
+_AT_ONCE: Final = 10_000
+_REQUEST_S: Final = 10.0
+_PAUSE_S: Final = 0.01
+_PASSING: Final = {
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001 - the constants' public names
+    KafkaError._TRANSPORT,  # noqa: SLF001
+    KafkaError._TIMED_OUT,  # noqa: SLF001
+    KafkaError._RESOLVE,  # noqa: SLF001
+}
+"""Errors of brokers that start, move partitions or do not answer: they are asked again until the deadline."""
+
+
+class Changelog:
+    """Questions about one partition, and its committed records.
+
+    Args:
+        kafka: librdkafka configuration.
+        topic: The topic's name.
+        partition: The partition's number.
+    """
+
+    def __init__(self, kafka: Mapping[str, object], topic: str, partition: int) -> None:
+        self.topic = topic
+        self.partition = partition
+        self._settings = connection_settings(kafka)
+        self._where = TopicPartition(topic, partition)
+        self._admin = AdminClient(self._settings)  # type: ignore[arg-type] # callbacks, too
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.partition}]"
+
+    def identity(self) -> str:
+        """The topic's id with the partition: a topic that is deleted and created again has another one.
+
+        Raises:
+            ConfigurationError: There is no such topic or partition.
+            Unavailable: No answer.
+        """
+        try:
+            asked = self._admin.describe_topics(TopicCollection([self.topic]), request_timeout=_REQUEST_S)
+            found = asked[self.topic].result()
+        except KafkaException as refused:
+            raise self._mapped(refused) from refused
+        if self.partition not in {partition.id for partition in found.partitions}:
+            raise ConfigurationError(
+                f"the changelog {self} has no such partition: the topic has {len(found.partitions)}"
+            )
+        return f"{found.topic_id}/{self.partition}"
+
+    def describe(self, deadline: Deadline, *, wait_for_end: bool) -> Log:
+        """The partition's offsets, and the settings that delete records.
+
+        Args:
+            deadline: When to give up.
+            wait_for_end: Whether to wait until no transaction is open. Otherwise the end is where the first of them begins.
+
+        Raises:
+            ConfigurationError: A right is missing, or the topic.
+            Unavailable: A transaction stays open, or no answer.
+        """
+        end = self._stable_end(deadline, wait_for_end=wait_for_end)
+        try:
+            start = self._offset(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+            resource = ConfigResource(ResourceType.TOPIC, self.topic)
+            settings = self._admin.describe_configs([resource], request_timeout=_REQUEST_S)[resource].result()
+        except KafkaException as refused:
+            raise self._mapped(refused) from refused
+        return Log(
+            name=str(self),
+            start=start,
+            end=end,
+            policy=frozenset(settings["cleanup.policy"].value.split(",")),
+            retention_ms=int(settings["retention.ms"].value),
+            retention_bytes=int(settings["retention.bytes"].value),
+            delete_retention_ms=int(settings["delete.retention.ms"].value),
+        )
+
+    def _stable_end(self, deadline: Deadline, *, wait_for_end: bool) -> int:
+        stable = high = -1
+        while True:
+            try:
+                # The stable end first: records written in between can only make the two differ.
+                stable = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
+                high = self._offset(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
+            except KafkaException as refused:
+                if refused.args[0].code() not in _PASSING or deadline.expired:
+                    raise self._mapped(refused) from refused
+            else:
+                if stable == high or not wait_for_end:
+                    return stable
+                if deadline.expired:
+                    raise Unavailable(f"a transaction stays open in the changelog {self}, from offset {stable} on")
+            time.sleep(_PAUSE_S)
+
+    def _offset(self, spec: OffsetSpec, isolation: IsolationLevel) -> int:
+        asked = self._admin.list_offsets({self._where: spec}, isolation_level=isolation, request_timeout=_REQUEST_S)
+        return int(asked[self._where].result().offset)
+
+    def read(self, start: int, end: int, deadline: Deadline) -> Generator[tuple[list[Change], int], None, None]:
+        """The committed records of the offsets from ``start`` to ``end``, in parts.
+
+        Yields:
+            Some records, and the offset after the last of them; in the last part ``end``.
+
+        Raises:
+            Unavailable: The end was not reached in time.
+            ConfigurationError: A right is missing, or a record has no key.
+        """
+        consumer = Consumer(
+            {
+                **self._settings,
+                "group.id": f"dualwrite-state-{secrets.token_hex(8)}",  # librdkafka wants one; nothing is committed
+                "isolation.level": "read_committed",
+                "enable.auto.commit": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+            }
+        )
+        reached = start
+        with closing(consumer):
+            consumer.assign([TopicPartition(self.topic, self.partition, start)])
+            while reached < end:
+                if deadline.expired:
+                    raise Unavailable(f"the changelog {self} was read up to {reached}, not to {end}, in time")
+                changes: list[Change] = []
+                for message in consumer.consume(_AT_ONCE, timeout=min(0.2, deadline.remaining_s())):
+                    offset, error = message.offset(), message.error()
+                    if error is not None:
+                        # Only this event shows that nothing but markers and aborted records follows.
+                        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - the constant's public name
+                            reached = max(reached, offset or 0)
+                        elif error.code() not in _PASSING:
+                            raise self._mapped(KafkaException(error))
+                        continue
+                    key = message.key()
+                    if key is None:
+                        raise ConfigurationError(f"the record at {offset} of the changelog {self} has no key")
+                    assert offset is not None
+                    if offset < end:
+                        changes.append((_bytes(key), None if (value := message.value()) is None else _bytes(value)))
+                    reached = max(reached, offset + 1)
+                if changes or reached >= end:
+                    yield changes, min(reached, end)
+
+    def _mapped(self, refused: KafkaException) -> ConfigurationError | Unavailable:
+        error: KafkaError = refused.args[0]
+        if error.code() in _PASSING or error.retriable():
+            return Unavailable(f"the brokers did not answer about the changelog {self}: {error.str()}")
+        return ConfigurationError(
+            f"the changelog {self} cannot be read: {error.str()}",
+            next_step="create the topic with cleanup.policy=compact, and grant Read, Describe and DescribeConfigs on it",
+        )
+
+
+def _bytes(given: bytes | str) -> bytes:
+    return given.encode() if isinstance(given, str) else given

@@ -1,0 +1,109 @@
+"""Stores that follow a changelog: rolled forward by what Kafka has committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.runtime.failpoints import hit
+from dualwrite.state.changelog import Changelog
+from dualwrite.state.rolling import first_to_read, require_complete
+from dualwrite.state.store import KeyValueStore
+
+logger = logging.getLogger(__name__)
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the offset that is reached, and the end."""
+
+
+def ignore_progress(reached: int, end: int) -> None:
+    """Do nothing."""
+
+
+class Standby:
+    """A copy of a task's store, kept warm: it follows the changelog that the task's process writes.
+
+    To take over, end the following, and give the store to a `StateTask`.
+
+    Args:
+        store: The store; nobody else writes to it.
+        kafka: librdkafka configuration.
+        changelog: The changelog's topic.
+        partition: The changelog's partition.
+        timeout_s: Limits each `catch_up`, in seconds.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        *,
+        kafka: Mapping[str, object],
+        changelog: str,
+        partition: int,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.store = store
+        self._changelog = Changelog(kafka, changelog, partition)
+        self._timeout_s = timeout_s
+
+    def catch_up(self, on_progress: OnProgress = ignore_progress) -> int:
+        """Apply what is committed in the changelog since the last call. Call it again and again.
+
+        An interrupted call leaves the store at the last part that it has committed; the next one continues there.
+
+        Args:
+            on_progress: Called with the offset reached and the end, after each part.
+
+        Returns:
+            The number of records applied. On return they are durable.
+
+        Raises:
+            ChangelogDiffers: The changelog is another topic than before, was truncated, or its beginning was deleted.
+            StoreTooOld: Deletions may be gone that the store has not seen.
+            ConfigurationError: The topic, or a right on it, is missing, or it deletes records.
+            Unavailable: The brokers did not answer, or the time was too short.
+        """
+        return roll_forward(self.store, self._changelog, self._timeout_s, wait_for_end=False, on_progress=on_progress)
+
+
+def roll_forward(
+    store: KeyValueStore, changelog: Changelog, timeout_s: float, *, wait_for_end: bool, on_progress: OnProgress
+) -> int:
+    """Discard uncommitted writes, and apply what is committed in the changelog since the store's last commit.
+
+    Args:
+        store: The store.
+        changelog: Its changelog.
+        timeout_s: Limits the call, in seconds.
+        wait_for_end: Whether to wait until no transaction is open in the partition.
+        on_progress: As for `Standby.catch_up`.
+
+    Returns:
+        The number of records applied.
+
+    Raises:
+        DualWriteError: As `Standby.catch_up`.
+    """
+    deadline = Deadline(timeout_s)
+    store.recover(0)
+    store.follow(changelog.identity())
+    began_ms = int(time.time() * 1000)
+    log = changelog.describe(deadline, wait_for_end=wait_for_end)
+    require_complete(log)
+    start = first_to_read(store.committed, log, began_ms)
+    # Deletions may vanish from the log while it is read: the store stays as old as it was until the end is reached.
+    as_of_ms = store.committed.at_ms or began_ms
+    applied = 0
+    for changes, reached in changelog.read(start, log.end, deadline):
+        store.put_all(changes)
+        applied += len(changes)
+        store.commit(reached, as_of_ms=began_ms if reached == log.end else as_of_ms)
+        hit("state.restored")
+        on_progress(reached, log.end)
+    if start == log.end:
+        store.commit(log.end, as_of_ms=began_ms)
+    logger.info("state store %s: %d records applied, at offset %d", store.path, applied, log.end)
+    return applied

@@ -1,0 +1,218 @@
+"""``StateTask``: state, messages, offsets and rows that become permanent together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.runtime.failpoints import hit
+from dualwrite.state.changelog import Changelog
+from dualwrite.state.standby import OnProgress, ignore_progress, roll_forward
+from dualwrite.state.store import KeyValueStore
+from dualwrite.writing.transaction import Transaction
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message
+
+logger = logging.getLogger(__name__)
+
+Tx = TypeVar("Tx", Transaction, TransactionalProducer)
+Tx_co = TypeVar("Tx_co", covariant=True)
+_OPEN = {ProducerState.BEGUN, ProducerState.PREPARED, ProducerState.FAILED}
+
+
+class Blocks(Protocol[Tx_co]):
+    """Makes the block around one transaction: a `DualWriter`, or `ProducerBlocks`."""
+
+    def transaction(self) -> AbstractContextManager[Tx_co]:
+        """Return a block whose end commits, and in which an exception aborts."""
+
+
+class ProducerBlocks:
+    """Blocks around the transactions of a `TransactionalProducer`: Kafka alone, without a database.
+
+    Args:
+        producer: Ready for its next transaction: after ``init_transactions``. The caller closes it.
+    """
+
+    def __init__(self, producer: TransactionalProducer) -> None:
+        self._producer = producer
+
+    @contextmanager
+    def transaction(self) -> Generator[TransactionalProducer, None, None]:
+        """Begin a transaction; commit it at the block's end, abort it on an exception.
+
+        Raises:
+            DualWriteError: As the producer's calls. After `CompletionPending` the transaction may be committed.
+        """
+        self._producer.begin_transaction()
+        try:
+            yield self._producer
+            self._producer.commit_transaction()
+        except BaseException:
+            if self._producer.state in _OPEN:
+                with suppress(DualWriteError):  # the first error is the one to raise; the producer then is doubtful
+                    self._producer.abort_transaction()
+            raise
+
+
+class StateTask(Generic[Tx]):
+    """Processes input with a state store: output, consumed offsets, rows and the store's changes count once, together.
+
+    Each block is one transaction. At its end the changes of the store are produced to the changelog; once the transaction has
+    committed, so does the store. If anything fails in between, the store is brought back from the changelog before the next
+    block, by what Kafka has committed: it is never wiped.
+
+    One task at a time uses a changelog's partition: give the partition's tasks one transactional id, which fences the former
+    one. One thread at a time uses a task.
+
+    Args:
+        blocks: An open `DualWriter`, not in bulk mode, or `ProducerBlocks`. It must have fenced the partition's former task.
+        store: The store; nobody else writes to it.
+        kafka: librdkafka configuration.
+        changelog: A topic with ``cleanup.policy=compact``.
+        partition: The changelog's partition, which is this store's alone.
+        timeout_s: Limits `restore`, in seconds.
+
+    Source: KIP-844, "Transactional State Stores".
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks[Tx],
+        store: KeyValueStore,
+        *,
+        kafka: Mapping[str, object],
+        changelog: str,
+        partition: int,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._blocks: Blocks[Tx] = blocks
+        self.store = store
+        self._changelog = Changelog(kafka, changelog, partition)
+        self._timeout_s = timeout_s
+        self._behind = True
+        self._in_use = threading.Lock()
+
+    @property
+    def behind(self) -> bool:
+        """Whether the store must be restored before the next block, which does so."""
+        return self._behind
+
+    def restore(self, on_progress: OnProgress = ignore_progress) -> int:
+        """Bring the store to the changelog's end, as a block does when it must: call it first to see the progress.
+
+        Waits until no transaction is open in the partition. An interrupted one continues where it stopped.
+
+        Args:
+            on_progress: Called with the offset reached and the end, after each part.
+
+        Returns:
+            The number of records applied. On return they are durable.
+
+        Raises:
+            DualWriteError: As `Standby.catch_up`; also `Unavailable` if a transaction stays open.
+            IllegalStateError: A block is open.
+        """
+        with self._alone():
+            return self._restore(on_progress)
+
+    def _restore(self, on_progress: OnProgress = ignore_progress) -> int:
+        applied = roll_forward(self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress)
+        self._behind = False
+        return applied
+
+    @contextmanager
+    def transaction(self) -> Generator[Tx, None, None]:
+        """Run one transaction: its end commits everything, an exception in the block aborts everything.
+
+        Restores the store first where it must. Inside, use :attr:`store` and the object that it gives: a `Transaction`, or the
+        `TransactionalProducer`.
+
+        Raises:
+            DualWriteError: As the writer's block, and as `restore`. After an error that leaves the outcome open
+                (`CompletionPending`, `TransactionInDoubt`) do not run the work again; the next block waits for the outcome.
+            IllegalStateError: A block is open already, or the writer is in bulk mode.
+        """
+        with self._alone():
+            if self._behind:
+                self._restore()
+            elif self.store.has_uncommitted:
+                raise IllegalStateError(f"{self.store!r} was written outside of a block")
+            self._behind = True
+            try:
+                with self._blocks.transaction() as tx:
+                    yield tx
+                    logged = self._log(tx)
+                    hit("state.logged")
+                hit("state.before_commit")
+                self._commit(logged)
+            except BaseException:
+                self._discard()
+                raise
+
+    def _log(self, tx: Tx) -> _Logged:
+        """Produce the store's changes to the changelog."""
+        logged = _Logged()
+        # The store's keys and values are bytes: the writer's serializers must not touch them.
+        raw = tx.without_serializers if isinstance(tx, Transaction) else tx
+        for key, value in self.store.uncommitted():
+            logged.produced += 1
+            raw.produce(
+                self._changelog.topic,
+                value,
+                key,
+                partition=self._changelog.partition,
+                on_delivery=logged.delivered,
+            )
+        return logged
+
+    def _commit(self, logged: _Logged) -> None:
+        if not logged.produced:
+            self._behind = False
+        elif logged.is_complete:
+            self.store.commit(logged.last + 1)
+            self._behind = False
+        else:  # the changelog knows more than the producer does
+            logger.warning("state store %s: not every offset was reported: it is restored", self.store.path)
+
+    def _discard(self) -> None:
+        """Let reads after a failed block see what is committed. The next block does so itself if this fails."""
+        try:
+            self.store.recover(0)
+        except Exception:
+            logger.exception("state store %s: uncommitted writes could not be discarded", self.store.path)
+
+    @contextmanager
+    def _alone(self) -> Generator[None, None, None]:
+        if not self._in_use.acquire(blocking=False):
+            raise IllegalStateError("the task is in use: one block, or one restore, at a time")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+
+class _Logged:
+    """The deliveries of one block's changelog records."""
+
+    def __init__(self) -> None:
+        self.produced = 0
+        self._delivered = 0
+        self.last = -1
+
+    @property
+    def is_complete(self) -> bool:
+        return self._delivered == self.produced
+
+    def delivered(self, error: KafkaError | None, message: Message) -> None:
+        offset = message.offset()
+        if error is None and offset is not None and offset >= 0:
+            self._delivered += 1
+            self.last = max(self.last, offset)

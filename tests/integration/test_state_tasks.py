@@ -1,0 +1,347 @@
+"""State tasks on a real broker: killed anywhere, the store equals what Kafka has committed of its changelog."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from harness.counting import TABLE
+from harness.places import ROOT
+from sqlalchemy import create_engine, text
+
+from dualwrite import (
+    ChangelogDiffers,
+    ConfigurationError,
+    DualWriter,
+    IllegalStateError,
+    StoreTooOld,
+    TransactionalProducer,
+    Unavailable,
+)
+from dualwrite.runtime import failpoints
+from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.state import KeyValueStore, ProducerBlocks, Standby, StateTask
+from dualwrite.testing import read_committed
+
+pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
+
+KEYS = ["UA", "AA", "DL", "B6"]
+IN_MEMORY, SPILLED = 1 << 20, 0
+
+
+@pytest.fixture
+def make_changelog(dualwrite_kafka):
+    made = []
+
+    def make(**config):
+        name = f"changelog-{secrets.token_hex(4)}"
+        made.append(name)
+        return dualwrite_kafka.create_topic(name, 1, config={"cleanup.policy": "compact", **config})
+
+    yield make
+    for name in made:
+        dualwrite_kafka.delete_topic(name)
+
+
+@pytest.fixture
+def changelog(make_changelog):
+    return make_changelog()
+
+
+@pytest.fixture
+def task_on(kafka, kafka_id):
+    """Opens a store and a task over it, with a producer of the same id, so that each fences the former."""
+
+    @contextmanager
+    def opened(directory, changelog, **more):
+        with TransactionalProducer(kafka, kafka_id) as producer, KeyValueStore(directory) as store:
+            producer.init_transactions()
+            yield StateTask(ProducerBlocks(producer), store, kafka=kafka, changelog=changelog, partition=0, **more)
+
+    return opened
+
+
+def write(task, **values):
+    with task.transaction():
+        for key, value in values.items():
+            task.store.put(key.encode(), None if value is None else value.encode())
+
+
+def everything(store):
+    return {key.decode(): value.decode() for key, value in store.range()}
+
+
+def replayed(kafka, changelog):
+    """The state that the committed changelog makes."""
+    state = {}
+    for record in read_committed(kafka, changelog):
+        state[record.key.decode()] = record.value
+    return {key: value.decode() for key, value in state.items() if value is not None}
+
+
+# A running count, killed
+
+POINTS = ["state.logged", "state.before_commit", "state.decided", "state.copied", "state.finished", "state.committed"]
+IN_EVERY_RUN = {
+    ("state.logged", None),
+    ("state.before_commit", None),
+    ("state.decided", None),
+    ("write.decided", "url"),
+}
+
+
+@pytest.mark.parametrize(
+    ("point", "rows"),
+    [
+        pytest.param(point, rows, marks=() if (point, rows) in IN_EVERY_RUN else pytest.mark.thorough)
+        for rows in (None, "url")
+        for point in [*POINTS, *(["write.recorded", "write.decided"] if rows else [])]
+    ],
+)
+def test_a_count_killed_in_the_middle_is_exact_at_the_end(
+    request, tmp_path, kafka, kafka_id, dualwrite_topic, changelog, point, rows
+):
+    spills = point in {"state.decided", "state.copied", "state.finished"}
+    job = {
+        "kafka": dict(kafka), "id": kafka_id, "input": dualwrite_topic, "output": dualwrite_topic + "-counts", "changelog": changelog,
+        "directory": str(tmp_path / "store"), "memory": SPILLED if spills else IN_MEMORY, "end": 40,
+    }  # fmt: skip
+    if rows:
+        job["url"] = request.getfixturevalue("migrated_database")
+        engine = create_engine(job["url"])
+        with engine.begin() as connection:
+            connection.execute(text(TABLE))
+    request.getfixturevalue("dualwrite_kafka").create_topic(job["output"], 1)
+    keys = [KEYS[number * number % len(KEYS)] for number in range(40)]
+    producer = Producer(kafka)
+    for key in keys:
+        producer.produce(dualwrite_topic, key=key, value=b"", partition=0)
+    producer.flush()
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    def run(failpoint=""):
+        return subprocess.run(
+            [sys.executable, "-m", "harness.counting", tmp_path / "job.json"],
+            cwd=ROOT / "tests", env={**os.environ, "DUALWRITE_FAILPOINT": failpoint}, check=False,
+        ).returncode  # fmt: skip
+
+    nth = 1 if point == "state.copied" else 4
+    assert run(f"{point}:{nth}") == (0 if point == "state.copied" else -signal.SIGKILL)
+    assert run("state.restored" if point == "state.before_commit" else "") in {0, -signal.SIGKILL}
+    assert run() == 0
+    counts = Counter(keys)
+    with KeyValueStore(tmp_path / "store") as store:
+        assert everything(store) == replayed(kafka, changelog) == {key: str(count) for key, count in counts.items()}
+    published = [(record.key.decode(), int(record.value)) for record in read_committed(kafka, job["output"])]
+    assert published == [(key, keys[: at + 1].count(key)) for at, key in enumerate(keys)]
+    if rows:
+        with engine.connect() as connection:
+            assert {tuple(row) for row in connection.execute(text("SELECT key, number FROM counted"))} == set(published)
+        engine.dispose()
+
+
+# One block
+
+
+def test_a_block_commits_the_store_with_its_changelog(tmp_path, kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1", b="2")
+        assert not task.behind
+        write(task, a=None, c="3")
+        assert not task.behind
+        assert everything(task.store) == replayed(kafka, changelog) == {"b": "2", "c": "3"}
+        assert task.store.committed.offset == 2 + 1 + 2
+
+
+def test_a_block_that_raises_leaves_nothing(tmp_path, kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+        with pytest.raises(ZeroDivisionError), task.transaction():
+            task.store.put(b"a", b"2")
+            raise ZeroDivisionError
+        assert everything(task.store) == {"a": "1"}
+        assert task.behind
+        write(task, b="2")
+        assert everything(task.store) == replayed(kafka, changelog) == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize("point", ["state.logged", "state.before_commit", "state.committed"])
+def test_after_a_failure_the_next_block_begins_with_what_kafka_has_committed(
+    tmp_path, kafka, task_on, changelog, point
+):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+        failpoints.arm(f"{point}:1:raise")
+        with pytest.raises(FailpointError):
+            write(task, a="2")
+        failpoints.arm("")
+        assert task.behind
+        with task.transaction():
+            assert task.store.get(b"a") == (b"1" if point == "state.logged" else b"2")
+        assert everything(task.store) == replayed(kafka, changelog)
+
+
+def test_blocks_without_changes_and_with_writes_outside(tmp_path, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task)
+        assert not task.behind
+        with pytest.raises(IllegalStateError, match="in use"), task.transaction():
+            task.restore()
+        write(task, a="1")
+        task.store.put(b"b", b"2")
+        with pytest.raises(IllegalStateError, match="outside of a block"):
+            write(task, c="3")
+        assert task.restore() == 0
+        assert everything(task.store) == {"a": "1"}
+
+
+def test_a_writers_serializers_leave_the_changelog_alone(tmp_path, kafka, migrated_database, changelog):
+    def refuse(value, _):
+        raise AssertionError(value)
+
+    writer = DualWriter("count", kafka=kafka, engine=migrated_database, key_serializer=refuse, value_serializer=refuse)
+    with writer, KeyValueStore(tmp_path / "store") as store:
+        task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
+        write(task, a="\x00\x01")
+    assert replayed(kafka, changelog) == {"a": "\x00\x01"}
+
+
+def test_a_writer_in_bulk_mode_is_refused(tmp_path, kafka, migrated_database, changelog):
+    with (
+        DualWriter("count", kafka=kafka, engine=migrated_database, bulk=True) as writer,
+        KeyValueStore(tmp_path / "store") as store,
+    ):
+        task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
+        with pytest.raises(IllegalStateError, match="bulk mode"):
+            write(task, a="1")
+    assert replayed(kafka, changelog) == {}
+
+
+# Stores and changelogs that moved apart
+
+
+def test_an_old_copy_of_the_directory_is_rolled_forward(tmp_path, kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1", gone="1")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="2", gone=None)
+    with task_on(tmp_path / "copy", changelog) as task:
+        assert task.restore() == 2
+        assert everything(task.store) == replayed(kafka, changelog) == {"a": "2"}
+        assert task.restore() == 0
+
+
+def test_an_empty_directory_is_built_from_the_whole_changelog_and_a_kill_loses_no_progress(
+    tmp_path, task_on, changelog
+):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, **{f"k{number}": "1" for number in range(100)})
+    seen = []
+    with task_on(tmp_path / "other", changelog) as task:
+        failpoints.arm("state.restored:1:raise")
+        with pytest.raises(FailpointError):
+            task.restore()
+        failpoints.arm("")
+        reached = task.store.committed.offset
+        assert task.restore(lambda *progress: seen.append(progress)) == max(0, 100 - reached)
+        assert len(everything(task.store)) == 100
+
+
+def test_a_standby_follows_and_takes_over(tmp_path, kafka, kafka_id, task_on, changelog):
+    with KeyValueStore(tmp_path / "standby") as copy:
+        standby = Standby(copy, kafka=kafka, changelog=changelog, partition=0)
+        with task_on(tmp_path / "store", changelog) as task:
+            write(task, a="1")
+            assert standby.catch_up() == 1
+            write(task, a=None, b="2")
+            with task.transaction() as tx:
+                tx.produce(changelog, key=b"open", value=b"1", partition=0)
+                assert standby.catch_up() == 2
+                assert everything(copy) == {"b": "2"}
+    with task_on(tmp_path / "standby", changelog) as task:
+        write(task, c="3")
+        assert everything(task.store) == {"b": "2", "c": "3", "open": "1"}
+
+
+def test_a_restore_waits_for_an_open_transaction(tmp_path, kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog, timeout_s=1.0) as task:
+        with TransactionalProducer(kafka, f"other-{changelog}") as other:
+            other.init_transactions()
+            other.begin_transaction()
+            other.produce(changelog, key=b"a", value=b"1", partition=0)
+            other.prepare_transaction()
+            with pytest.raises(Unavailable, match="transaction stays open"):
+                task.restore()
+            other.commit_transaction()
+        assert task.restore() == 1
+
+
+def test_a_changelog_made_again_is_refused(tmp_path, dualwrite_kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+    dualwrite_kafka.delete_topic(changelog)
+    dualwrite_kafka.create_topic(changelog, 1, config={"cleanup.policy": "compact"})
+    with task_on(tmp_path / "store", changelog) as task:
+        with pytest.raises(ChangelogDiffers, match="another topic, or the topic was made again"):
+            write(task, a="2")
+        assert everything(task.store) == {"a": "1"}
+
+
+def test_a_changelog_without_the_records_that_the_store_needs_is_refused(tmp_path, kafka, make_changelog, task_on):
+    changelog = make_changelog(**{"cleanup.policy": "compact,delete", "retention.ms": "-1"})
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, b="1")
+        write(task, c="1")
+        end = task.store.committed.offset
+    admin, where = AdminClient(dict(kafka)), TopicPartition(changelog, 0, end)
+    admin.delete_records([where])[where].result(30)
+    for directory in ("copy", "empty"):
+        with task_on(tmp_path / directory, changelog) as task:
+            with pytest.raises(ChangelogDiffers, match="were deleted"):
+                task.restore()
+            assert everything(task.store) == ({"a": "1"} if directory == "copy" else {})
+    with task_on(tmp_path / "store", changelog) as task:
+        assert task.restore() == 0
+
+
+def test_a_copy_older_than_the_changelogs_deletions_is_refused(tmp_path, make_changelog, task_on):
+    changelog = make_changelog(**{"delete.retention.ms": "1"})
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with task_on(tmp_path / "store", changelog) as task:
+        assert task.restore() == 0  # nothing follows but the commit's own marker
+        write(task, a=None)
+    with task_on(tmp_path / "copy", changelog) as task:
+        with pytest.raises(StoreTooOld, match="it may have lost some that the store has not seen"):
+            task.restore()
+        assert everything(task.store) == {"a": "1"}
+
+
+@pytest.mark.parametrize("config", [{"cleanup.policy": "delete"}, {"cleanup.policy": "compact,delete"}])
+def test_a_changelog_that_deletes_records_is_refused(tmp_path, make_changelog, task_on, config):
+    with (
+        task_on(tmp_path / "store", make_changelog(**config)) as task,
+        pytest.raises(ConfigurationError, match="loses records"),
+    ):
+        task.restore()
+
+
+def test_a_changelog_that_is_not_there_is_refused(tmp_path, task_on):
+    with (
+        task_on(tmp_path / "store", "nowhere") as task,
+        pytest.raises(ConfigurationError, match="cannot be read.*create the topic"),
+    ):
+        task.restore()
