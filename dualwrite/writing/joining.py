@@ -246,7 +246,8 @@ class _Joined:
         if self._block is None:
             driver = self._pooled.dbapi_connection
             if driver is not None:
-                driver.rollback()
+                with suppress(Exception):  # it is lost: the caller has an error to raise, and SQLAlchemy closes it
+                    driver.rollback()
         else:
             self._block.__exit__(_RolledBack, _RolledBack(), None)
 

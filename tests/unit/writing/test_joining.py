@@ -298,6 +298,25 @@ def test_a_session_that_could_not_join_cannot_commit_its_rows_alone(shop, factor
     assert shop.both_have(2)
 
 
+def test_a_connection_that_is_lost_while_a_session_joins_raises_what_it_means(shop, factory, bound, put, monkeypatch):
+    def lose(_, connection, *_others, **_options):
+        connection.connection.driver_connection.close()
+        connection.invalidate()  # as SQLAlchemy does after the error of a statement
+        raise Unavailable("the database does not answer")
+
+    with factory() as session:
+        session.add(Order(id=1))
+        session.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(JoinedStore, "read_incarnation", lose)
+            with pytest.raises(Unavailable, match="does not answer"):
+                bound.produce(session, TOPIC, "1", partition=0)
+        session.rollback()
+        put(session, 2)
+        session.commit()
+    assert shop.both_have(2)
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["a listener raises", "the connection is lost"])
 def test_a_commit_that_is_never_sent_leaves_nothing_behind_for_the_next_session(shop, factory, bound, put, lost):
     armed = [not lost]
