@@ -226,6 +226,7 @@ class Conductor:
             "abort": step.abort,
             "threads": threads,
             "max_lanes": threads,
+            "tasks": self._round.tasks.get(name, ""),
         }
         with (self._directory / "processes").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": time.monotonic(), "name": label, **asdict(step)}) + "\n")

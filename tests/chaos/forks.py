@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 
+import harness.async_worker  # noqa: F401 - as psycopg
 import psycopg  # noqa: F401 - what the children need is imported once, here
 from harness.planting import plant_from_environment
 

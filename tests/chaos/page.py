@@ -139,7 +139,8 @@ def _method() -> list[str]:
         "## How it runs",
         "",
         "In rounds, each with a fresh topic and database. Several writers (six with PostgreSQL, three with SQLite; a third of "
-        "them with three threads on lanes of their own) publish each operation to every one of two or three partitions and "
+        "them with three threads on lanes of their own; of every four, one in tasks of an event loop, and one in tasks with "
+        "bound sessions) publish each operation to every one of two or three partitions and "
         "insert its row; processes on leased slots write the partitions of batches under a ledger. Each process is armed with "
         "a fail point, or is killed at any moment; the next one of its id recovers, and is perhaps killed at that. Meanwhile "
         "brokers and PostgreSQL are killed and suspended. All is drawn from the seed. With three brokers, each partition of the "

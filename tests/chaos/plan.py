@@ -16,6 +16,9 @@ NEEDS_DECIDED = {"settle.before_commit", "settle.committed"}
 WITHOUT_LOCK = {"write.decided", "write.completed", *SETTLING}
 """Points at which a paused process holds no lock of SQLite: at others, no process could take over, and none has to."""
 
+TASKS = {1: "blocks", 3: "sessions"}
+"""Of every four writers, one uses blocks in tasks, and one the sessions of tasks."""
+
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
 """Every third round runs on SQLite."""
@@ -67,7 +70,8 @@ class Round:
         database: ``postgresql`` or ``sqlite``.
         partitions: Of the topic; every operation publishes to each.
         episodes: By id, what it goes through.
-        threads: By id, how many threads write at once.
+        threads: By id, how many threads or tasks write at once.
+        tasks: The ids whose writers are asynchronous: each ``blocks``, or ``sessions`` that are bound.
         broker_kills: After so many killed processes a broker is killed.
         broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
@@ -79,6 +83,7 @@ class Round:
     partitions: int
     episodes: dict[str, list[Episode]]
     threads: dict[str, int]
+    tasks: dict[str, str] = field(default_factory=dict)
     broker_kills: list[int] = field(default_factory=list)
     database_stops: list[int] = field(default_factory=list)
     broker_suspensions: list[int] = field(default_factory=list)
@@ -102,6 +107,7 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
         episodes[pool].append(draw.task())
         planned += 1
     threads = {name: 1 if index % 3 < 2 else 3 for index, name in enumerate(names)}
+    tasks = {name: TASKS[kind] for index, name in enumerate(names) if (kind := (number + index) % 4) in TASKS}
     often = 4 if brokers > 1 else 8 if database == "sqlite" else 14
     broker = max(1, kills * often // 240)
     stops = 0 if database == "sqlite" else max(1, kills * 18 // 240)
@@ -112,6 +118,7 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
         random_.choice([2, 2, 3]),
         episodes,
         {**threads, pool: 1},
+        tasks,
         _spread(random_, kills, broker),
         _spread(random_, kills, stops),
         _spread(random_, kills, suspended),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Column, Engine, MetaData, Table, Text, create_engine, event, exc
 from sqlalchemy.orm import sessionmaker
@@ -46,35 +47,36 @@ class OnPurpose(Exception):
 def make_engine(url: str) -> Engine:
     """An engine for the worker's database."""
     engine = create_engine(url)
+    make_durable(engine)
+    return engine
+
+
+def make_durable(engine: Engine) -> None:
+    """Let SQLite's commits survive."""
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "connect")
         def _durable(connection, _record):
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=FULL")
-
-    return engine
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA journal_mode=WAL")
+            cursor.execute("PRAGMA synchronous=FULL")
+            cursor.close()
 
 
 def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
     """Open the writer, write the operations, close it. The exit code."""
     started = time.monotonic()
+
+    def opened() -> None:
+        tell(f"open {time.monotonic() - started:.3f}")
+
     try:
-        with DualWriter(
-            job["transactional_id"],
-            kafka=job["kafka"],
-            engine=engine,
-            max_lanes=job.get("max_lanes", 1),
-            paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
-            timeout_s=job.get("timeout_s", 60),
-            producer_engine=job.get("producer_engine", "auto"),
-        ) as writer:
-            tell(f"open {time.monotonic() - started:.3f}")
-            threads = job.get("threads", 1)
-            with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:
-                writing = _Writing(job, engine, writer, journal)
-                for future in [pool.submit(writing.run, number) for number in range(threads)]:
-                    future.result()
+        if job.get("tasks"):
+            from harness.async_worker import write_in_tasks
+
+            write_in_tasks(job, engine, opened)
+        else:
+            _write_in_threads(job, engine, opened)
     except Fenced:
         return FENCED
     except Unavailable:
@@ -84,36 +86,79 @@ def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
     return 0
 
 
+def settings_of(job: dict) -> dict[str, Any]:
+    """The writer's settings."""
+    return {
+        "kafka": job["kafka"],
+        "max_lanes": job.get("max_lanes", 1),
+        "paused_owner_timeout_s": job.get("paused_owner_timeout_s", 60),
+        "timeout_s": job.get("timeout_s", 60),
+        "producer_engine": job.get("producer_engine", "auto"),
+    }
+
+
+def _write_in_threads(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
+    with DualWriter(job["transactional_id"], engine=engine, **settings_of(job)) as writer:
+        opened()
+        threads = job.get("threads", 1)
+        with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:
+            writing = _Writing(job, engine, writer, journal)
+            for future in [pool.submit(writing.run, number) for number in range(threads)]:
+                future.result()
+
+
+class Operations:
+    """The operations of a worker: their names, and what the journal notes of them.
+
+    Attributes:
+        over: Whether another owner has taken over.
+    """
+
+    def __init__(self, job: dict, journal: Journal) -> None:
+        self._job = job
+        self._journal = journal
+        self.over = False
+
+    @contextmanager
+    def noted(self, operation: str, thread: int) -> Generator[None]:
+        """Note the outcome of the block, in which the operation is written."""
+        try:
+            with self._journal.operation(operation, stream=f"{self._job['transactional_id']}/{thread}"):
+                yield
+        except (OnPurpose, exc.SQLAlchemyError):
+            # Raised by the block itself, the second by its INSERT: the dual write has aborted.
+            self._journal.aborted(operation)
+        except Fenced:
+            self.over = True
+            raise
+        except (TransactionAborted, CompletionPending, TransactionInDoubt, Unavailable):
+            pass  # the journal has it; the next operation is another one
+
+    def of(self, thread: int) -> Iterator[tuple[str, bool]]:
+        """One thread's, or task's, share: each with whether it is aborted on purpose."""
+        for position in range(self._job["operations"]):
+            if self.over:
+                return
+            # The first thread's names are plain: most tests have one.
+            operation = f"{self._job['name']}-{position}" + (f"-{thread}" if thread else "")
+            yield operation, position in self._job.get("abort", [])
+
+
 class _Writing:
-    """The operations of one worker; ``run`` is one thread's share."""
+    """``run`` writes one thread's share."""
 
     def __init__(self, job: dict, engine: Engine, writer: DualWriter, journal: Journal) -> None:
         self._job = job
         self._writer = writer
-        self._journal = journal
-        self._over = threading.Event()
+        self._operations = Operations(job, journal)
         if job.get("session"):
             self._sessions = sessionmaker(engine)
             self._bound = writer.bind(self._sessions)
 
     def run(self, thread: int) -> None:
-        stream = f"{self._job['transactional_id']}/{thread}"
-        for position in range(self._job["operations"]):
-            if self._over.is_set():
-                return
-            # The first thread's names are plain: most tests have one.
-            operation = f"{self._job['name']}-{position}" + (f"-{thread}" if thread else "")
-            try:
-                with self._journal.operation(operation, stream=stream):
-                    self._one(operation, abort=position in self._job.get("abort", []))
-            except (OnPurpose, exc.DBAPIError):
-                # Raised by the block itself, the second by its INSERT: the dual write has aborted.
-                self._journal.aborted(operation)
-            except Fenced:
-                self._over.set()
-                raise
-            except (TransactionAborted, CompletionPending, TransactionInDoubt, Unavailable):
-                continue  # the journal has it; the next operation is another one
+        for operation, abort in self._operations.of(thread):
+            with self._operations.noted(operation, thread):
+                self._one(operation, abort=abort)
 
     def _one(self, operation: str, *, abort: bool) -> None:
         if self._job.get("session"):

@@ -36,3 +36,9 @@ def test_a_tenth_of_the_killed_processes_is_planned_as_zombies():
     )
     assert kinds["zombie"] >= 6 * 240 / 10
     assert kinds["rivals"] > 0
+
+
+def test_of_four_writers_one_uses_blocks_in_tasks_and_one_sessions():
+    kinds = Counter(kind for number in range(4) for kind in make_round(1, number).tasks.values())
+    writers = sum(len(make_round(1, number).threads) - 1 for number in range(4))
+    assert all(kinds[kind] >= writers // 5 for kind in ("blocks", "sessions"))

@@ -1,0 +1,74 @@
+"""A worker whose operations are written by the tasks of an event loop, in blocks or in sessions that are bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+
+from dualwrite import AsyncDualWriter
+from dualwrite.stores.connecting import async_engine_of
+from dualwrite.testing import Journal
+from harness.worker import OPERATIONS, OnPurpose, Operations, make_durable, settings_of
+
+
+def write_in_tasks(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
+    """Open the writer, write the operations, close it."""
+    asyncio.run(_write(job, engine, opened))
+
+
+async def _write(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
+    asynchronous = async_engine_of(job["url"])
+    make_durable(asynchronous.sync_engine)
+    try:
+        async with AsyncDualWriter(
+            job["transactional_id"], engine=asynchronous, own_engine=engine, **settings_of(job)
+        ) as writer:
+            opened()
+            with Journal(job["journal"]) as journal:
+                writing = _Writing(job, asynchronous, writer, journal)
+                tasks = [asyncio.create_task(writing.run(number)) for number in range(job.get("threads", 1))]
+                await asyncio.wait(tasks)
+                for task in tasks:
+                    task.result()
+    finally:
+        await asynchronous.dispose()
+
+
+class _Writing:
+    """``run`` writes one task's share."""
+
+    def __init__(self, job: dict, engine: AsyncEngine, writer: AsyncDualWriter, journal: Journal) -> None:
+        self._job = job
+        self._writer = writer
+        self._operations = Operations(job, journal)
+        self._one = self._in_session if job["tasks"] == "sessions" else self._in_block
+        self._sessions = async_sessionmaker(engine)
+        self._bound = writer.bind(self._sessions)
+
+    async def run(self, task: int) -> None:
+        for operation, abort in self._operations.of(task):
+            with self._operations.noted(operation, task):
+                await self._one(operation, abort=abort)
+
+    async def _in_block(self, operation: str, *, abort: bool) -> None:
+        async with self._writer.transaction() as tx:
+            for partition in range(self._job["partitions"]):
+                await tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
+            await tx.connection.execute(OPERATIONS.insert().values(id=operation))
+            if abort:
+                raise OnPurpose(operation)
+
+    async def _in_session(self, operation: str, *, abort: bool) -> None:
+        async with self._sessions() as session:
+            await session.execute(OPERATIONS.insert().values(id=operation))
+            for partition in range(self._job["partitions"]):
+                async with session.begin_nested():
+                    await self._bound.produce(
+                        session, self._job["topic"], value=operation, key=str(partition), partition=partition
+                    )
+            if abort:
+                raise OnPurpose(operation)
+            await session.commit()
