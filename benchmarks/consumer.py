@@ -6,6 +6,7 @@ again what it had not yet committed to the group. ``PYTHONPATH=tests python -m b
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import threading
 import time
@@ -19,13 +20,15 @@ from sqlalchemy import Engine, create_engine, func, insert, select
 
 from benchmarks.servers import Ground, p50
 from benchmarks.ways import METADATA, ROWS, idempotent
-from dualwrite import ExactlyOnceConsumer, Transaction
+from dualwrite import AsyncExactlyOnceConsumer, AsyncTransaction, ExactlyOnceConsumer, Transaction
 
 BY_HAND = "by hand, at least once"
 IN_KAFKA = "ExactlyOnceConsumer, offsets in Kafka"
 AS_ROWS = "ExactlyOnceConsumer, offsets as rows"
+IN_TASKS = "AsyncExactlyOnceConsumer, offsets in Kafka"
 OFFSETS: Mapping[str, Literal["kafka", "database"]] = {IN_KAFKA: "kafka", AS_ROWS: "database"}
-WAYS = (BY_HAND, *OFFSETS)
+OURS = (*OFFSETS, IN_TASKS)
+WAYS = (BY_HAND, *OURS)
 PARTITIONS = 4
 BATCH = 500
 
@@ -95,7 +98,39 @@ def ours(
         thread.join()
 
 
-_MEMBERS = {BY_HAND: by_hand, **{name: partial(ours, offsets=offsets) for name, offsets in OFFSETS.items()}}
+@contextmanager
+def in_tasks(kafka: Mapping[str, str], engine: Engine, source: str, target: str, group: str) -> Iterator[None]:
+    """This library's loop, in an event loop of its own."""
+
+    async def handle(tx: AsyncTransaction, messages: Sequence[Message]) -> None:
+        texts = _texts(messages)
+        await tx.produce_many(target, texts)
+        await tx.connection.execute(insert(ROWS), [{"note": text} for text in texts])
+
+    loop = asyncio.new_event_loop()
+    url = engine.url.render_as_string(hide_password=False)
+    consumer = AsyncExactlyOnceConsumer(
+        group, "0", topics=[source], handler=handle, kafka=kafka, engine=url, max_messages=BATCH
+    )
+
+    def run_loop() -> None:
+        loop.run_until_complete(consumer.run())
+        loop.close()
+
+    thread = threading.Thread(target=run_loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(consumer.stop)
+        thread.join()
+
+
+_MEMBERS = {
+    BY_HAND: by_hand,
+    **{name: partial(ours, offsets=offsets) for name, offsets in OFFSETS.items()},
+    IN_TASKS: in_tasks,
+}
 
 
 def run(

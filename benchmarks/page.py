@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import pipelined, records, spark_page
 from benchmarks.async_tasks import THREADS
-from benchmarks.consumer import BATCH, BY_HAND, OFFSETS, PARTITIONS
+from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
 from benchmarks.known_end import WITH, WITHOUT, writer_name
 from benchmarks.network import DELAYS_MS
@@ -277,7 +277,7 @@ def _consumer(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
         "",
         *_table(("way", "messages per second", "p50", "p99"), rows),
         "- Messages per second against the loop by hand: "
-        + ", ".join(f"{name}: **{ways[name]['per second'] / ways[BY_HAND]['per second']:.2f}**" for name in OFFSETS)
+        + ", ".join(f"{name}: **{ways[name]['per second'] / ways[BY_HAND]['per second']:.2f}**" for name in OURS)
         + ".",
         "",
     ]

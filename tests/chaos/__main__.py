@@ -23,6 +23,9 @@ def main() -> int:
     parser.add_argument(
         "--spark", type=int, default=0, help="so many times through the fail points of Spark, afterwards"
     )
+    parser.add_argument(
+        "--consumers", type=int, default=0, help="how many members of consumer groups to kill, afterwards"
+    )
     parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
     parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
@@ -49,8 +52,11 @@ def main() -> int:
         brokers=options.brokers,
         engine=options.engine,
         stop_after_s=options.stop_after_s,
+        consumers=options.consumers,
     )
-    results = run.run()
+    results = run.run() if options.kills else run.results
+    if options.consumers:
+        run.consumers(options.consumers)
     if options.spark:
         run.spark(options.spark)
     sys.stdout.write(f"{len(results.findings)} findings; results: {directory / 'results.json'}\n")

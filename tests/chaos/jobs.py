@@ -11,9 +11,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from harness.hanging import abort_hanging
+from harness.members import METADATA as COPIES
+from harness.members import make_member
 from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABLE, make_engine, write
 from sqlalchemy import Engine, exc
 
+import dualwrite.apps.async_consumer  # noqa: F401 - imported once, before the processes are forked
 from dualwrite import (
     CompletionPending,
     DecidedTransactionLost,
@@ -50,6 +53,7 @@ def prepare(url: str) -> Engine:
     with engine.connect() as connection:
         upgrade(connection)
     METADATA.create_all(engine)
+    COPIES.create_all(engine)
     store = SqlStateStore(engine)
     store.claim(["warm"], owner="warm", cluster_id="warm")
     store.find("warm")
@@ -195,7 +199,27 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
     return 0
 
 
-JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {"write": write, "settle": settle, "task": task, "check": check}
+def consume(job: dict, engine: Engine, tell: Tell) -> int:
+    """Copy as a member of a group, until nothing comes for a while."""
+    del engine, tell  # the member makes its own from the URL
+    try:
+        make_member(**job["member"]).run(idle_s=job["idle_s"])
+    except Fenced:
+        return FENCED
+    except Unavailable:
+        return UNAVAILABLE
+    except (DecidedTransactionLost, OutcomeUnverifiable):
+        return LOST
+    return 0
+
+
+JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {
+    "write": write,
+    "settle": settle,
+    "task": task,
+    "check": check,
+    "consume": consume,
+}
 
 
 def run(job: dict, engine: Engine, told_to: int) -> int:

@@ -5,6 +5,7 @@ Without runs it writes them again from the figures that the repository keeps.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter
@@ -73,6 +74,17 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
     }
 
 
+def consumers_of(run: Results) -> dict[str, Any]:
+    """The figures of a run's consumers' part."""
+    return {
+        "command": run.command,
+        "began": run.began,
+        "minutes": round(run.seconds / 60),
+        "counts": run.consumers,
+        "findings": run.findings,
+    }
+
+
 def _percentiles(values: Iterable[float]) -> list[float]:
     ordered = sorted(values)
     return [round(ordered[round(percent * (len(ordered) - 1) / 100)], 3) for percent in range(101)] if ordered else []
@@ -112,6 +124,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *_by_point(figures),
         *_zombies(figures),
         *_recovery(figures["recovery"]),
+        *_consumers(figures.get("consumers", {})),
         *_spark(figures["spark"]),
         *_mended(),
         *_limits(),
@@ -247,6 +260,42 @@ def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
     ]
 
 
+def _consumers(consumers: Mapping[str, Any]) -> list[str]:
+    if not consumers:
+        return []
+    killed = {offsets: consumers["counts"].get(offsets, {}) for offsets in ("kafka", "database")}
+    rows = []
+    for point in [*FAILPOINTS, MOMENT]:
+        counts = [killed[offsets].get(point, 0) for offsets in killed]
+        if any(counts):
+            rows.append(f"| `{point}` | {counts[0]} | {counts[1]} |")
+    by, servers = consumers["counts"]["by"], consumers["counts"]["servers"]
+    return [
+        "## Consumers",
+        "",
+        "Members of consumer groups, two of each group at a time, six groups at once; each copies the numbers of a topic to rows "
+        "and to messages, [exactly once](consumer.md). Each member is armed with a fail point or killed at any moment; the next "
+        "one comes under a new name or that of a former one. Meanwhile the broker is killed and PostgreSQL stopped, each about "
+        "once a minute. At the end a member that nobody kills writes what is left; then each number must be one row and one "
+        "message.",
+        "",
+        f"`{consumers['command']}`, {consumers['began']} (UTC), {consumers['minutes']} minutes, native engine: "
+        f"**{_sum(killed):,} members killed**, {by['threads']} whose handlers ran in threads and {by['tasks']} in tasks; "
+        f"{by['eager']} with eager rebalances, {by['cooperative']} cooperative, {by['consumer']} with KIP-848; "
+        f"{servers['broker']} broker kills, {servers['PostgreSQL']} stops of PostgreSQL. "
+        f"**{consumers['counts']['inputs']['counted']:,} inputs**, each once on both sides; {len(consumers['findings'])} findings.",
+        "",
+        "| point | offsets in Kafka | offsets as rows |",
+        "|---|---|---|",
+        *rows,
+        f"| all | {sum(killed['kafka'].values())} | {sum(killed['database'].values())} |",
+        "",
+        f"Not counted: {sum(consumers['counts'].get('missed', {}).values())} that ended before they came to their point: they got no partition "
+        "or too few messages, found nothing to settle, or a server was away.",
+        "",
+    ]
+
+
 def _wrong(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "## What was wrong",
@@ -302,12 +351,19 @@ def picture(figures: Mapping[str, Any]) -> str:
     return shares({SERIES[key]: found["percentiles"] for key, found in figures["recovery"].items()})
 
 
-def main(runs: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Take in the runs, if there are any, and write page and picture."""
-    if runs:
-        figures = summary([Results.load(Path(run) / "results.json") for run in runs])
-        FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    parser = argparse.ArgumentParser(prog="python -m chaos.page", description=__doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the directories of all runs")
+    parser.add_argument("--consumers", type=Path, help="the directory of a run whose consumers' part is shown")
+    options = parser.parse_args(arguments)
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    if options.runs:
+        runs = [Results.load(run / "results.json") for run in options.runs]
+        figures = {**summary(runs), "consumers": figures.get("consumers", {})}
+    if options.consumers:
+        figures["consumers"] = consumers_of(Results.load(options.consumers / "results.json"))
+    FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(render(figures), encoding="utf-8")
     PICTURE.write_text(picture(figures), encoding="utf-8")
 

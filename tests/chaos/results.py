@@ -62,6 +62,7 @@ class Results:
             and where a paused former owner held the row.
         cpu_s: CPU time of the processes.
         spark: Counts of the Spark part.
+        consumers: Counts of the consumers' part.
         findings: What is wrong.
     """
 
@@ -92,6 +93,7 @@ class Results:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: {"up": [], "away": [], "paused": []})
     cpu_s: float = 0
     spark: dict[str, Counter[str]] = field(default_factory=dict)
+    consumers: dict[str, Counter[str]] = field(default_factory=dict)
     findings: list[dict[str, object]] = field(default_factory=list)
 
     @property
@@ -111,7 +113,7 @@ class Results:
     def add(self, other: Results) -> None:
         """Take in the counts of one more round, or of another run."""
         self.rounds = sorted({*self.rounds, *other.rounds})
-        for name in ("killed", "missed", "zombies", "suspended", "spark"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers"):
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
@@ -130,7 +132,7 @@ class Results:
 
     @classmethod
     def from_document(cls, document: dict) -> Results:
-        for name in ("killed", "missed", "zombies", "suspended", "spark"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers"):
             document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
         for name in ("ended", "zombies_ended", "operations"):
             document[name] = Counter(document[name])

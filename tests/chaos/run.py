@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from chaos.conductor import Conductor
+from chaos.consumers import BROKER, Consumers
 from chaos.plan import KILLS_PER_ROUND, make_round
 from chaos.processes import Forks
 from chaos.results import Results
@@ -33,6 +34,7 @@ class Run:
         brokers: How many there are in each set of servers.
         engine: The producers' engine.
         stop_after_s: No new round begins after that time.
+        consumers: How many members of groups :meth:`consumers` will kill, for the command that the page shows.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Run:
         brokers: int = 1,
         engine: str = "native",
         stop_after_s: float = float("inf"),
+        consumers: int = 0,
     ) -> None:
         self._directory = directory
         self._kills = kills
@@ -58,7 +61,11 @@ class Run:
         self._file = directory / "results.json"
         directory.mkdir(parents=True, exist_ok=True)
         self._brokers = brokers
-        more = (f" BROKERS={brokers}" if brokers > 1 else "") + (f" MISTAKE={mistake}" if mistake else "")
+        more = (
+            (f" CONSUMERS={consumers}" if consumers else "")
+            + (f" BROKERS={brokers}" if brokers > 1 else "")
+            + (f" MISTAKE={mistake}" if mistake else "")
+        )
         command = f"make chaos N={kills} SEED={seed} ENGINE={engine}{more}"
         new = Results(command, seed, mistake, brokers=brokers, engine=engine)
         self.results = Results.load(self._file) if self._file.exists() else new
@@ -84,6 +91,14 @@ class Run:
         began = time.monotonic()
         with Servers() as servers:
             SparkPart(servers, self._directory, self.results).run(times, times)
+        self.results.seconds += time.monotonic() - began
+        self.results.save(self._file)
+
+    def consumers(self, kills: int) -> None:
+        """The consumers' part: kill so many members of groups; results are saved at its end."""
+        began = time.monotonic()
+        with Servers(properties=BROKER) as servers, Forks(self._directory, self._mistake) as forks:
+            Consumers(servers, forks, self._directory, self.results).run(kills)
         self.results.seconds += time.monotonic() - began
         self.results.save(self._file)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +31,11 @@ class Servers:
     """Brokers and a PostgreSQL server of one's own. A context manager.
 
     Args:
+        properties: Of the brokers, besides the usual ones.
         brokers: How many. Each partition is on one of several alone, and has no leader while that one is away.
     """
 
-    def __init__(self, brokers: int = 1) -> None:
+    def __init__(self, brokers: int = 1, properties: Mapping[str, str] | None = None) -> None:
         self._closed_later = ExitStack()
         self.brokers = brokers
         self._topic = ""
@@ -43,7 +44,7 @@ class Servers:
         self._broker_away = threading.Lock()
         self._database_away = threading.Lock()
         self.leaderless = 0
-        self.kafka = EmbeddedKafka(brokers=brokers)
+        self.kafka = EmbeddedKafka(properties, brokers=brokers)
         self.postgres = EmbeddedPostgres()
         self.outages: list[tuple[float, float]] = []
         self._away = 0

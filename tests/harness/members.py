@@ -39,11 +39,11 @@ def settings_of(protocol: str) -> dict[str, object]:
     return {**({} if protocol == "consumer" else QUICK), **PROTOCOLS[protocol]}
 
 
-def fill(kafka: Mapping[str, object], topic: str, count: int, begin: int = 0) -> None:
-    """Write this many numbers."""
-    producer = Producer(dict(kafka))
+def fill(kafka: Mapping[str, object], topic: str, count: int, begin: int = 0, prefix: str = "") -> None:
+    """Write this many numbers, with that before each."""
+    producer = Producer({**kafka, "log_level": 0})  # a broker may be away
     for number in range(begin, begin + count):
-        producer.produce(topic, value=str(number))
+        producer.produce(topic, value=f"{prefix}{number}")
     producer.flush()
 
 
@@ -139,13 +139,16 @@ def start_member(name: str, group: str, failpoint: str = "", **options) -> subpr
     )
 
 
-def copies(kafka: Mapping[str, str], url: str, topic: str) -> tuple[Counter[str], Counter[str]]:
-    """The rows, and the messages."""
+def copies(kafka: Mapping[str, str], url: str, topic: str, prefix: str = "") -> tuple[Counter[str], Counter[str]]:
+    """The rows that begin with the prefix, and the messages; without the prefix."""
     engine = create_engine(url)
     with engine.connect() as connection:
-        rows = Counter(connection.scalars(select(COPIES.c.body)))
+        rows = Counter(connection.scalars(select(COPIES.c.body).where(COPIES.c.body.startswith(prefix))).all())
     engine.dispose()
-    return rows, Counter((record.value or b"").decode() for record in read_committed(kafka, topic))
+    messages = Counter((record.value or b"").decode() for record in read_committed(kafka, topic))
+    return tuple(
+        Counter({body.removeprefix(prefix): count for body, count in found.items()}) for found in (rows, messages)
+    )
 
 
 def numbers(count: int) -> Counter[str]:
