@@ -18,6 +18,7 @@ from dualwrite.apps.async_transaction import AsyncTransaction, session_of_block
 from dualwrite.apps.greenlets import run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.runtime.waiting import here
 from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
 from dualwrite.writing.redo import Attempts, Patience
@@ -25,11 +26,13 @@ from dualwrite.writing.redo import Attempts, Patience
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
+    from dualwrite.apps.async_leased import LeasedTaskWriter
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.ports.observer import Observer
     from dualwrite.protocol.health import Health
+    from dualwrite.writing.arguments import AsyncWriterSettings, CommonSettings
     from dualwrite.writing.lanes.losses import OnLoss
     from dualwrite.writing.serializing import Serializers
 
@@ -90,35 +93,75 @@ class AsyncDualWriter:
         value_serializer: Serializers = None,
         telemetry: Observer | None = None,
     ) -> None:
-        self.transactional_id = transactional_id
         self._owns_engine = not isinstance(engine, AsyncEngine)
         self._engine = async_engine_of(engine)
         self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
         self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
         self._max_lanes = max_lanes
-        self._writer = TaskWriter(
-            transactional_id,
-            self._engine,
-            kafka=kafka,
-            engine=self._own_engine,
-            schema=schema,
-            max_lanes=max_lanes,
-            timeout_s=timeout_s,
-            lane_timeout_s=lane_timeout_s,
-            margin_s=margin_s,
-            idle_after_s=idle_after_s,
-            paused_owner_timeout_s=paused_owner_timeout_s,
-            session_factory=session_factory,
-            bulk=bulk,
-            producer_engine=producer_engine,
-            owner=owner,
-            on_loss=on_loss,
-            key_serializer=key_serializer,
-            value_serializer=value_serializer,
-            telemetry=telemetry,
+        self._session_factory = session_factory
+        self._common: CommonSettings = {
+            "kafka": kafka,
+            "schema": schema,
+            "max_lanes": max_lanes,
+            "timeout_s": timeout_s,
+            "lane_timeout_s": lane_timeout_s,
+            "margin_s": margin_s,
+            "idle_after_s": idle_after_s,
+            "paused_owner_timeout_s": paused_owner_timeout_s,
+            "bulk": bulk,
+            "producer_engine": producer_engine,
+            "owner": owner,
+            "on_loss": on_loss,
+            "key_serializer": key_serializer,
+            "value_serializer": value_serializer,
+            "telemetry": telemetry,
+        }
+        self._writer: TaskWriter | LeasedTaskWriter = TaskWriter(
+            transactional_id, self._engine, engine=self._own_engine, session_factory=session_factory, **self._common
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def leased(
+        cls,
+        fleet: str,
+        *,
+        lease_timeout_s: float = 30.0,
+        heartbeat_s: float | None = None,
+        **settings: Unpack[AsyncWriterSettings],
+    ) -> Self:
+        """Make a writer with a numbered id that it takes by itself: see :meth:`DualWriter.leased`.
+
+        Its heartbeats come from a thread, so that an event loop that is busy for long keeps its id.
+
+        Args:
+            fleet: As for :meth:`DualWriter.leased`.
+            lease_timeout_s: As for :meth:`DualWriter.leased`.
+            heartbeat_s: As for :meth:`DualWriter.leased`.
+            settings: The keyword arguments of `AsyncDualWriter`.
+
+        Raises:
+            ConfigurationError: A setting cannot work.
+        """
+        from dualwrite.apps.async_leased import LeasedTaskWriter  # noqa: PLC0415 - it is made of the writer below
+
+        timing = LeaseTiming(lease_timeout_s, heartbeat_s)
+        writer = cls(fleet, **settings)
+        writer._writer = LeasedTaskWriter(
+            fleet,
+            timing,
+            writer._engine,
+            engine=writer._own_engine,
+            session_factory=writer._session_factory,
+            **writer._common,
+        )
+        return writer
+
+    @property
+    def transactional_id(self) -> str:
+        """The transactional id; of a leased writer that is not open yet, the name of its fleet."""
+        return self._writer.transactional_id
 
     async def open(self) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.

@@ -17,35 +17,18 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+    from typing_extensions import Unpack
+
+    from dualwrite.writing.arguments import CommonSettings
 
 THREADS: Final = 4
 """Besides one for each lane: for work that has no other way to wait, with the native engine only claiming and settling."""
 
 
-class TaskWriter(DualWriter):
-    """A :class:`DualWriter` for greenlets (:mod:`dualwrite.apps.greenlets`): all its methods are called in them.
+class ForTasks(DualWriter):
+    """A :class:`DualWriter` for greenlets (:mod:`dualwrite.apps.greenlets`): all its methods are called in them."""
 
-    Args:
-        transactional_id: As for :class:`DualWriter`.
-        asynchronous: The engine of the blocks' connections.
-        engine: Leads to the same database, for the writer's own transactions, in threads.
-        session_factory: Makes the ORM session, called with ``bind=connection``.
-        settings: As for :class:`DualWriter`.
-    """
-
-    def __init__(
-        self,
-        transactional_id: str,
-        asynchronous: AsyncEngine,
-        *,
-        engine: Engine,
-        session_factory: Callable[..., AsyncSession] = session_of_block,
-        **settings: object,
-    ) -> None:
-        made = Sessions(asynchronous, session_factory).make
-        super().__init__(transactional_id, engine=engine, session_factory=made, **settings)  # type: ignore[arg-type]
-        self._asynchronous = asynchronous
-        roll_back_before_closing(asynchronous.sync_engine)
+    _asynchronous: AsyncEngine
 
     def open(self) -> None:
         """As :meth:`DualWriter.open`, without blocking the event loop."""
@@ -75,3 +58,29 @@ class TaskWriter(DualWriter):
     @property
     def _engine_of_blocks(self) -> Engine:
         return self._asynchronous.sync_engine
+
+
+class TaskWriter(ForTasks):
+    """The writer of one transactional id.
+
+    Args:
+        transactional_id: As for :class:`DualWriter`.
+        asynchronous: The engine of the blocks' connections.
+        engine: Leads to the same database, for the writer's own transactions, in threads.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        settings: As for :class:`DualWriter`.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        asynchronous: AsyncEngine,
+        *,
+        engine: Engine | str,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        **settings: Unpack[CommonSettings],
+    ) -> None:
+        made = Sessions(asynchronous, session_factory).make
+        super().__init__(transactional_id, engine=engine, session_factory=made, **settings)
+        self._asynchronous = asynchronous
+        roll_back_before_closing(asynchronous.sync_engine)

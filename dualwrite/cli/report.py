@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualwrite.protocol.identity import belongs
+from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settling.settle import SettleStep
@@ -150,6 +151,32 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "needs_recovery": item.needs_recovery,
         "went_back": item.went_back,
         "recovery_would": will_do(item),
+    }
+
+
+def lease_table(leases: Sequence[Lease]) -> Table:
+    """The leases of fleets, below the table of ``dualwrite status``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("leased id", "lease", "for", "member"):
+        table.add_column(column, overflow="fold")
+    for lease in leases:
+        table.add_row(
+            lease.transactional_id,
+            lease.state.value,
+            _seconds(None if lease.left_s is None else abs(lease.left_s)),
+            lease.owner or "",
+        )
+    return table
+
+
+def lease_json(lease: Lease) -> dict[str, object]:
+    """One lease as ``dualwrite status --json`` shows it."""
+    return {
+        "transactional_id": lease.transactional_id,
+        "fleet": lease.fleet,
+        "state": lease.state.value,
+        "left_s": lease.left_s,
+        "owner": lease.owner,
     }
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import click
 
 from dualwrite.cli.connection import database_options, kafka_options
 from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
-from dualwrite.cli.report import report_console, status_json, status_table, summary
+from dualwrite.cli.report import lease_json, lease_table, report_console, status_json, status_table, summary
+from dualwrite.protocol.leases import Lease
+from dualwrite.protocol.rows import Incident
 from dualwrite.recovery import recover as recovery
-from dualwrite.recovery.plan import is_young, longest_open_s
+from dualwrite.recovery.plan import IdStatus, is_young, longest_open_s
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.leases import read_leases
 from dualwrite.stores.state import SqlStateStore
 
 
@@ -57,6 +60,7 @@ def status(
             transactional_id, kafka=kafka, engine=engine, schema=schema, prefix=prefix, timeout_s=timeout_s
         )
         incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
+        leases = read_leases(engine, transactional_id, prefix=prefix or "", schema=schema)
     finally:
         engine.dispose()
     known, longest_s = bool(items), longest_open_s(items)
@@ -77,17 +81,11 @@ def status(
                 }
                 for incident in open_incidents
             ],
+            "leases": [lease_json(lease) for lease in leases],
         }
         click.echo(json.dumps(document, indent=2))
     else:
-        console = report_console()
-        console.print(status_table(items))
-        console.print(f"\n{summary(items, len(open_incidents))}")
-        for item in items:
-            if item.went_back is not None:
-                console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")
-        for incident in open_incidents:
-            console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")
+        _print(items, open_incidents, () if problems else leases)
     if any(item.went_back is not None for item in items):
         raise SystemExit(WENT_BACK)
     if open_incidents:
@@ -97,3 +95,17 @@ def status(
         raise SystemExit(NO_SUCH_ID)
     if any(item.needs_recovery for item in items):
         raise SystemExit(NEEDS_RECOVERY)
+
+
+def _print(items: Sequence[IdStatus], open_incidents: Sequence[Incident], leases: Sequence[Lease]) -> None:
+    console = report_console()
+    console.print(status_table(items))
+    if leases:
+        console.print()
+        console.print(lease_table(leases))
+    console.print(f"\n{summary(items, len(open_incidents))}")
+    for item in items:
+        if item.went_back is not None:
+            console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")
+    for incident in open_incidents:
+        console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")

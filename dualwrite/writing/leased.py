@@ -20,7 +20,7 @@ from dualwrite.protocol.health import Health
 from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.tables.lease_life import LeaseState
-from dualwrite.recovery.claim import unique_owner
+from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.recover import recover
 from dualwrite.recovery.reported import LOSSES
 from dualwrite.runtime import failpoints
@@ -105,7 +105,7 @@ class LeasedWriter(DualWriter):
         name = keeper.take(unique_owner(self._owner_name))
         try:
             writer = self._make(name)
-            writer.open()
+            DualWriter.open(writer)  # of any kind: this is a thread
         except BaseException:
             keeper.give_back(settled=False)
             raise
@@ -141,6 +141,9 @@ class LeasedWriter(DualWriter):
                 next_step=_RUN_AGAIN,
             )
         return writer
+
+    def _opened(self) -> OwnerContext:
+        return self._usable()._opened()  # noqa: SLF001 - its own class
 
     def _require_open(self) -> None:
         writer = self._current

@@ -73,6 +73,21 @@ dualwrite_ready{dualwrite_writer="order-service"} 1.0
 dualwrite_writes_total{dualwrite_outcome="aborted",dualwrite_writer="order-service"} 1.0
 dualwrite_writes_total{dualwrite_outcome="committed",dualwrite_writer="order-service"} 2.0
 """,
+    "gunicorn_orders.py": """\
+workers take: shop-0 shop-1 shop-2
+one was killed, and another has taken its place
+rows equal messages: True
+""",
+    "uvicorn_orders.py": """\
+workers take: shop-0 shop-1
+one was killed, and another has taken its place
+rows equal messages: True
+""",
+    "celery_orders.py": """\
+a worker process was killed: True
+rows:     30
+messages: 30
+""",
     "kip939_recipe.py": """\
 event 1: written; recovery: nothing was ongoing
 event 2: killed before the decision; recovery: aborted

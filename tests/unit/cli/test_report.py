@@ -7,7 +7,8 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 
-from dualwrite.cli.report import status_json, status_table, summary
+from dualwrite.cli.report import lease_json, lease_table, status_json, status_table, summary
+from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
@@ -54,3 +55,26 @@ def test_the_last_line_of_status_counts_and_tells_the_longest_open_transaction()
     assert summary([idle], 0) == "1 ids, 0 to recover, 0 losses not acknowledged"
     assert longest_open_s([idle, *items]) == 95.0
     assert longest_open_s([idle]) is None
+
+
+def test_leases_are_shown_with_how_long_they_last_or_are_over() -> None:
+    leases = [
+        Lease("orders-0", "orders", 0, "app@web-1:4711 ab", 12.4),
+        Lease("orders-1", "orders", 1, "app@web-2:4712 cd", -3.2),
+        Lease("orders-2", "orders", 2),
+    ]
+    console = Console(width=400)
+    with console.capture() as captured:
+        console.print(lease_table(leases))
+    assert [line.split() for line in captured.get().splitlines()[1:]] == [
+        ["orders-0", "held", "12", "s", "app@web-1:4711", "ab"],
+        ["orders-1", "expired", "3", "s", "app@web-2:4712", "cd"],
+        ["orders-2", "free"],
+    ]
+    assert lease_json(leases[1]) == {
+        "transactional_id": "orders-1",
+        "fleet": "orders",
+        "state": "expired",
+        "left_s": -3.2,
+        "owner": "app@web-2:4712 cd",
+    }

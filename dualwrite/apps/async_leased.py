@@ -1,0 +1,40 @@
+"""``AsyncDualWriter.leased``: the writer behind it, with a leased id.
+
+A thread keeps the lease, as a ``DualWriter``'s: an event loop that is busy for long must not lose its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dualwrite.apps.task_writer import ForTasks, TaskWriter
+from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.writing.leased import LeasedWriter
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+    from typing_extensions import Unpack
+
+    from dualwrite.writing.arguments import CommonSettings
+
+
+class LeasedTaskWriter(ForTasks, LeasedWriter):
+    """A `LeasedWriter` that stands for writers of tasks. Its arguments are those of a `TaskWriter`."""
+
+    def __init__(
+        self,
+        fleet: str,
+        timing: LeaseTiming,
+        asynchronous: AsyncEngine,
+        *,
+        engine: Engine,
+        session_factory: Callable[..., AsyncSession],
+        **settings: Unpack[CommonSettings],
+    ) -> None:
+        def make(name: str) -> TaskWriter:
+            return TaskWriter(name, asynchronous, engine=engine, session_factory=session_factory, **settings)
+
+        LeasedWriter.__init__(self, fleet, timing, make=make, engine=engine, **settings)
+        self._asynchronous = asynchronous
