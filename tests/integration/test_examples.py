@@ -94,6 +94,15 @@ event 2: killed before the decision; recovery: aborted
 event 3: killed after the decision; recovery: committed
 rows [1, 3], messages [1, 3]
 """,
+    "running_count.py": """\
+the store stands at offset None, 0 records applied
+killed
+the store stands at offset 133, 11 records applied
+ended with 0
+UA 552, B6 541, all 3000
+store equals input: True
+messages equal input: True
+""",
 }
 
 
