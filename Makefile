@@ -31,7 +31,7 @@ help: ## print this list
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
 
-check: lint types ## lint, types and the tests that need no server (half a minute; a minute the first time)
+check: lint types ## lint, types and the tests that need no server (a minute; two the first time)
 	$(PY) -m pytest -q tests/unit
 
 # By a name of its own: `make -n` runs every line in which it finds $(MAKE).
