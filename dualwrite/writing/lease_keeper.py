@@ -23,7 +23,8 @@ class LeaseKeeper:
     Args:
         leases: The leases of the fleet.
         timing: How long a lease lasts, and how often it is renewed.
-        on_lost: Called in the heartbeats' thread when another member has taken the lease. It returns at once.
+        on_lost: Called in the heartbeats' thread once another member has taken the lease, with each heartbeat until it is given
+            up. It returns at once.
         on_dead: Called there with other members' expired leases. It returns at once.
     """
 
@@ -98,13 +99,20 @@ class LeaseKeeper:
         failed = False
         # Event.wait goes on right after a pause of the process: the first thing that it does then is to ask for its lease.
         while not self._stopped.wait(self._timing.pause_s(random.random(), failed=failed)):  # noqa: S311 - jitter
-            failed = not self.beat_once()
+            try:
+                failed = not self.beat_once()
+            except Exception:
+                failed = True
+                logger.exception("%s: a heartbeat failed, and is tried again", self._name)
 
     def beat_once(self) -> bool:
         """Send one heartbeat, and report what it shows. False if it failed; it is tried again soon."""
         with self._lock:
             name, owner, state = self._name, self._owner, self._machine.state
-        if state in {LeaseState.FREE, LeaseState.TAKEN}:
+        if state is LeaseState.FREE:
+            return True
+        if state is LeaseState.TAKEN:
+            self._on_lost()  # it may have failed when it was called first
             return True
         asked_at = now_s()
         try:

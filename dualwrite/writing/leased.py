@@ -173,9 +173,9 @@ class LeasedWriter(DualWriter):
         with self._lock:
             if self._current is not writer or self._lost is not None or self._closing.is_set():
                 return
-            self._lost = why
             former = self._helper
             self._helper = self._started(lambda: self._go_on(writer, former), "goes on")
+            self._lost = why
 
     def _help_dead(self, dead: Sequence[Lease]) -> None:
         """Begin to settle what dead members have left, unless this member is busy: the next heartbeat shows it again."""

@@ -58,14 +58,18 @@ def test_it_takes_keeps_and_gives_back_one_lease_after_the_other(database, keepe
     assert standing(database) == {"orders-0": ("expired", "member, again")}
 
 
-def test_a_lease_that_another_has_taken_is_reported_once_and_not_given_back(database, leases, keeper, seen):
+def test_a_lease_that_another_has_taken_is_reported_until_it_is_given_up_and_not_given_back(
+    database, leases, keeper, seen
+):
     keeper.take("member")
     leases.renew("member", -1, wait_s=5)
     leases.take("another", 60)
     assert keeper.beat_once()
     assert keeper.beat_once()
-    assert (keeper.state, seen) == (LeaseState.TAKEN, ["lost"])
+    assert (keeper.state, seen) == (LeaseState.TAKEN, ["lost", "lost"])
     keeper.give_back(settled=True)
+    assert keeper.beat_once()
+    assert seen == ["lost", "lost"]
     assert standing(database) == {"orders-0": ("held", "another")}
 
 
@@ -123,6 +127,23 @@ def test_a_heartbeat_under_way_does_not_judge_the_lease_that_was_taken_after_it(
     monkeypatch.setattr(leases, "renew", renew)
     assert keeper.beat_once()
     assert (keeper.state, seen) == (LeaseState.HELD, [])
+
+
+def test_the_heartbeats_go_on_though_what_they_report_to_fails(leases):
+    leases.take("dead", 60)
+    asked, again = [], threading.Event()
+
+    def fail(dead):
+        asked.append(dead)
+        if len(asked) == 2:
+            again.set()
+        raise RuntimeError("no thread can be started")
+
+    keeper = LeaseKeeper(leases, LeaseTiming(60, 0.01), on_lost=fail, on_dead=fail)
+    keeper.take("member")
+    leases.renew("dead", -1, wait_s=5)
+    assert again.wait(60)
+    keeper.stop()
 
 
 def test_the_heartbeats_go_on_by_themselves_whatever_is_raised_and_end_with_the_keeper(leases, seen, monkeypatch):
