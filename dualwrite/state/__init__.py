@@ -9,5 +9,16 @@ from dualwrite.state.scans import Scan
 from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
 from dualwrite.state.task import ProducerBlocks, StateTask
+from dualwrite.state.typed import Timestamped, TimestampedKeyValueStore, WindowStore
 
-__all__ = ["Committed", "KeyValueStore", "ProducerBlocks", "Scan", "Standby", "StateTask"]
+__all__ = [
+    "Committed",
+    "KeyValueStore",
+    "ProducerBlocks",
+    "Scan",
+    "Standby",
+    "StateTask",
+    "Timestamped",
+    "TimestampedKeyValueStore",
+    "WindowStore",
+]
