@@ -46,6 +46,7 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
                 "kills": run.kills,
                 "brokers": run.brokers,
                 "engine": run.engine,
+                "tasks": True,  # earlier runs had threads alone
                 "broker_kills": run.broker_kills,
                 "broker_suspensions": run.broker_suspensions,
             }
@@ -120,7 +121,7 @@ def render(figures: Mapping[str, Any]) -> str:
         ),
         "",
         *(_wrong(figures["findings"]) if figures["findings"] else []),
-        *_method(),
+        *_method(figures["runs"]),
         *_by_point(figures),
         *_zombies(figures),
         *_recovery(figures["recovery"]),
@@ -147,13 +148,15 @@ def _suspensions(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _method() -> list[str]:
+def _method(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    with_tasks = any(run.get("tasks") for run in runs)
     return [
         "## How it runs",
         "",
         "In rounds, each with a fresh topic and database. Several writers (six with PostgreSQL, three with SQLite; a third of "
-        "them with three threads on lanes of their own; of every four, one in tasks of an event loop, and one in tasks with "
-        "bound sessions) publish each operation to every one of two or three partitions and "
+        "them with three threads on lanes of their own"
+        + ("; of every four, one in tasks of an event loop, and one in tasks with bound sessions" if with_tasks else "")
+        + ") publish each operation to every one of two or three partitions and "
         "insert its row; processes on leased slots write the partitions of batches under a ledger. Each process is armed with "
         "a fail point, or is killed at any moment; the next one of its id recovers, and is perhaps killed at that. Meanwhile "
         "brokers and PostgreSQL are killed and suspended. All is drawn from the seed. With three brokers, each partition of the "
