@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,6 +18,7 @@ from dualwrite.apps.async_transaction import AsyncTransaction, session_of_block
 from dualwrite.apps.greenlets import run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.runtime.waiting import here
 from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
@@ -64,6 +65,7 @@ class AsyncDualWriter:
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
         key_serializer: As for :class:`DualWriter`. Called in the event loop's thread, which it blocks while it asks a registry.
         value_serializer: Likewise.
+        groups: When a group of :meth:`submit` takes no more units: a `GroupLimits`.
         telemetry: As for :class:`DualWriter`.
 
     Raises:
@@ -91,6 +93,7 @@ class AsyncDualWriter:
         on_loss: OnLoss | None = None,
         key_serializer: Serializers = None,
         value_serializer: Serializers = None,
+        groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
         self._owns_engine = not isinstance(engine, AsyncEngine)
@@ -115,10 +118,13 @@ class AsyncDualWriter:
             "key_serializer": key_serializer,
             "value_serializer": value_serializer,
             "telemetry": telemetry,
+            "groups": groups,
         }
         self._writer: TaskWriter | LeasedTaskWriter = TaskWriter(
             transactional_id, self._engine, engine=self._own_engine, session_factory=session_factory, **self._common
         )
+        self._timeout_s = timeout_s
+        self._groups = self._writer.groups_of_tasks(groups, self._opened)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -156,6 +162,7 @@ class AsyncDualWriter:
             session_factory=writer._session_factory,
             **writer._common,
         )
+        writer._groups = writer._writer.groups_of_tasks(writer._common["groups"], writer._opened)
         return writer
 
     @property
@@ -277,8 +284,32 @@ class AsyncDualWriter:
         made.note_success()
         return result
 
+    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], *, key: Hashable | None = None) -> T:
+        """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
+
+        A cancellation drops work that has not begun. Work that has begun is ended with its group, and ``CancelledError`` is
+        raised after it, unless there is an error that says more.
+
+        Args:
+            work: An asynchronous function, called with the transaction of the unit, in a task of its own with the
+                context of the caller. It may run more than once.
+            key: Units with the same key run and commit in the order of the calls; by default those of one task do.
+
+        Returns:
+            The result of the work. Both sides are durable.
+
+        Raises:
+            DualWriteError: The error of the group, as :meth:`DualWriter.submit` says.
+            IllegalStateError: Also if the task is inside a transaction or a unit of this writer.
+            CancelledError: The task was cancelled.
+
+        Every exception of the work is passed on unchanged, after its rollback.
+        """
+        await run(self._opened(), self._writer.refuse_nested)
+        return await self._groups.submit(work, key)
+
     async def close(self) -> None:
-        """Wait for running transactions, settle and record what is left, and disconnect. May be called more than once.
+        """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
 
         A cancellation comes after it.
 
@@ -292,6 +323,8 @@ class AsyncDualWriter:
         if self._loop is None:
             return
         self._require_own_loop()
+        if self._pool is not None:
+            await self._groups.close(self._timeout_s)
         pool, self._pool = self._pool, None
         if pool is None:
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from dualwrite.apps.async_groups import AsyncGroups
 from dualwrite.apps.async_sessions import AsyncBoundSessions
 from dualwrite.apps.async_transaction import Sessions, session_of_block
 from dualwrite.runtime.waiting import elsewhere
 from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.writing import entered
 from dualwrite.writing.connections import borrowed
 from dualwrite.writing.writer import DualWriter
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from typing_extensions import Unpack
 
+    from dualwrite.protocol.grouping import GroupLimits
     from dualwrite.writing.arguments import CommonSettings
 
 THREADS: Final = 4
@@ -54,6 +57,23 @@ class ForTasks(DualWriter):
             opened=opened,
             joins_first=self._joins_first,
         )
+
+    def groups_of_tasks(self, limits: GroupLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
+        """The groups of :meth:`AsyncDualWriter.submit`."""
+        return AsyncGroups(
+            self.transactional_id,
+            self.transaction,
+            limits,
+            runners=self._group_runners,
+            grouped=self._note_group,
+            engine=self._asynchronous,
+            pool=pool,
+        )
+
+    def refuse_nested(self) -> None:
+        """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
+        self._require_open()
+        entered.refuse_nested(self, self.transactional_id)
 
     @property
     def _engine_of_blocks(self) -> Engine:

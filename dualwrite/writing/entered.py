@@ -18,6 +18,8 @@ from dualwrite.runtime.waiting import blocks_a_loop, here
 from dualwrite.writing.lanes.turns import Ticket
 
 _Entered = tuple[int, object, "weakref.ref[Ticket[Any]]"]
+Blocks = Sequence[_Entered]
+"""The blocks that a thread or task is inside of."""
 
 _entered: Final[ContextVar[tuple[_Entered, ...]]] = ContextVar("dualwrite_entered", default=())
 """For each block: the identity of its writer and of its thread or task, and the ticket that holds its lane."""
@@ -60,14 +62,14 @@ def enter(writer: object, ticket: Ticket[Any]) -> None:
     _entered.set((*_open(), (id(writer), here().caller, weakref.ref(ticket))))
 
 
-def entered_here() -> Sequence[_Entered]:
+def entered_here() -> Blocks:
     """The open blocks that this thread or task is inside of, for :func:`go_on_inside`."""
     return _open()
 
 
-def go_on_inside(blocks: Sequence[_Entered]) -> None:
-    """Note that work in another context, and perhaps in another task, is done inside these blocks."""
-    caller = here().caller
+def go_on_inside(blocks: Blocks, task: object = None) -> None:
+    """Note that work in another context is done inside these blocks, by this thread or by the given task."""
+    caller = here().caller if task is None else task
     _entered.set((*_open(), *((of, caller, ticket) for of, _, ticket in blocks)))
 
 

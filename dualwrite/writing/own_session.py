@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import event
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import Session, SessionTransaction
 
 
 class OwnSession:
@@ -30,7 +30,7 @@ class OwnSession:
         connection: Connection,
         factory: Callable[..., Session],
         transactional_id: str,
-        refuse: Callable[[ConfigurationError], None],
+        refuse: Callable[[DualWriteError], None],
         *,
         savepoint: bool = False,
     ) -> None:
@@ -39,6 +39,7 @@ class OwnSession:
         self._id = transactional_id
         self._refuse = refuse
         self._savepoint = savepoint
+        self._closing = False
         self._made: Session | None = None
 
     @property
@@ -48,6 +49,7 @@ class OwnSession:
             self._made = self._factory(bind=self._connection)
             if self._savepoint:
                 self._made.join_transaction_mode = "create_savepoint"
+                event.listen(self._made, "after_soft_rollback", self._refuse_rollback)
             event.listen(self._made, "after_begin", self._refuse_other_connection)
         return self._made
 
@@ -63,6 +65,19 @@ class OwnSession:
             self._refuse(error)
             raise error
 
+    def _refuse_rollback(self, session: Session, transaction: SessionTransaction) -> None:
+        """Refuse that the work goes on: messages before the session's savepoint would outlive the rows in it."""
+        del session
+        if transaction.parent is None and not self._closing:
+            self._refuse(
+                TransactionAborted(
+                    "the session of the unit was rolled back",
+                    transactional_id=self._id,
+                    next_step="use begin_nested() for what may fail",
+                    retryable=False,
+                )
+            )
+
     def flush(self) -> None:
         """Flush the session, if there is one."""
         if self._made is not None:
@@ -70,5 +85,6 @@ class OwnSession:
 
     def close(self) -> None:
         """Close the session, if there is one. Its objects stay readable."""
+        self._closing = True
         if self._made is not None:
             self._made.close()

@@ -168,14 +168,13 @@ def run_again(
     return result
 
 
-def pause_before_again(failures: int) -> None:
-    """Pause between two attempts that :func:`run_again` does not make, in the same way.
+def pause_after_s(failures: int) -> float:
+    """The pause before an attempt that :func:`run_again` does not make, by its rule, in seconds.
 
     Args:
         failures: The number of attempts that have failed; no pause if it is 0.
     """
-    if failures:
-        pause(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures)))  # noqa: S311 - no secret
+    return 0.0 if not failures else random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures))  # noqa: S311 - no secret
 
 
 def refuse_not_run(result: object, name: str) -> None:

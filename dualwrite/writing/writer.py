@@ -175,12 +175,9 @@ class DualWriter(Submitting):
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, self._probe)
         self._unobserve: Callable[[], None] | None = None
+        self._group_runners = runners_for(self._engine, max_lanes)
         self._groups = Groups(
-            transactional_id,
-            self.transaction,
-            groups,
-            runners=runners_for(self._engine, max_lanes),
-            grouped=lambda units: self._observer.grouped(transactional_id, units),
+            transactional_id, self.transaction, groups, runners=self._group_runners, grouped=self._note_group
         )
 
     @classmethod
@@ -506,6 +503,9 @@ class DualWriter(Submitting):
                 self._context = None
             if self._owns_engine:
                 self._engine.dispose()
+
+    def _note_group(self, units: int) -> None:
+        self._observer.grouped(self.transactional_id, units)
 
     def _require_open(self) -> None:
         self._opened()

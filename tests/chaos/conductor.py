@@ -225,6 +225,7 @@ class Conductor:
             "operations": step.operations,
             "abort": step.abort,
             "threads": threads,
+            "group": name in self._round.grouped,
             "max_lanes": threads,
             "tasks": self._round.tasks.get(name, ""),
         }

@@ -72,6 +72,7 @@ class Round:
         episodes: By id, what it goes through.
         threads: By id, how many threads or tasks write at once.
         tasks: The ids whose writers are asynchronous: each ``blocks``, or ``sessions`` that are bound.
+        grouped: The ids whose threads write by group commit.
         broker_kills: After so many killed processes a broker is killed.
         broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
@@ -84,6 +85,7 @@ class Round:
     episodes: dict[str, list[Episode]]
     threads: dict[str, int]
     tasks: dict[str, str] = field(default_factory=dict)
+    grouped: tuple[str, ...] = ()
     broker_kills: list[int] = field(default_factory=list)
     database_stops: list[int] = field(default_factory=list)
     broker_suspensions: list[int] = field(default_factory=list)
@@ -119,6 +121,8 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
         episodes,
         {**threads, pool: 1},
         tasks,
+        # Of the ids with several threads, every second one.
+        tuple(name for index, name in enumerate(names) if index % 3 == 2 and (index // 3 + number) % 2),
         _spread(random_, kills, broker),
         _spread(random_, kills, stops),
         _spread(random_, kills, suspended),

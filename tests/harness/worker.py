@@ -24,6 +24,7 @@ from dualwrite import (
     DualWriter,
     Fenced,
     OutcomeUnverifiable,
+    Transaction,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
@@ -164,12 +165,18 @@ class _Writing:
         if self._job.get("session"):
             self._one_in_session(operation, abort=abort)
             return
+        if self._job.get("group"):
+            self._writer.submit(lambda tx: self._both(tx, operation, abort=abort)).result()
+            return
         with self._writer.transaction() as tx:
-            for partition in range(self._job.get("partitions", 2)):
-                tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
-            tx.connection.execute(OPERATIONS.insert().values(id=operation))
-            if abort:
-                raise OnPurpose(operation)
+            self._both(tx, operation, abort=abort)
+
+    def _both(self, tx: Transaction, operation: str, *, abort: bool) -> None:
+        for partition in range(self._job.get("partitions", 2)):
+            tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
+        tx.connection.execute(OPERATIONS.insert().values(id=operation))
+        if abort:
+            raise OnPurpose(operation)
 
     def _one_in_session(self, operation: str, *, abort: bool) -> None:
         with self._sessions.begin() as session:

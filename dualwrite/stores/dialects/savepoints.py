@@ -53,12 +53,12 @@ def _after(connection: Connection, cursor: object, statement: str, *others: obje
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
-    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called, or as the session of a unit begins.
+    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called.
 
     The session would send it with its next statement, so a message produced before that would fall outside the
     savepoint.
     """
-    if (transaction.nested or session.join_transaction_mode == "create_savepoint") and session.bind in _watched:
+    if transaction.nested and session.bind in _watched:
         session.connection()
 
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
-from dualwrite.writing.group.divided import Divided
 from dualwrite.writing.group.results import GroupRun
-from dualwrite.writing.redo import pause_before_again, refuse_not_run
+from dualwrite.writing.group.running import run_group
+from dualwrite.writing.redo import pause_after_s, refuse_not_run
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -162,53 +161,18 @@ class Groups:
                 self._changed.notify()
 
     def _run(self, group: GroupRun) -> None:
-        try:
-            with self._block() as transaction:
-                self._run_units(group, transaction)
-                self._let_next_run(group)
-                group.require_any()
-                failpoints.hit("group.units_done")
-            failpoints.hit("group.committed")
-            told = group.committed()
-        except BaseException as error:  # noqa: BLE001 - goes to the callers
-            told = group.failed(error)
+        told = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
         self._let_next_run(group)
         if group.begun:
             self._grouped(group.begun)
         for tell in told:
             tell()
-        pause_before_again(group.failures)
+        pause(pause_after_s(group.failures))
         with self._changed:
             self._units.end(group.taken, group.again)
             self._changed.notify_all()
 
-    def _run_units(self, group: GroupRun, transaction: Transaction) -> None:
-        if len(group.taken) == 1:
-            self._run_one(group, group.taken[0], transaction)
-            return
-        divided = Divided(transaction)
-        began = now_s()
-        for unit in group.taken:
-            if group.begun and self._limits.reached(seconds=now_s() - began, size=divided.size):
-                break
-            if not group.begins(unit):
-                continue
-            given = divided.begin()
-            group.runs(unit)
-            result, error = self._call(unit.work, given)
-            if error is not None:
-                group.raised(error)
-            group.ended(unit, result, divided.end(error))
-
-    def _run_one(self, group: GroupRun, unit: Unit[Task], transaction: Transaction) -> None:
-        """The only unit of a group is the whole block: it needs no savepoint."""
-        if group.begins(unit):
-            result, error = self._call(unit.work, transaction)
-            if error is not None:
-                raise error
-            group.ended(unit, result, None)
-
-    def _call(self, task: Task, transaction: Transaction) -> tuple[object, BaseException | None]:
+    def _call(self, task: Task, transaction: Transaction) -> object:
         blocks = entered.entered_here()
 
         def call() -> object:
@@ -217,7 +181,4 @@ class Groups:
             refuse_not_run(result, self._name)
             return result
 
-        try:
-            return task.context.copy().run(call), None
-        except BaseException as error:  # noqa: BLE001 - goes to the caller
-            return None, error
+        return task.context.copy().run(call)

@@ -42,10 +42,12 @@ def test_another_connection_is_refused(connection):
 
 
 @pytest.mark.parametrize("savepoint", [True, False])
-def test_a_unit_may_roll_it_back_without_its_transaction(connection, savepoint):
+def test_that_of_a_unit_rolls_back_without_its_transaction_and_refuses_to_go_on(connection, savepoint):
     connection.begin()
-    found, _ = own(connection, savepoint=savepoint)
+    found, refused = own(connection, savepoint=savepoint)
     found.session.execute(text("SELECT 1"))
     found.session.rollback()
     assert connection.in_transaction() is savepoint
+    assert len(refused) is int(savepoint)
     found.close()
+    assert len(refused) is int(savepoint)

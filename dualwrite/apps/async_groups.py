@@ -1,0 +1,178 @@
+"""The groups of a writer that serves the tasks of an event loop: the units that wait, and the tasks that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dualwrite.apps.async_transaction import AsyncTransaction
+from dualwrite.apps.greenlets import awaited, run, says_more
+from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.grouping import GroupLimits, Unit, Units
+from dualwrite.runtime.deadline import now_s
+from dualwrite.writing import entered
+from dualwrite.writing.group.results import GroupRun
+from dualwrite.writing.group.running import run_group
+from dualwrite.writing.redo import pause_after_s
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dualwrite.writing.transaction import Transaction
+
+T = TypeVar("T")
+
+
+class _Task:
+    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.group.results.Task`."""
+
+    def __init__(self, work: Callable[[AsyncTransaction], Awaitable[Any]]) -> None:
+        self.work = work
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.context = contextvars.copy_context()
+        self.begun = False
+
+    def begin(self) -> bool:
+        self.begun = not self.future.cancelled()
+        return self.begun
+
+    def succeed(self, result: object) -> None:
+        self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
+
+    async def outcome(self) -> Any:
+        """Wait for the result. A cancellation drops work that has not begun; later it comes after the end of the group."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self.future.done():
+            try:
+                await asyncio.wait([self.future])
+            except asyncio.CancelledError as error:
+                cancelled = cancelled or error
+                if not self.begun:
+                    self.future.cancel()
+        if cancelled is not None and (self.future.cancelled() or not self._says_more()):
+            raise cancelled
+        return self.future.result()
+
+    def _says_more(self) -> bool:
+        error = self.future.exception()
+        return error is not None and says_more(error)
+
+
+class AsyncGroups:
+    """Runs the units of a writer in groups. Used in one event loop.
+
+    Args:
+        name: The writer's transactional id.
+        block: The block of a new dual write, entered in a greenlet.
+        limits: When a group takes no more units.
+        runners: How many groups there may be at a time, one of them running its units.
+        grouped: Called with the number of units of each group that has ended.
+        engine: The engine of the blocks' connections.
+        pool: Returns the threads for work that has no other way to wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: Callable[[], AbstractContextManager[Transaction]],
+        limits: GroupLimits,
+        *,
+        runners: int,
+        grouped: Callable[[int], None],
+        engine: AsyncEngine,
+        pool: Callable[[], ThreadPoolExecutor],
+    ) -> None:
+        self._name = name
+        self._block = block
+        self._limits = limits
+        self._runners = runners
+        self._grouped = grouped
+        self._engine = engine
+        self._pool = pool
+        self._units: Units[_Task] = Units()
+        self._running: object | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], key: Hashable | None) -> T:
+        """See :meth:`dualwrite.apps.async_writer.AsyncDualWriter.submit`."""
+        if self._closed:
+            raise self._closed_error()
+        task = _Task(work)
+        self._units.add(Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key)))
+        self._start()
+        result: T = await task.outcome()
+        return result
+
+    async def close(self, within_s: float) -> None:
+        """Finish the units that wait, and refuse others. Those that have not begun by then fail.
+
+        Args:
+            within_s: How long to wait, in seconds.
+        """
+        self._closed = True
+        until = now_s() + within_s
+        while self._tasks and now_s() < until:
+            await asyncio.wait(self._tasks, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
+        for unit in self._units.drain():
+            if unit.work.begin():
+                unit.work.fail(self._closed_error())
+
+    def _closed_error(self) -> IllegalStateError:
+        return IllegalStateError(
+            "the writer was closed before the unit began; nothing was written", transactional_id=self._name
+        )
+
+    def _start(self) -> None:
+        """Start the next group, if it may run. It takes its units when its task begins, after those that come until then."""
+        if self._units.ready and self._running is None and len(self._tasks) < self._runners:
+            self._running = token = object()
+            # Its own context: the units have theirs.
+            task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._serve(token))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._start()
+
+    def _let_next_run(self, token: object) -> None:
+        if self._running is token:
+            self._running = None
+            self._start()
+
+    async def _serve(self, token: object) -> None:
+        group = GroupRun(self._name, self._units.take(self._limits.units))
+        if group.taken:
+            told = await run(
+                self._pool(),
+                lambda: run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token)),
+            )
+            self._grouped(group.begun)
+            for tell in told:
+                tell()
+            self._let_next_run(token)
+            await asyncio.sleep(pause_after_s(group.failures))
+        self._units.end(group.taken, group.again)
+        self._let_next_run(token)
+
+    def _call(self, task: _Task, transaction: Transaction) -> object:
+        blocks = entered.entered_here()
+        return awaited(self._in_task(task, AsyncTransaction(transaction, self._engine, self._pool()), blocks))
+
+    @staticmethod
+    async def _in_task(task: _Task, transaction: AsyncTransaction, blocks: entered.Blocks) -> object:
+        """Run the work in a task of its own, with the context of its caller."""
+
+        async def call() -> object:
+            entered.go_on_inside(blocks, asyncio.current_task())
+            return await task.work(transaction)
+
+        return await task.context.copy().run(asyncio.get_running_loop().create_task, call())

@@ -1,0 +1,306 @@
+"""Group commit on real servers: each unit whole or not at all, in its caller's order, whatever becomes of its group."""
+
+import asyncio
+import threading
+from concurrent.futures import wait
+from contextlib import contextmanager
+
+import pytest
+from harness.checker import Case
+from harness.orders import Order, on_both, on_postgresql
+from harness.page_examples import Base, example, run_example
+from sqlalchemy import create_engine, insert, select, text
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from dualwrite import AsyncDualWriter, DualWriter, GroupLimits, TransactionInDoubt, Unavailable, recover
+from dualwrite.testing.proxy.postgresql import PostgresProxy
+from dualwrite.testing.reading import read_committed
+
+
+class Refused(Exception):
+    """Raised by a unit."""
+
+
+@contextmanager
+def together(writer):
+    """The units that are submitted here become groups of as many as a group takes."""
+    may_go, begun = threading.Event(), threading.Event()
+
+    def first(_):
+        begun.set()
+        may_go.wait(60)
+
+    blocking = writer.submit(first, key="first of a test")
+    begun.wait(60)
+    yield
+    may_go.set()
+    blocking.result(60)
+
+
+@pytest.fixture
+def submit(writer, dualwrite_topic, orders):
+    def submit(number, *, then=None, key=None):
+        def unit(tx):
+            tx.produce(dualwrite_topic, value=str(number), key="k")
+            tx.connection.execute(insert(orders).values(id=number))
+            if then is not None:
+                then(tx)
+            return number
+
+        return writer.submit(unit, key=number if key is None else key)
+
+    return submit
+
+
+@on_both
+def test_each_unit_is_whole_or_nowhere(writer, submit, both):
+    def fail(_):
+        raise Refused
+
+    def duplicate(tx):
+        tx.connection.execute(insert(Order.__table__).values(id=1))
+
+    def flush_fails(tx):
+        tx.session.add(Order(id=1))
+
+    with together(writer):
+        good = [submit(number) for number in (1, 2, 3)]
+        bad = [submit(4, then=fail), submit(5, then=duplicate), submit(6, then=flush_fails)]
+        good.append(submit(7))
+    assert [future.result(60) for future in good] == [1, 2, 3, 7]
+    assert [type(future.exception(60)) for future in bad] == [Refused, IntegrityError, IntegrityError]
+    assert both() == ([1, 2, 3, 7], [1, 2, 3, 7])
+
+
+@on_postgresql
+def test_a_unit_that_swallows_a_failed_statement_fails_alone(writer, submit, both):
+    def swallow(tx):
+        with pytest.raises(IntegrityError):
+            tx.connection.execute(insert(Order.__table__).values(id=1))
+
+    with together(writer):
+        futures = [submit(1), submit(2, then=swallow), submit(3)]
+    assert "a statement failed" in str(futures[1].exception(60))
+    assert both() == ([1, 3], [1, 3])
+
+
+@on_postgresql
+@pytest.mark.parametrize(
+    "past", ["ROLLBACK TO SAVEPOINT dualwrite_unit", "SAVEPOINT own; SELECT 1; ROLLBACK TO SAVEPOINT own"]
+)
+def test_what_a_unit_does_past_the_library_concerns_it_alone(writer, submit, both, past):
+    """Whether a message belongs to rows that are gone can be found out, or the unit is rolled back."""
+
+    def undo(tx):
+        for statement in past.split("; "):
+            tx.connection.connection.dbapi_connection.execute(statement)
+
+    with together(writer):
+        futures = [submit(1), submit(2, then=undo), submit(3)]
+    wait(futures, 60)
+    rows, messages = both()
+    assert rows == messages
+    assert {1, 3} <= set(rows)
+
+
+@on_postgresql
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
+@pytest.mark.parametrize("last", [True, False])
+def test_no_unit_runs_again_after_one_that_may_have_committed(writer, submit, both, end, last):
+    runs = []
+
+    def end_it(tx):
+        for statement in end.split("; "):
+            tx.connection.exec_driver_sql(statement)
+
+    def counted(_):
+        runs.append(1)
+
+    with together(writer):
+        futures = [submit(1, then=counted), submit(2, then=end_it)] + ([] if last else [submit(3)])
+    assert [type(future.exception(60)) for future in futures[:2]] == [TransactionInDoubt] * 2
+    assert runs == [1]
+    wait(futures, 60)
+    assert 1 not in both()[1]
+
+
+@on_postgresql
+def test_a_unit_that_loses_the_connection_fails_and_the_others_run_again(writer, submit, both):
+    runs = []
+
+    def lose(tx):
+        tx.connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    with together(writer):
+        futures = [submit(1, then=lambda _: runs.append(1)), submit(2, then=lose), submit(3)]
+    assert isinstance(futures[1].exception(60), OperationalError)
+    assert futures[0].result(60) == 1
+    assert futures[2].result(60) == 3
+    assert len(runs) == 2
+    assert both() == ([1, 3], [1, 3])
+
+
+@on_postgresql
+def test_a_constraint_deferred_to_commit_fails_its_unit_alone(writer, submit, engine, both):
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE once (n integer UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+
+    def twice(tx):
+        tx.connection.execute(text("INSERT INTO once VALUES (1), (1)"))
+
+    with together(writer):
+        futures = [submit(1), submit(2, then=twice), submit(3)]
+    assert "deferred to COMMIT" in str(futures[1].exception(60))
+    assert both() == ([1, 3], [1, 3])
+
+
+@on_postgresql
+@pytest.mark.parametrize("resolved", [True, False])
+def test_a_lost_answer_to_the_commit(
+    monkeypatch, kafka, url, dualwrite_postgres, dualwrite_topic, engine, both, resolved
+):
+    """Resolved, every caller has its result; otherwise every unit gets the doubt."""
+    runs = []
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        with DualWriter("orders", kafka=kafka, engine=through) as writer:
+
+            def submit(number):
+                def unit(tx):
+                    runs.append(number)
+                    tx.produce(dualwrite_topic, value=str(number))
+                    tx.connection.execute(insert(Order.__table__).values(id=number))
+
+                return writer.submit(unit, key=number)
+
+            def unresolved(*_):
+                raise Unavailable("nobody answers")
+
+            # The first group is empty, and ends by COMMIT, too.
+            lost = proxy.on("COMMIT", nth=2).reset_answer()
+            with together(writer):
+                futures = [submit(number) for number in (1, 2, 3)]
+            if not resolved:
+                monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", unresolved)
+            lost.wait_answered()
+            wait(futures, 60)
+            monkeypatch.undo()
+        through.dispose()
+    assert {type(future.exception()) for future in futures} == {type(None) if resolved else TransactionInDoubt}
+    assert runs == [1, 2, 3]
+    recover(kafka=kafka, engine=engine, open_for_s=0)
+    assert both() == ([1, 2, 3], [1, 2, 3])
+
+
+@on_both
+def test_the_units_of_many_callers_keep_the_order_of_each(kafka, engine, dualwrite_topic, orders, both):
+    with DualWriter("orders", kafka=kafka, engine=engine, groups=GroupLimits(units=7)) as writer:
+
+        def caller(first):
+            futures = []
+            for number in range(first, first + 25):
+
+                def unit(tx, number=number):
+                    tx.produce(dualwrite_topic, value=str(number), partition=0)
+                    tx.connection.execute(insert(orders).values(id=number))
+                    if number % 10 == 4:
+                        raise Refused
+
+                futures.append(writer.submit(unit))
+            wait(futures, 60)
+
+        threads = [threading.Thread(target=caller, args=(100 * n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    rows, messages = both()
+    assert rows == messages
+    assert len(rows) == 6 * 22
+    seen = [int(message.value) for message in read_committed(kafka, dualwrite_topic)]
+    for first in range(0, 600, 100):
+        mine = [number for number in seen if first <= number < first + 100]
+        assert mine == sorted(mine)
+
+
+@on_postgresql
+def test_a_serialization_failure_runs_its_unit_again(kafka, url, dualwrite_topic, orders, engine, both):
+    serializable = create_engine(url, isolation_level="SERIALIZABLE")
+    runs = []
+    with DualWriter("orders", kafka=kafka, engine=serializable) as writer:
+
+        def conflicted(tx):
+            runs.append(1)
+            count = len(tx.connection.execute(select(orders.c.id)).all())
+            if len(runs) == 1:
+                with engine.connect().execution_options(isolation_level="SERIALIZABLE") as other, other.begin():
+                    other.execute(select(orders.c.id)).all()
+                    other.execute(insert(orders).values(id=1))
+            tx.connection.execute(insert(orders).values(id=10 + count))
+            tx.produce(dualwrite_topic, value=str(10 + count))
+
+        with together(writer):
+            futures = [writer.submit(lambda _: None, key=0), writer.submit(conflicted, key=1)]
+        wait(futures, 60)
+        assert all(future.exception() is None for future in futures)
+    serializable.dispose()
+    assert both() == ([1, 11], [11])
+
+
+@on_both
+def test_the_units_of_tasks(kafka, url, engine, dualwrite_topic, orders, both):
+    pytest.importorskip("aiosqlite")
+
+    async def main():
+        async with AsyncDualWriter("orders", kafka=kafka, engine=url) as writer:
+
+            def unit(number):
+                async def work(tx):
+                    await tx.produce(dualwrite_topic, value=str(number))
+                    if number % 2:
+                        await tx.connection.execute(insert(orders).values(id=number))
+                    else:
+                        tx.session.add(Order(id=number))
+                    if number % 5 == 4:
+                        await tx.connection.execute(insert(orders).values(id=number))
+
+                return work
+
+            return await asyncio.gather(*(writer.submit(unit(n)) for n in range(20)), return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert [number for number, error in enumerate(found) if isinstance(error, IntegrityError)] == [4, 9, 14, 19]
+    expected = [number for number in range(20) if number % 5 != 4]
+    assert both() == (expected, expected)
+
+
+def test_the_example(writer, engine, kafka, dualwrite_topic):
+    Base.metadata.create_all(engine)
+    run_example(example("group-commit.md", "Group commit")[0], dualwrite_topic, writer=writer)
+    with engine.connect() as connection:
+        assert sorted(connection.scalars(text("SELECT item FROM items"))) == ["coffee", "tea"]
+    assert sorted(m.value for m in read_committed(kafka, dualwrite_topic)) == [b"coffee", b"tea"]
+
+
+POINTS = [
+    "group.unit_begun:1",
+    "group.unit_begun:3",
+    "group.unit_kept:2",
+    "group.unit_dropped:1",
+    "group.units_done:1",
+    "write.recorded:2",
+    "write.decided:2",
+    "group.committed:1",
+]
+IN_EVERY_RUN = {"group.unit_kept:2", "write.decided:2"}
+
+
+@on_postgresql
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=() if point in IN_EVERY_RUN else pytest.mark.thorough) for point in POINTS]
+)
+def test_a_group_killed_in_the_middle_leaves_both_sides_equal(tmp_path, kafka, url, dualwrite_topic, point):
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    case.run(failpoint=point, killed=True, group=True, threads=8, max_lanes=2, abort=[1])
+    case.run(operations=2, group=True, threads=4, max_lanes=2)
+    case.verify()

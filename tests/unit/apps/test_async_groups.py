@@ -1,0 +1,270 @@
+"""Group commit by tasks, on SQLite and a simulated Kafka."""
+
+import asyncio
+import contextvars
+
+import pytest
+from harness.served import TOPIC
+from sqlalchemy import text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.writing.lanes.lane import Lane
+from unit.apps.test_async_writer import in_writer, make, put  # noqa: F401 - fixtures
+
+pytest.importorskip("aiosqlite")
+
+NAME = contextvars.ContextVar("name")
+
+
+class Refused(Exception):
+    """Raised by a unit."""
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+def unit(number, *, error=None, runs=None):
+    async def work(tx):
+        if runs is not None:
+            runs.append(number)
+        await put(tx, number)
+        if error is not None:
+            raise error
+        return number
+
+    return work
+
+
+def sizes_of(writer):
+    sizes = []
+    writer._groups._grouped = sizes.append
+    return sizes
+
+
+def all_of(writer, *works):
+    return asyncio.gather(*(writer.submit(work) for work in works), return_exceptions=True)
+
+
+def test_the_units_of_tasks_commit_together(in_writer, shop):  # noqa: F811 - a fixture
+    async def work(writer):
+        sizes = sizes_of(writer)
+        assert await all_of(writer, *(unit(number) for number in range(5))) == [0, 1, 2, 3, 4]
+        assert await writer.submit(unit(5)) == 5
+        assert sizes == [5, 1]
+
+    in_writer(work)
+    assert shop.both_have(0, 1, 2, 3, 4, 5)
+
+
+def test_a_unit_that_fails_is_rolled_back_alone(in_writer, shop):  # noqa: F811
+    async def flush_fails(tx):
+        await tx.produce(TOPIC, "9", partition=0)
+        tx.session.add(Order(id=1))
+        await tx.session.flush()
+
+    async def adds(tx):
+        tx.session.add(Order(id=4))
+        await tx.produce(TOPIC, "4", partition=0)
+
+    async def work(writer):
+        found = await all_of(writer, unit(1), unit(2, error=Refused()), unit(3), flush_fails, adds)
+        assert [type(one) for one in found[:3]] == [int, Refused, int]
+        assert "UNIQUE" in str(found[3])
+        assert found[4] is None
+
+    in_writer(work)
+    assert shop.both_have(1, 3, 4)
+
+
+def test_limits_end_a_group(in_writer):  # noqa: F811
+    async def work(writer):
+        sizes = sizes_of(writer)
+        await all_of(writer, *(unit(number) for number in range(5)))
+        assert sizes == [2, 2, 1]
+
+    in_writer(work, groups=GroupLimits(units=2))
+
+
+def test_a_group_that_was_aborted_runs_again(in_writer, shop, monkeypatch):  # noqa: F811
+    real, runs = SqlStateStore.decide, []
+    failures = [TransactionAborted("a conflict")]
+
+    def decide(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return real(*args, **kwargs)
+
+    async def work(writer):
+        monkeypatch.setattr(SqlStateStore, "decide", decide)
+        assert await all_of(writer, unit(1, runs=runs), unit(2, runs=runs)) == [1, 2]
+
+    in_writer(work)
+    assert runs == [1, 2, 1, 2]
+    assert shop.both_have(1, 2)
+
+
+def test_the_groups_error_reaches_every_unit(in_writer, shop, monkeypatch):  # noqa: F811
+    def pending(*_, **__):
+        raise CompletionPending("no answer")
+
+    async def work(writer):
+        monkeypatch.setattr(Lane, "complete", pending)
+        found = await all_of(writer, unit(1), unit(2))
+        assert [type(one) for one in found] == [CompletionPending] * 2
+        assert found[0] is not found[1]
+
+    in_writer(work)
+    assert shop.rows == ["1", "2"]
+
+
+def test_a_task_that_is_cancelled_before_its_unit_begins_has_written_nothing(in_writer, shop):  # noqa: F811
+    async def work(writer):
+        tasks = [asyncio.create_task(writer.submit(unit(number))) for number in (1, 2, 3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in found] == [int, asyncio.CancelledError, int]
+
+    in_writer(work)
+    assert shop.both_have(1, 3)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_task_that_is_cancelled_later_gets_it_after_the_commit(in_writer, shop, monkeypatch, pending):  # noqa: F811
+    def no_answer(*_, **__):
+        raise CompletionPending("no answer")
+
+    async def work(writer):
+        begun, may_go = asyncio.Event(), asyncio.Event()
+
+        async def slow(tx):
+            await put(tx, 1)
+            begun.set()
+            await may_go.wait()
+
+        tasks = [asyncio.create_task(writer.submit(one)) for one in (slow, unit(2))]
+        await begun.wait()
+        if pending:
+            monkeypatch.setattr(Lane, "complete", no_answer)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        assert not tasks[0].done()
+        may_go.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert type(found[0]) is (CompletionPending if pending else asyncio.CancelledError)
+
+    in_writer(work)
+    assert shop.rows == ["1", "2"]
+
+
+def test_a_unit_that_cancels_itself_is_rolled_back(in_writer, shop):  # noqa: F811
+    async def gives_up(tx):
+        await put(tx, 1)
+        raise asyncio.CancelledError
+
+    async def work(writer):
+        found = await all_of(writer, gives_up, unit(2))
+        assert [type(one) for one in found] == [asyncio.CancelledError, int]
+
+    in_writer(work)
+    assert shop.both_have(2)
+
+
+def test_a_unit_sees_the_context_of_its_caller(in_writer):  # noqa: F811
+    async def name(_):
+        return NAME.get()
+
+    async def caller(writer, own):
+        NAME.set(own)
+        return await writer.submit(name)
+
+    async def work(writer):
+        assert await asyncio.gather(caller(writer, "a"), caller(writer, "b")) == ["a", "b"]
+
+    in_writer(work)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_transaction_and_a_unit_inside_a_unit_are_refused(in_writer, count):  # noqa: F811
+    async def work(writer):
+        async def nested(_):
+            with pytest.raises(IllegalStateError, match="already inside"):
+                await writer.submit(unit(1))
+            with pytest.raises(IllegalStateError, match="already inside"):
+                async with writer.transaction():
+                    pass
+            return "refused"
+
+        assert await all_of(writer, *[nested] * count) == ["refused"] * count
+
+    in_writer(work)
+
+
+def test_units_of_a_key_keep_their_order(in_writer):  # noqa: F811
+    done = []
+
+    async def work(writer):
+        async def note(number):
+            async def one(tx):
+                await tx.connection.execute(text("SELECT 1"))
+                done.append(number)
+
+            await writer.submit(one, key="k")
+
+        await asyncio.gather(*(note(number) for number in range(20)))
+
+    in_writer(work, groups=GroupLimits(units=3))
+    assert done == list(range(20))
+
+
+def test_close_finishes_what_waits(in_writer, shop):  # noqa: F811
+    tasks = []
+
+    async def work(writer):
+        tasks.extend(asyncio.create_task(writer.submit(unit(number))) for number in (1, 2))
+        await asyncio.sleep(0)
+
+    in_writer(work)
+    assert [task.result() for task in tasks] == [1, 2]
+    assert shop.both_have(1, 2)
+
+
+def test_close_fails_what_has_not_begun_in_time(in_writer, shop):  # noqa: F811
+    async def work(writer):
+        may_go = asyncio.Event()
+
+        async def slow(_):
+            await may_go.wait()
+
+        tasks = [asyncio.create_task(writer.submit(slow))]
+        await asyncio.sleep(0.1)
+        tasks.append(asyncio.create_task(writer.submit(unit(1))))
+        await asyncio.sleep(0)
+        await writer._groups.close(0.1)
+        may_go.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[1], IllegalStateError)
+
+    in_writer(work)
+    assert shop.rows == []
+
+
+def test_a_closed_writer_takes_no_units(make):  # noqa: F811
+    async def main():
+        writer = make()
+        with pytest.raises(IllegalStateError, match="not open"):
+            await writer.submit(unit(1))
+        async with writer:
+            pass
+        with pytest.raises(IllegalStateError, match="closed"):
+            await writer.submit(unit(1))
+
+    asyncio.run(main())
