@@ -40,6 +40,7 @@ class CommonSettings(TypedDict, total=False):
     key_serializer: Serializers
     value_serializer: Serializers
     telemetry: Observer | None
+    groups: GroupLimits
 
 
 class WriterSettings(CommonSettings, total=False):
@@ -47,7 +48,6 @@ class WriterSettings(CommonSettings, total=False):
 
     engine: Required[Engine | str]
     session_factory: Callable[..., Session]
-    groups: GroupLimits
 
 
 class AsyncWriterSettings(CommonSettings, total=False):

@@ -81,6 +81,7 @@ def test_a_unit_that_swallows_a_failed_statement_fails_alone(writer, submit, bot
     with together(writer):
         futures = [submit(1), submit(2, then=swallow), submit(3)]
     assert "a statement failed" in str(futures[1].exception(60))
+    wait(futures, 60)
     assert both() == ([1, 3], [1, 3])
 
 
@@ -151,6 +152,7 @@ def test_a_constraint_deferred_to_commit_fails_its_unit_alone(writer, submit, en
     with together(writer):
         futures = [submit(1), submit(2, then=twice), submit(3)]
     assert "deferred to COMMIT" in str(futures[1].exception(60))
+    wait(futures, 60)
     assert both() == ([1, 3], [1, 3])
 
 
