@@ -49,6 +49,14 @@ class SavepointWatch(Protocol):
         """
         ...
 
+    def require_unit(self) -> None:
+        """Make sure that the savepoint of the unit was opened: the database may answer later.
+
+        Raises:
+            DualWriteError: As :meth:`open_unit`.
+        """
+        ...
+
     def keep_unit(self) -> str | None:
         """Release the savepoint of the unit: :meth:`take` returns its messages.
 

@@ -135,6 +135,7 @@ class SavepointWatch:
         self._savepoints.add(message)
 
     def _renew_witness(self) -> None:
+        self.require_unit()
         known = self._savepoints.witness
         number = self._savepoints.new_witness()
         driver = self._connection.connection.dbapi_connection
@@ -152,7 +153,7 @@ class SavepointWatch:
             self._require_track()
 
     def open_unit(self) -> None:
-        """See :class:`dualwrite.ports.savepoints.SavepointWatch`. Takes one exchange with the server.
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`. Its answer comes with that to the unit's first statement.
 
         The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
         """
@@ -160,7 +161,14 @@ class SavepointWatch:
         release = [f"RELEASE SAVEPOINT {_UNIT}"] if self._unit_kept else []
         self._unit_kept = False
         self._savepoints.apply(Move.OPEN, _UNIT)
-        self._execute([*release, f"SAVEPOINT {_UNIT}"], self._savepoints.new_witness())
+        self._execute([*release, f"SAVEPOINT {_UNIT}"], self._savepoints.new_witness(), later=True)
+
+    def require_unit(self) -> None:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        try:
+            self._witness.settle(self._connection)
+        except exc.SQLAlchemyError as error:
+            raise self._gone(error) from error
 
     def keep_unit(self) -> str | None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`. The next unit, or COMMIT, releases it in the database."""
@@ -209,17 +217,20 @@ class SavepointWatch:
             self._lost_track = str(error)
             self._require_track()
 
-    def _execute(self, statements: Sequence[str], number: int | None) -> None:
+    def _execute(self, statements: Sequence[str], number: int | None, *, later: bool = False) -> None:
         try:
-            self._witness.execute(self._connection, statements, number)
+            self._witness.execute(self._connection, statements, number, later=later)
         except exc.SQLAlchemyError as error:
-            if isinstance(error, exc.DBAPIError) and _is_gone(error):
-                raise TransactionInDoubt(
-                    "a unit has ended its savepoint, or the transaction of its group, by statements of its own",
-                    transactional_id=self._id,
-                    next_step="compare the rows of the group's units; leave COMMIT and ROLLBACK to the group",
-                ) from error
-            raise self._mapped(error) from error
+            raise self._gone(error) from error
+
+    def _gone(self, error: exc.SQLAlchemyError) -> Exception:
+        if isinstance(error, exc.DBAPIError) and _is_gone(error):
+            return TransactionInDoubt(
+                "a unit has ended its savepoint, or the transaction of its group, by statements of its own",
+                transactional_id=self._id,
+                next_step="compare the rows of the group's units; leave COMMIT and ROLLBACK to the group",
+            )
+        return self._mapped(error)
 
     def take(self) -> Sequence[Message]:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""

@@ -56,13 +56,29 @@ class Witness(Protocol):
         """
         ...
 
-    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+    def execute(
+        self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
+    ) -> None:
         """Execute statements below SQLAlchemy, in one exchange with the server, and store the number if there is one.
 
         The number is stored without a look at the known one.
 
+        Args:
+            connection: The connection.
+            statements: The statements.
+            number: The number.
+            later: Whether the answers may come with those to the next statement, which then also gets their error.
+
         Raises:
             SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def settle(self, connection: Connection) -> None:
+        """Take the answers that may come later.
+
+        Raises:
+            SQLAlchemyError: One of them is an error, perhaps one that another statement got before.
         """
         ...
 
@@ -84,15 +100,9 @@ class _PGconn(Protocol):
     @property
     def transaction_status(self) -> int: ...
 
+    def send_query(self, command: bytes) -> None: ...
 
-def _exchanged(pgconn: Any, statements: str) -> Generator[object, object, None]:
-    """Send a text of several statements, and wait for all answers, without the expense of a cursor."""
-    from psycopg import errors, generators  # noqa: PLC0415 - only SQLite's users may lack it
-
-    pgconn.send_query(statements.encode())
-    for result in (yield from generators.execute(pgconn)):
-        if result.status not in _DONE:
-            raise errors.error_from_result(result)
+    def flush(self) -> int: ...
 
 
 @contextmanager
@@ -122,6 +132,8 @@ class PsycopgWitness:
         self._driver = cast("_Psycopg", connection.connection.driver_connection)
         self._wait = self._driver.wait
         self._expected = 0.0
+        self._unanswered = False
+        self._failure: Exception | None = None
         self._driver.wait = self._noticing  # type: ignore[method-assign]
 
     def _noticing(self, gen: Generator[object, object, object], *args: object, **kwargs: object) -> object:
@@ -129,6 +141,8 @@ class PsycopgWitness:
             self._expected -= 1
         else:
             self.doubtful = True
+        if self._unanswered:
+            gen = self._after_answers(gen)
         try:
             result = self._wait(gen, *args, **kwargs)
         except BaseException:
@@ -153,6 +167,7 @@ class PsycopgWitness:
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
         """See :class:`Witness`."""
+        self.settle(connection)
         if self._driver.pgconn.transaction_status == _ACTIVE:
             raise IllegalStateError(
                 "savepoints cannot be checked while the driver's connection is in a COPY or a pipeline",
@@ -166,18 +181,48 @@ class PsycopgWitness:
         """See :class:`Witness`."""
         return bool(connection.scalar(_SHOWS, {"known": str(number)}))
 
-    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+    def execute(
+        self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
+    ) -> None:
         """See :class:`Witness`."""
+        self.settle(connection)
         witness = [] if number is None else [f"SELECT set_config('dualwrite.witness', '{number}', true)"]
-        text = "; ".join([*statements, *witness])
         with _mapped(connection):
-            exchange = self._wait(_exchanged(self._driver.pgconn, text))
-            if isawaitable(exchange):
-                await_only(exchange)
+            self._driver.pgconn.send_query("; ".join([*statements, *witness]).encode())
+            self._driver.pgconn.flush()
+        self._unanswered = True
         self.doubtful = False
+        if not later:
+            self.settle(connection)
+
+    def settle(self, connection: Connection) -> None:
+        """See :class:`Witness`."""
+        with _mapped(connection):
+            if self._unanswered:
+                answered = self._wait(self._answers())
+                if isawaitable(answered):
+                    await_only(answered)
+            if self._failure is not None:
+                raise self._failure
+
+    def _answers(self) -> Generator[object, object, None]:
+        from psycopg import errors, generators  # noqa: PLC0415 - only SQLite's users may lack it
+
+        self._unanswered = False
+        for result in (yield from generators.execute(cast("Any", self._driver.pgconn))):
+            if result.status not in _DONE:
+                self._failure = errors.error_from_result(result)
+                raise self._failure
+
+    def _after_answers(self, gen: Generator[object, object, object]) -> Generator[object, object, object]:
+        yield from self._answers()
+        return (yield from gen)
 
     def stop(self) -> None:
         """See :class:`Witness`."""
+        with suppress(Exception):  # a connection that is lost, or will show it
+            if self._unanswered and (answered := self._wait(self._answers())) is not None and isawaitable(answered):
+                await_only(answered)
         vars(self._driver).pop("wait", None)
 
 
@@ -226,8 +271,15 @@ class SqliteWitness:
         except sqlite3.OperationalError:
             return False
 
-    def execute(self, connection: Connection, statements: Sequence[str], number: int | None) -> None:
+    def settle(self, connection: Connection) -> None:
+        """Nothing to do."""
+        del connection
+
+    def execute(
+        self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
+    ) -> None:
         """See :class:`Witness`."""
+        del later
         with _mapped(connection):
             for statement in statements:
                 self._cursor.execute(statement)

@@ -165,6 +165,14 @@ class Divided:
         failpoints.hit("group.unit_begun")
         return unit_of(self._transaction, self._unit)
 
+    def require_begun(self) -> None:
+        """Make sure that the database has opened the unit's savepoint; otherwise errors of its work are not its own.
+
+        Raises:
+            DualWriteError: The group cannot go on.
+        """
+        self._savepoints.require_unit()
+
     def end(self, error: BaseException | None) -> BaseException | None:
         """End the unit: keep it, or roll it back if its work has failed.
 

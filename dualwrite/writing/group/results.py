@@ -85,14 +85,10 @@ class GroupRun:
             self._begun.add(unit)
         return True
 
-    def runs(self, unit: Unit[Any]) -> None:
-        """Note that the unit runs until :meth:`ended`: an error that comes first, and ends the group, came from it."""
-        self._running, self._raised = unit, None
+    def has_run(self, unit: Unit[Any], error: BaseException | None) -> None:
+        """Note that the work of a unit has run, to this error if any. What ends the group before :meth:`ended` is due to it."""
+        self._running, self._raised = unit, error
         self._ran.add(unit)
-
-    def raised(self, error: BaseException) -> None:
-        """Note the error of the work of the unit that runs."""
-        self._raised = error
 
     def ended(self, unit: Unit[Any], result: object, error: BaseException | None) -> None:
         """Note how a unit has ended: kept, or rolled back with an error."""

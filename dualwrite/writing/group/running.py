@@ -65,12 +65,12 @@ def _run_units(group: GroupRun, transaction: Transaction, limits: GroupLimits, c
         if not group.begins(unit):
             continue
         given = divided.begin()
-        group.runs(unit)
         result: object = None
         error: BaseException | None = None
         try:
             result = call(unit.work, given)
         except BaseException as raised:  # noqa: BLE001 - goes to the caller
             error = raised
-            group.raised(raised)
+        divided.require_begun()
+        group.has_run(unit, error)
         group.ended(unit, result, divided.end(error))

@@ -34,7 +34,7 @@ def ran(group, *errors):
     """Let the units end with these errors; ``...`` leaves a unit out."""
     for unit, error in zip(group.taken, errors, strict=True):
         if error is not ... and group.begins(unit):
-            group.runs(unit)
+            group.has_run(unit, error)
             group.ended(unit, "done", error)
 
 
@@ -112,8 +112,7 @@ def test_the_unit_that_ended_the_group_gets_its_own_error():
     group = run_of(Caller(), Caller(), Caller())
     ran(group, None, ..., ...)
     group.begins(group.taken[1])
-    group.runs(group.taken[1])
-    group.raised(error)
+    group.has_run(group.taken[1], error)
     tell(group.failed(TransactionAborted("it has rolled back", retryable=False)))
     assert group.taken[1].work.error is error
     assert group.again == [group.taken[0], group.taken[2]]
