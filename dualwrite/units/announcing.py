@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.tables.unit_life import UnitEvent
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.units.log import PartitionLogs
@@ -35,6 +35,7 @@ def announce_batch(
     schema: str | None,
     timeout_s: float,
     producer_engine: EngineName,
+    others: Callable[[], object],
 ) -> bool:
     """Write the unit of a batch, all of whose transactions are complete: which offsets it has in each partition of the topic.
 
@@ -49,6 +50,8 @@ def announce_batch(
         schema: The database schema of the library's tables.
         timeout_s: Limits each step, in seconds.
         producer_engine: As of `DualWriter`.
+        others: Called before and after looking at the topic. It raises while another producer is at work, and returns another
+            value once one has been.
 
     Returns:
         Whether it was written now. False if the topic holds nothing that the last unit does not cover.
@@ -56,6 +59,7 @@ def announce_batch(
     Raises:
         ConfigurationError: The unit topic does not continue, because retention has deleted its last unit, or the topic was
             created again; or as `UnitWriter.open`.
+        Unavailable: Another producer was at work meanwhile, or a server does not answer. The unit is not written.
         DualWriteError: As `UnitWriter.unit`. The unit is not written, unless the error says so.
     """
     # The writer is open before anything is read: a driver that is fenced afterwards cannot write what it has read.
@@ -74,7 +78,11 @@ def announce_batch(
         deadline = Deadline(timeout_s)
         last = last_ranges(logs, unit_topic, deadline)
         partitions = [(topic, number) for number in logs.partitions(topic, deadline)]
-        ranges = following(batch, last, logs.settled_offsets(partitions, deadline))
+        before = others()
+        found = logs.settled_offsets(partitions, deadline)
+        if others() != before:
+            raise Unavailable(f"another batch was written into {topic} while batch {batch!r} was announced")
+        ranges = following(batch, last, found)
         if not ranges:
             return False
         with writer.unit(shortened(batch)) as unit:

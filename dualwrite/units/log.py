@@ -210,7 +210,8 @@ class PartitionLogs:
 
     def poll(self, timeout_s: float) -> list[Message]:
         """The next messages and ends of partitions; empty if none came in time."""
-        return self._consumer.consume(_AT_ONCE, timeout_s)
+        first = self._consumer.poll(timeout_s)  # consume() would wait for as many as it may return
+        return [] if first is None else [first, *self._consumer.consume(_AT_ONCE, 0)]
 
 
 def place_of(message: Message) -> tuple[Partition, int]:

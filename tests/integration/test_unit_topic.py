@@ -13,6 +13,7 @@ from dualwrite import ConfigurationError
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.sinks.spark import foreach_partition, register, write_batch
+from dualwrite.sinks.spark.driver import plan
 from dualwrite.units import BatchReader
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -90,6 +91,22 @@ def test_a_driver_that_dies_before_it_announces_leaves_that_to_the_next_run(spar
     write_by(numbers, numbered(spark), way, "1", unit_topic=unit_topic)
     numbers.verify()
     assert batches(reader) == [("1", list(range(ROWS)))]
+
+
+def test_a_batch_is_not_announced_while_another_one_of_the_sink_is_at_work(
+    spark, numbers, unit_topic, reader, monkeypatch
+):
+    settings = {**numbers.settings, "unit_topic": unit_topic}
+    write_batch(numbered(spark, 10, 1), batch_id="1", **settings)
+    monkeypatch.setattr(plan, "_OTHERS_S", 0.1)
+    numbers.execute("UPDATE dualwrite_slot SET lease_owner = '\"other\" task', lease_until = now() + interval '1 hour'")
+    df = numbered(spark, 20, 1).where("id >= 10")
+    with pytest.raises(ConfigurationError, match='"other" task is at work in the same sink'):
+        write_batch(df, batch_id="2", **settings)
+    assert batches(reader) == [("1", list(range(10)))]
+    numbers.execute("UPDATE dualwrite_slot SET lease_owner = NULL, lease_until = NULL")
+    write_batch(df, batch_id="2", **settings)
+    assert batches(reader) == [("2", list(range(10, 20)))]
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(spark, numbers):

@@ -1,5 +1,6 @@
 """Units of one partition on real servers: readers see them as a whole or not at all, wherever a writer dies."""
 
+import itertools
 from contextlib import closing, suppress
 
 import psutil
@@ -9,14 +10,16 @@ from harness.kafka_tools import dump_metadata
 from harness.messages import consume
 from harness.orders import Order, on_postgresql
 from harness.page_examples import example, run_example
+from harness.patience import PATIENCE_S
 from sqlalchemy import insert, select
 
-from dualwrite import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, Fenced, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.protocol.tables.unit_life import UnitState, UnitWriterState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.units import KeyedImage, UnitReader, UnitWriter
+from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
+from dualwrite.units.announcing import announce_batch
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import HEADER, AbortTransaction, decoded
 
@@ -304,3 +307,30 @@ def test_a_unit_of_a_million_records_needs_the_memory_of_its_image(writing, kafk
             most = max(most, psutil.Process().memory_info().rss - before)
         assert reader.snapshot().contents == [300_000] * 1000
     assert most < 100_000_000  # a third of what was read
+
+
+@pytest.mark.parametrize("others", [lambda: 1, itertools.count().__next__], ids=["alone", "with others"])
+def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
+    dualwrite_kafka, kafka, engine, dualwrite_topic, others
+):
+    unit_topic = dualwrite_kafka.create_topic(f"{dualwrite_topic}-units", 1)
+    with DualWriter("orders", kafka=kafka, engine=engine) as writer, writer.transaction() as tx:
+        tx.produce(dualwrite_topic, "1")
+
+    def announce():
+        return announce_batch(
+            "a", dualwrite_topic, unit_topic=unit_topic, kafka=kafka, engine=engine, schema=None, timeout_s=PATIENCE_S,
+            producer_engine="auto", others=others,
+        )  # fmt: skip
+
+    with BatchReader(unit_topic, kafka=kafka) as reader:
+        if others() != others():
+            with pytest.raises(Unavailable, match="another batch was written"):
+                announce()
+            assert reader.next_batch(1.0) is None
+        else:
+            assert announce() is True
+            assert announce() is False
+            batch = reader.next_batch(PATIENCE_S)
+            assert [record.value for record in batch.records()] == [b"1"]
+            assert reader.next_batch(0.5) is None

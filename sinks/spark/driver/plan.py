@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOKS_AGAIN_S: Final = 0.05
+_OTHERS_S: Final = 10.0
 
 
 class DriverSide:
@@ -129,7 +130,7 @@ class DriverSide:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
 
         Raises:
-            ConfigurationError: Another batch of the sink is written in part; or as :func:`announce_batch`.
+            ConfigurationError: Another batch of the sink is at work, or written in part; or as :func:`announce_batch`.
             DualWriteError: As :func:`announce_batch`. Run the batch again: it is written, and then announced.
         """
         options = self._options
@@ -151,7 +152,25 @@ class DriverSide:
             schema=options.schema,
             timeout_s=options.timeout_s,
             producer_engine=options.producer_engine,
+            others=self._other_batches,
         )
+
+    def _other_batches(self) -> Mapping[str, object]:
+        """By slot, its newest decision: another one once another batch of the sink has decided anything.
+
+        Raises:
+            ConfigurationError: Tasks of another batch are at work. Its unit would show a part of that batch.
+        """
+        deadline = Deadline(_OTHERS_S)
+        while held := self._pool.held_by(""):
+            if deadline.expired:
+                raise ConfigurationError(
+                    f"{self.name} is written, but not announced: {held[0].owner} is at work in the same sink",
+                    transactional_id=held[0].transactional_id,
+                    next_step="with unit_topic, write one batch of a sink at a time; run this one again",
+                )
+            pause(_LOOKS_AGAIN_S)
+        return {row.transactional_id: row.prepared for row in self._store.find(f"{self._pool.pool}#")}
 
     def _note_failed(self) -> None:
         """Note the failure for people who look at batches. May fail: nothing relies on it."""
