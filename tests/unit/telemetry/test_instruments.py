@@ -95,7 +95,8 @@ def test_blocks_that_wait_for_a_lane_are_counted(shop, recorded):
             while recorded.values(names.WAITING) != {("orders",): 1}:
                 leave.wait(0.001)
         waiting.join()
-        assert recorded.values(names.WAITING) == {("orders",): 0}
+        while recorded.values(names.WAITING) != {("orders",): 0}:  # the writer's own threads take lanes, too
+            leave.wait(0.001)
 
 
 def test_a_lane_that_may_have_left_something_open_is_shown_with_its_age(shop, recorded, monkeypatch):
