@@ -18,6 +18,7 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.stores.dialects.savepoints import watch_sessions
 from dualwrite.writing.sending import raise_aborted
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Joining:
         self._eager = joins_first
         self._connections: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Connection]] = weakref.WeakKeyDictionary()
         self._joined: weakref.WeakKeyDictionary[Session, _Joined] = weakref.WeakKeyDictionary()
+        watch_sessions()  # a listener that is added while SQLAlchemy calls others, as in begin_nested(), makes that fail
         event.listen(kind.of, "after_begin", self._began)
         event.listen(kind.of, "after_transaction_create", self._created)
         event.listen(kind.of, "after_transaction_end", self._ended)

@@ -62,7 +62,8 @@ def _open_now(session: Session, transaction: SessionTransaction) -> None:
         session.connection()
 
 
-def _watch_sessions() -> None:
+def watch_sessions() -> None:
+    """Send the SAVEPOINTs of all sessions at once. Not to be called first while a session begins a transaction."""
     from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where the application uses it
 
     if not event.contains(Session, "after_transaction_create", _open_now):
@@ -105,7 +106,7 @@ class SavepointWatch:
 
     def expect_session(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
-        _watch_sessions()
+        watch_sessions()
         self._sees_sessions = True
 
     @property

@@ -7,7 +7,7 @@ import pytest
 from harness.bound import Order
 from harness.served import TOPIC
 from sqlalchemy import event, exc, insert, select, text
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
 from dualwrite import (
     CompletionPending,
@@ -21,6 +21,7 @@ from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.stores.dialects import savepoints
 from dualwrite.stores.joined import JoinedStore
 from dualwrite.writing import dual_write
 from dualwrite.writing.lanes.lane import Lane
@@ -153,6 +154,19 @@ def test_a_message_right_after_begin_nested_belongs_to_the_savepoint(shop, facto
         nested.rollback()
         session.commit()
     assert shop.both_have()
+
+
+def test_the_first_dual_write_of_a_process_may_begin_with_a_savepoint(shop, writer):
+    if event.contains(Session, "after_transaction_create", savepoints._open_now):
+        event.remove(Session, "after_transaction_create", savepoints._open_now)
+    factory = sessionmaker(shop.engine)
+    bound = writer.bind(factory)
+    with factory() as session:
+        with session.begin_nested():
+            session.add(Order(id=1))
+            bound.produce(session, TOPIC, "1", partition=0)
+        session.commit()
+    assert shop.both_have(1)
 
 
 def test_open_savepoints_are_committed_with_the_session(shop, factory, put):
