@@ -4,7 +4,7 @@ No outbox, no relay: the database commit is the decision and Kafka follows it, o
 dual-write recipe of KIP-939 ("Support Participation in 2PC").
 
 What belongs here: the public names, loaded at first use, so that an import loads no driver. May use: every package but
-``dualwrite.cli``, ``dualwrite.sinks`` and ``dualwrite.testing``.
+``dualwrite.apps.cli``, ``dualwrite.sinks`` and ``dualwrite.testing``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Parts that applications build on the writer, so that they need not write these themselves.
+"""Above the writer, for applications and operators: its form for event loops, the consumer, the command line.
 
-What belongs here: loops and conveniences over ``DualWriter``, and its form for event loops; no rule of the protocol. May use:
+What belongs here: loops and conveniences over ``DualWriter``, commands over recovery; no rule of the protocol. May use:
 ``dualwrite.writing`` and everything below it.
 """

@@ -2,7 +2,7 @@
 
 Install ``dualwrite[testing]``; pytest then finds the fixtures (`dualwrite.testing.plugin`).
 
-What belongs here: tools that users' tests need as much as ours. May use: everything but ``dualwrite.cli`` and
+What belongs here: tools that users' tests need as much as ours. May use: everything but ``dualwrite.apps.cli`` and
 ``dualwrite.sinks``; the library itself never imports it.
 """
 

@@ -3,7 +3,7 @@
 Install ``dualwrite[spark]``, on the driver and on the executors.
 
 What belongs here: the calls and the Data Source that users see; the packages hold the rest. May use: all of them, and the
-library but ``dualwrite.cli`` and ``dualwrite.testing``.
+library but ``dualwrite.apps.cli`` and ``dualwrite.testing``.
 """
 
 from __future__ import annotations

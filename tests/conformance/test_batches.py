@@ -16,7 +16,7 @@ from harness.databases import Database
 from harness.patience import PATIENCE_S
 from sqlalchemy import Engine, select
 
-from dualwrite.cli.group import commands
+from dualwrite.apps.cli.group import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batches.entry import Destination, Way
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name

@@ -16,7 +16,7 @@ from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
-from dualwrite.cli.group import commands
+from dualwrite.apps.cli.group import commands
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.recover import status
 from dualwrite.stores.state import SqlStateStore
@@ -45,7 +45,7 @@ def script(url):
 
     def run(kafka, *command, **environment):
         return subprocess.run(
-            [sys.executable, "-c", "from dualwrite.cli import main; main()", *arguments_of(url, kafka, command)],
+            [sys.executable, "-c", "from dualwrite.apps.cli import main; main()", *arguments_of(url, kafka, command)],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaException, Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
 
-from dualwrite.cli.group import commands
+from dualwrite.apps.cli.group import commands
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import read_committed

@@ -9,7 +9,7 @@ from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
 from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
-from dualwrite.cli.group import commands
+from dualwrite.apps.cli.group import commands
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling import lost_decisions
 from dualwrite.recovery.recover import status

@@ -20,7 +20,7 @@ with DualWriter(name, kafka=json.loads(sys.argv[5]), engine=url, producer_engine
 print(json.dumps(loaded))
 """
 NEVER = (
-    "alembic", "click", "dualwrite.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.jobs",
+    "alembic", "click", "dualwrite.apps.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.jobs",
     "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.orm",
 )  # fmt: skip
 LEFT_OUT = {

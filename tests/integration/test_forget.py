@@ -10,7 +10,7 @@ from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, forget, recover
-from dualwrite.cli.group import commands
+from dualwrite.apps.cli.group import commands
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.state import SqlStateStore

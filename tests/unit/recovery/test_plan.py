@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from dualwrite.cli.report import report_console, status_table, will_do
+from dualwrite.apps.cli.report import report_console, status_table, will_do
 from dualwrite.protocol.identity import own_partitions
 from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from dualwrite.cli.connection import database_options, kafka_options
-from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
-from dualwrite.cli.report import lease_json, lease_table, report_console, status_json, status_table, summary
+from dualwrite.apps.cli.connection import database_options, kafka_options
+from dualwrite.apps.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
+from dualwrite.apps.cli.report import lease_json, lease_table, report_console, status_json, status_table, summary
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.rows import Incident
 from dualwrite.recovery import recover as recovery

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from dualwrite.cli.connection import database_options
-from dualwrite.cli.exit_codes import ERROR, exit_code_for_errors
+from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.exit_codes import ERROR, exit_code_for_errors
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore

@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dualwrite.cli.connection import database_options, id_options, kafka_options
-from dualwrite.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
-from dualwrite.cli.report import forgotten_words, recovery_json, report_console, status_table
+from dualwrite.apps.cli.connection import database_options, id_options, kafka_options
+from dualwrite.apps.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
+from dualwrite.apps.cli.report import forgotten_words, recovery_json, report_console, status_table
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.foreign import complete_prepared

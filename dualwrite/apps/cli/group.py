@@ -8,13 +8,13 @@ from typing import Final
 import click
 
 COMMANDS: Final = {
-    "acknowledge": ("dualwrite.cli.acknowledge", "Note that a person has looked at a loss."),
-    "batches": ("dualwrite.cli.batches", "Show what Spark sinks have written, batch by batch."),
-    "forget": ("dualwrite.cli.forget", "Delete ids that never come back, and old incidents."),
-    "migrate": ("dualwrite.cli.migrate", "Create or upgrade the library's tables."),
-    "recover": ("dualwrite.cli.recover", "Settle what dead owners left behind."),
-    "status": ("dualwrite.cli.status", "Show what is unsettled."),
-    "terminate": ("dualwrite.cli.terminate", "Abort an open transaction, unless the database has decided it."),
+    "acknowledge": ("dualwrite.apps.cli.acknowledge", "Note that a person has looked at a loss."),
+    "batches": ("dualwrite.apps.cli.batches", "Show what Spark sinks have written, batch by batch."),
+    "forget": ("dualwrite.apps.cli.forget", "Delete ids that never come back, and old incidents."),
+    "migrate": ("dualwrite.apps.cli.migrate", "Create or upgrade the library's tables."),
+    "recover": ("dualwrite.apps.cli.recover", "Settle what dead owners left behind."),
+    "status": ("dualwrite.apps.cli.status", "Show what is unsettled."),
+    "terminate": ("dualwrite.apps.cli.terminate", "Abort an open transaction, unless the database has decided it."),
 }
 """For each command, the module that defines it under its own name, and its line in the help."""
 

@@ -6,9 +6,9 @@ import json
 
 import click
 
-from dualwrite.cli.connection import database_options
-from dualwrite.cli.exit_codes import exit_code_for_errors
-from dualwrite.cli.report import batch_json, batch_table, report_console
+from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.exit_codes import exit_code_for_errors
+from dualwrite.apps.cli.report import batch_json, batch_table, report_console
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.jobs.batches import read_batches, read_nobody_at_work
 from dualwrite.stores.schema import check_schema

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import click
 
-from dualwrite.cli.connection import database_options, id_options, kafka_options
-from dualwrite.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
-from dualwrite.cli.report import report_console
+from dualwrite.apps.cli.connection import database_options, id_options, kafka_options
+from dualwrite.apps.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
+from dualwrite.apps.cli.report import report_console
 from dualwrite.recovery import forget as forgetting
 from dualwrite.recovery.forget import UNTOUCHED_FOR_S
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from sqlalchemy import exc
 
-from dualwrite.cli.connection import database_options
-from dualwrite.cli.exit_codes import exit_code_for_errors
+from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.exit_codes import exit_code_for_errors
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 
-from dualwrite.cli.report import lease_json, lease_table, status_json, status_table, summary
+from dualwrite.apps.cli.report import lease_json, lease_table, status_json, status_table, summary
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState

@@ -8,9 +8,9 @@ from functools import partial
 
 import click
 
-from dualwrite.cli.connection import database_options, kafka_options
-from dualwrite.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
-from dualwrite.cli.report import loss_json, report_console
+from dualwrite.apps.cli.connection import database_options, kafka_options
+from dualwrite.apps.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
+from dualwrite.apps.cli.report import loss_json, report_console
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
 from dualwrite.recovery import terminate as terminating
 from dualwrite.recovery.terminate import TerminationReport
