@@ -4,6 +4,7 @@ import asyncio
 import gc
 
 import pytest
+import sqlalchemy
 from harness.bound import Order
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
 from harness.served import SETTINGS, TOPIC
@@ -27,6 +28,7 @@ from dualwrite.stores.joined import JoinedStore
 from dualwrite.writing.lanes.lane_pool import Lanes
 
 pytest.importorskip("aiosqlite")
+SQLALCHEMY_2_0 = sqlalchemy.__version__.startswith("2.0.")
 
 
 class App:
@@ -398,6 +400,9 @@ def test_a_committed_session_reads_on(in_app, shop):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.skipif(
+    SQLALCHEMY_2_0, reason="a cancelled connection of aiosqlite may keep its lock for seconds: docs/asyncio.md"
+)
 @pytest.mark.parametrize("way", ["commit", pytest.param("begin of the session", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("cancel", [at_once, pytest.param(at_last, marks=pytest.mark.thorough), with_all_others])
 def test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on(
