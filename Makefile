@@ -11,10 +11,9 @@ SQLALCHEMY_OLDEST := 2.0.40
 OLDEST := .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)
 # In front of the one that is installed: no second environment is needed.
 WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q \
-	$(if $(THOROUGH),--thorough tests/conformance tests/integration/test_dual_writer.py,\
+	$(if $(THOROUGH),--thorough tests/conformance tests/integration/test_dual_writer.py tests/integration/test_dual_write_savepoints.py,\
 		tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
-	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_joining.py tests/unit/apps/test_async_sessions.py \
-	tests/integration/test_dual_write_savepoints.py
+	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_joining.py tests/unit/apps/test_async_sessions.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -55,7 +54,7 @@ types: venv source ## mypy, strict
 	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite -p simulator
 
-sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations, sessions and dual writes with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store)
+sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations and sessions with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store, and dual writes)
 	$(WITH_OLDEST)
 
 $(OLDEST): $(READY)

@@ -42,7 +42,7 @@ def batches(reader):
     return found
 
 
-@pytest.mark.parametrize("way", ["write_batch", "staging"])
+@pytest.mark.parametrize("way", ["write_batch", pytest.param("staging", marks=pytest.mark.thorough)])
 def test_a_batch_is_announced_once_when_it_is_complete(spark, numbers, unit_topic, reader, way):
     write_by(numbers, numbered(spark, 10, 1), way, "1", unit_topic=unit_topic)
     df = numbered(spark).where("id >= 10")
