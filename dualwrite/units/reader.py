@@ -77,7 +77,9 @@ class UnitReader(Generic[Contents]):
         return shows_more
 
     def catch_up(self, timeout_s: float = 60.0) -> None:
-        """Read all that is committed at the time of the call. A unit that has ended by then is visible on return.
+        """Read all that Kafka shows at the time of the call. A unit whose end it shows by then is visible on return.
+
+        Kafka answers a commit a moment before it shows what was committed.
 
         Args:
             timeout_s: Limits the whole call, in seconds.

@@ -204,17 +204,18 @@ def test_what_may_not_be_read_of_the_cluster_is_left_out(kafka, ann, prepared, c
         assert bob.max_transaction_timeout_ms(soon()) == 900_000
 
 
-def test_the_oldest_open_transaction_is_one_of_the_ids_that_we_may_describe(kafka, admin, ann, prepared):
+def test_the_oldest_open_transaction_is_one_of_the_ids_that_we_may_describe(kafka, admin, prepared):
     producer, state = prepared
-    assert ann.longest_open_s(soon()) == 0
-    kafka.allow("ann", "describe", "transactional_id", producer.kafka_id)
-    shown_since = time.time()
-    wait_until(lambda: ann.longest_open_s(soon()) > 0)
-    begun = admin.describe([producer.kafka_id], soon())[producer.kafka_id].started_ms / 1000
-    assert shown_since - begun <= ann.longest_open_s(soon()) <= time.time() - begun
-    assert admin.longest_open_s(soon()) >= shown_since - begun
-    admin.end({producer.kafka_id: state}, committed=False, deadline=soon())
-    wait_until(lambda: ann.longest_open_s(soon()) == 0)
+    with coordinator_of(kafka.client_config("bob")) as bob:  # who may describe no id of another test
+        assert bob.longest_open_s(soon()) == 0
+        kafka.allow("bob", "describe", "transactional_id", producer.kafka_id)
+        shown_since = time.time()
+        wait_until(lambda: bob.longest_open_s(soon()) > 0)
+        begun = admin.describe([producer.kafka_id], soon())[producer.kafka_id].started_ms / 1000
+        assert shown_since - begun <= bob.longest_open_s(soon()) <= time.time() - begun
+        assert admin.longest_open_s(soon()) >= shown_since - begun
+        admin.end({producer.kafka_id: state}, committed=False, deadline=soon())
+        wait_until(lambda: bob.longest_open_s(soon()) == 0)
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
