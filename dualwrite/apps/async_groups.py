@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
-from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing import entered
-from dualwrite.writing.group.results import GroupRun
+from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s
 
@@ -104,7 +103,7 @@ class AsyncGroups:
     async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], key: Hashable | None) -> T:
         """See :meth:`dualwrite.apps.async_writer.AsyncDualWriter.submit`."""
         if self._closed:
-            raise self._closed_error()
+            raise closed_error(self._name)
         task = _Task(work)
         self._units.add(Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key)))
         self._start()
@@ -121,14 +120,7 @@ class AsyncGroups:
         until = now_s() + within_s
         while self._tasks and now_s() < until:
             await asyncio.wait(self._tasks, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
-        for unit in self._units.drain():
-            if unit.work.begin():
-                unit.work.fail(self._closed_error())
-
-    def _closed_error(self) -> IllegalStateError:
-        return IllegalStateError(
-            "the writer was closed before the unit began; nothing was written", transactional_id=self._name
-        )
+        fail_left(self._units.drain(), self._name)
 
     def _start(self) -> None:
         """Start the next group, if it may run. It takes its units when its task begins, after those that come until then."""

@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
-from dualwrite.writing.group.results import GroupRun
+from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
 
@@ -101,7 +100,7 @@ class Groups:
         )
         with self._changed:
             if self._closed:
-                raise self._closed_error()
+                raise closed_error(self._name)
             self._units.add(unit)
             if self._idle:
                 self._changed.notify()
@@ -123,14 +122,7 @@ class Groups:
             self._changed.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
             self._changed.notify_all()
-        for unit in left:
-            if unit.work.future.set_running_or_notify_cancel():
-                unit.work.future.set_exception(self._closed_error())
-
-    def _closed_error(self) -> IllegalStateError:
-        return IllegalStateError(
-            "the writer was closed before the unit began; nothing was written", transactional_id=self._name
-        )
+        fail_left(left, self._name)
 
     def _serve(self) -> None:
         while (group := self._next()) is not None:

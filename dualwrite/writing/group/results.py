@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_group, after_unit
 from dualwrite.protocol.redo import leaves_nothing
 
@@ -31,6 +32,22 @@ class Task(Protocol):
 
 TaskT = TypeVar("TaskT", bound=Task)
 Told = Callable[[], None]
+
+
+def closed_error(name: str) -> IllegalStateError:
+    """The error of a unit that comes too late, or waits in vain.
+
+    Args:
+        name: The writer's transactional id.
+    """
+    return IllegalStateError("the writer was closed before the unit began; nothing was written", transactional_id=name)
+
+
+def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
+    """Tell the callers of units that a closed writer has not run, or not again."""
+    for unit in units:
+        if unit.work.begin():
+            unit.work.fail(closed_error(name))
 
 
 class NothingKept(Exception):

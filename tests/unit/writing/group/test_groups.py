@@ -18,6 +18,7 @@ from dualwrite import (
 from dualwrite.runtime import failpoints
 from dualwrite.stores.dialects import committing
 from dualwrite.stores.state import SqlStateStore
+from dualwrite.writing import writer as writer_module
 from dualwrite.writing.lanes.lane import Lane
 from unit.writing.group.held import Held, Refused
 
@@ -244,6 +245,30 @@ def test_close_fails_what_has_not_begun_in_time(shop):
         threading.Timer(0.5, may_go.set).start()
     with pytest.raises(IllegalStateError, match="closed before the unit began"):
         waiting.result(0)
+    running.exception(30)
+    assert shop.rows == []
+
+
+def test_close_fails_what_waits_to_run_again(shop, monkeypatch):
+    monkeypatch.setattr(writer_module, "runners_for", lambda *_: 2)
+    may_go, begun, submitted = threading.Event(), threading.Event(), threading.Event()
+
+    def conflicted(_):
+        submitted.wait(30)
+        raise TransactionAborted("a conflict")
+
+    def slow(_):
+        begun.set()
+        may_go.wait(30)
+
+    with shop.writer(timeout_s=0.2, groups=GroupLimits(units=1)) as writer:
+        again = writer.submit(conflicted, key=1)
+        running = writer.submit(slow, key=2)
+        submitted.set()
+        begun.wait(30)
+        threading.Timer(0.5, may_go.set).start()
+    with pytest.raises(IllegalStateError, match="closed before the unit began"):
+        again.result(0)
     running.exception(30)
     assert shop.rows == []
 
