@@ -30,7 +30,7 @@ async def ours_in_tasks(kafka: Mapping[str, str], engine: AsyncEngine, topic: st
     """This library, by one of its producer engines."""
     name = f"async {way} {topic}".replace(" ", "-")
     settings: dict[str, Any] = {"max_lanes": LANES, "lane_timeout_s": 120.0, "producer_engine": ENGINES[way]}
-    async with AsyncDualWriter(name, kafka=kafka, engine=engine, **settings) as writer:
+    async with AsyncDualWriter(name, kafka=kafka, database=engine, **settings) as writer:
 
         async def write() -> None:
             async with writer.transaction() as tx:

@@ -87,7 +87,7 @@ def ours(
         tx.connection.execute(insert(ROWS), [{"note": text} for text in texts])
 
     consumer = ExactlyOnceConsumer(
-        group, "0", topics=[source], handler=handle, kafka=kafka, engine=engine, offsets=offsets, max_messages=BATCH
+        group, "0", topics=[source], handler=handle, kafka=kafka, database=engine, offsets=offsets, max_messages=BATCH
     )
     thread = threading.Thread(target=consumer.run)
     thread.start()
@@ -110,7 +110,7 @@ def in_tasks(kafka: Mapping[str, str], engine: Engine, source: str, target: str,
     loop = asyncio.new_event_loop()
     url = engine.url.render_as_string(hide_password=False)
     consumer = AsyncExactlyOnceConsumer(
-        group, "0", topics=[source], handler=handle, kafka=kafka, engine=url, max_messages=BATCH
+        group, "0", topics=[source], handler=handle, kafka=kafka, database=url, max_messages=BATCH
     )
 
     def run_loop() -> None:

@@ -37,7 +37,7 @@ def grouped(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) 
     """This library's group commit, with its own producer."""
     name = f"group-{topic}"
     with DualWriter(
-        name, kafka=kafka, engine=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
+        name, kafka=kafka, database=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
     ) as writer:
 
         def write(notes: Sequence[str]) -> None:

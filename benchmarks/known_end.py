@@ -57,7 +57,7 @@ def run(
                     writer = DualWriter(
                         name.replace(" ", "-"),
                         kafka=ground.kafka,
-                        engine=engine,
+                        database=engine,
                         max_lanes=THREADS,
                         producer_engine=producer_engine,
                     )

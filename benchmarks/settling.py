@@ -21,7 +21,7 @@ def leave_decided(ground: Ground, ids: int, topic: str) -> None:
     engine = create_engine(ground.url)
     METADATA.create_all(engine)
     for number in range(ids):
-        writer = mortal(DualWriter(f"left-{number:05d}", kafka=ground.kafka, engine=engine, max_lanes=1))
+        writer = mortal(DualWriter(f"left-{number:05d}", kafka=ground.kafka, database=engine, max_lanes=1))
         with writer:
             failpoints.arm("write.decided:1:raise")
             try:
@@ -40,7 +40,7 @@ def run(ground: Ground, *, ids: int = 1000) -> dict[str, float]:
     topic = ground.topic()
     leave_decided(ground, ids, topic)
     started = time.perf_counter()
-    report = recover(open_for_s=0, kafka=ground.kafka, engine=ground.url, prefix="left-")
+    report = recover(open_for_s=0, kafka=ground.kafka, database=ground.url, prefix="left-")
     seconds = time.perf_counter() - started
     if len(report.settled) != ids or len(report.rolled_forward) != ids:
         raise RuntimeError(f"{len(report.settled)} settled, {len(report.rolled_forward)} rolled forward, of {ids}")

@@ -78,7 +78,7 @@ def run(
         calls = {}
         for name, observer in ways.items():
             writer = DualWriter(
-                f"telemetry-{name.replace(' ', '-')}", kafka=ground.kafka, engine=engine, telemetry=observer
+                f"telemetry-{name.replace(' ', '-')}", kafka=ground.kafka, database=engine, telemetry=observer
             )
             write = writing(stack.enter_context(writer), topic)
             calls[name] = lambda note, write=write: write([note])

@@ -45,7 +45,7 @@ def ours(
     """This library, by one of its producer engines."""
     name = f"{way} {topic}".replace(" ", "-")
     settings = {"max_lanes": lanes, "lane_timeout_s": lane_timeout_s, "producer_engine": ENGINES[way]}
-    with DualWriter(name, kafka=kafka, engine=engine, **settings) as writer:
+    with DualWriter(name, kafka=kafka, database=engine, **settings) as writer:
         yield writing(writer, topic)
 
 

@@ -69,7 +69,7 @@ class Service:
                 topics=[self.topic],
                 handler=self.handle,
                 kafka=kafka,
-                engine=engine,
+                database=engine,
                 value_deserializer=from_json,
                 dead_letter_topic=f"{self.topic}-dead",
                 workers=4,

@@ -38,7 +38,7 @@ def create_app(kafka: Mapping[str, str], url: str, topic: str) -> FastAPI:
     """The service."""
     engine = create_async_engine(url)
     sessions = async_sessionmaker(engine, expire_on_commit=False)
-    writer = AsyncDualWriter("async-sessions", kafka=kafka, engine=engine)
+    writer = AsyncDualWriter("async-sessions", kafka=kafka, database=engine)
     messages = writer.bind(sessions)
 
     @asynccontextmanager

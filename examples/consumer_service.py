@@ -39,7 +39,7 @@ def serve(member: str, bootstrap_servers: str, url: str, topic: str) -> None:
         topics=[topic],
         handler=handle,
         kafka={"bootstrap.servers": bootstrap_servers},
-        engine=url,
+        database=url,
         consumer={"session.timeout.ms": 6000},
         attempts=2,
         dead_letter_topic=f"{topic}-dead",

@@ -47,7 +47,7 @@ if "SHOP_DATABASE" in os.environ:
     writer = DualWriter.leased(
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
-        engine=os.environ["SHOP_DATABASE"],
+        database=os.environ["SHOP_DATABASE"],
         max_lanes=2,
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
     )

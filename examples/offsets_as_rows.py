@@ -71,7 +71,7 @@ class Member:
         self._engine = engine
         self._target = target
         self._next: dict[tuple[str, int], int] = {}  # as the rows say, by partition
-        self.writer = DualWriter(name, kafka=kafka, engine=engine)
+        self.writer = DualWriter(name, kafka=kafka, database=engine)
         self.writer.open()
         # Short time-outs, so that another member takes over within seconds.
         timeouts = {"session.timeout.ms": 6000, "max.poll.interval.ms": 6000}

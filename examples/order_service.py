@@ -55,7 +55,7 @@ def main() -> None:
             migrations.upgrade(connection)  # in production: `dualwrite migrate`, as the owner of the tables
         Base.metadata.create_all(engine)
 
-        with DualWriter("order-service", kafka=kafka.client_config(), engine=engine) as writer:
+        with DualWriter("order-service", kafka=kafka.client_config(), database=engine) as writer:
             for item, quantity in [("tea", 2), ("cup", 500), ("pot", 1)]:
                 try:
                     number = place_order(writer, topic, item, quantity, in_stock=100)

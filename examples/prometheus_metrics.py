@@ -64,7 +64,7 @@ def main() -> None:
             migrations.upgrade(connection)
         with engine.begin() as connection:
             connection.execute(text("CREATE TABLE orders (id integer PRIMARY KEY)"))
-        with DualWriter("order-service", kafka=kafka.client_config(), engine=engine) as writer:
+        with DualWriter("order-service", kafka=kafka.client_config(), database=engine) as writer:
             place_orders(writer, topic)
             assert writer.ready, writer.health().problems
             for sample in scrape(server.server_port):

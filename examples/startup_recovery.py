@@ -25,7 +25,7 @@ PAYMENTS = Table("payments", METADATA, Column("id", Integer, primary_key=True))
 def serve(bootstrap_servers: str, url: str, topic: str) -> None:
     """Run the service: one dual write."""
     with (
-        DualWriter("payments", kafka={"bootstrap.servers": bootstrap_servers}, engine=url) as writer,
+        DualWriter("payments", kafka={"bootstrap.servers": bootstrap_servers}, database=url) as writer,
         writer.transaction() as tx,
     ):
         tx.produce(topic, value="1")
@@ -39,7 +39,7 @@ def on_startup(kafka: dict[str, str], url: str) -> list[str]:
     scaled down, a job that has run for the last time. If other members of the service are running, keep the default
     ``open_for_s`` of 60 seconds: recovery fences a writer whose open transaction it settles.
     """
-    return recover(prefix="payments", open_for_s=0, kafka=kafka, engine=url).rolled_forward
+    return recover(prefix="payments", open_for_s=0, kafka=kafka, database=url).rolled_forward
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
         assert service.returncode == -signal.SIGKILL
         with engine.connect() as connection:
             rows = list(connection.scalars(select(PAYMENTS.c.id)))
-        [left] = [item for item in status("payments", kafka=kafka, engine=engine) if item.needs_recovery]
+        [left] = [item for item in status("payments", kafka=kafka, database=engine) if item.needs_recovery]
         print(f"killed after the database commit: rows {rows}, Kafka transaction {left.kafka_status.value}")
 
         print(f"recovered: {on_startup(kafka, url)} rolled forward")
@@ -69,7 +69,7 @@ def main() -> None:
         messages = [int(record.value or b"") for record in read_committed(kafka, topic)]
         print(f"rows {rows}, messages {messages}")
         assert rows == messages == [1]
-        assert not any(item.needs_recovery for item in status("payments", kafka=kafka, engine=engine))
+        assert not any(item.needs_recovery for item in status("payments", kafka=kafka, database=engine))
         engine.dispose()
 
 

@@ -49,7 +49,7 @@ async def lifespan(shop: FastAPI) -> AsyncGenerator[None, None]:
     async with AsyncDualWriter.leased(
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
-        engine=os.environ["SHOP_DATABASE"],
+        database=os.environ["SHOP_DATABASE"],
         max_lanes=2,
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
     ) as writer:

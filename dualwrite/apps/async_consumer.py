@@ -49,7 +49,7 @@ class AsyncExactlyOnceConsumer:
             messages, in the order of each partition. It must not commit, and must not send offsets. It must have awaited all
             that it sends when it returns.
         kafka: As for `ExactlyOnceConsumer`.
-        engine: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
         own_engine: An engine for the consumer's own short transactions, which run in threads; see `AsyncDualWriter`.
         schema, offsets, consumer: As for `ExactlyOnceConsumer`.
         writer: Further arguments of `AsyncDualWriter`.
@@ -69,7 +69,7 @@ class AsyncExactlyOnceConsumer:
         topics: Sequence[str],
         handler: AsyncHandler,
         kafka: Mapping[str, object],
-        engine: AsyncEngine | str,
+        database: AsyncEngine | str,
         own_engine: Engine | str | None = None,
         schema: str | None = None,
         offsets: Literal["kafka", "database"] = "kafka",
@@ -85,8 +85,8 @@ class AsyncExactlyOnceConsumer:
         value_deserializer: Deserializers = None,
     ) -> None:
         self._handler = handler
-        self._owns_engine = not isinstance(engine, AsyncEngine)
-        self._engine = async_engine_of(engine)
+        self._owns_engine = not isinstance(database, AsyncEngine)
+        self._engine = async_engine_of(database)
         own = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
         self._member = Member(
             group,

@@ -29,12 +29,12 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
         timing: LeaseTiming,
         asynchronous: AsyncEngine,
         *,
-        engine: Engine,
+        database: Engine,
         session_factory: Callable[..., AsyncSession],
         **settings: Unpack[CommonSettings],
     ) -> None:
         def make(name: str) -> TaskWriter:
-            return TaskWriter(name, asynchronous, engine=engine, session_factory=session_factory, **settings)
+            return TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
 
-        LeasedWriter.__init__(self, fleet, timing, make=make, engine=engine, **settings)
+        LeasedWriter.__init__(self, fleet, timing, make=make, database=database, **settings)
         self._asynchronous = asynchronous

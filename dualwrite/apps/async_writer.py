@@ -54,10 +54,10 @@ class AsyncDualWriter:
     Args:
         transactional_id: As for :class:`DualWriter`.
         kafka: As for :class:`DualWriter`.
-        engine: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
         own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. If
-            not given, one is made from the URL of ``engine``. Give one if the URL alone does not lead to the database, for
-            instance because ``engine`` was made with ``connect_args``. It must lead to the same database, which is checked.
+            not given, one is made from the URL of ``database``. Give one if the URL alone does not lead to the database, for
+            instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
             say.
         schema, max_lanes, timeout_s, lane_timeout_s, margin_s, idle_after_s: As for :class:`DualWriter`.
@@ -77,7 +77,7 @@ class AsyncDualWriter:
         transactional_id: str,
         *,
         kafka: Mapping[str, object],
-        engine: AsyncEngine | str,
+        database: AsyncEngine | str,
         own_engine: Engine | str | None = None,
         schema: str | None = None,
         max_lanes: int = 8,
@@ -96,8 +96,8 @@ class AsyncDualWriter:
         groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
-        self._owns_engine = not isinstance(engine, AsyncEngine)
-        self._engine = async_engine_of(engine)
+        self._owns_engine = not isinstance(database, AsyncEngine)
+        self._engine = async_engine_of(database)
         self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
         self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
         self._max_lanes = max_lanes
@@ -121,7 +121,7 @@ class AsyncDualWriter:
             "groups": groups,
         }
         self._writer: TaskWriter | LeasedTaskWriter = TaskWriter(
-            transactional_id, self._engine, engine=self._own_engine, session_factory=session_factory, **self._common
+            transactional_id, self._engine, database=self._own_engine, session_factory=session_factory, **self._common
         )
         self._timeout_s = timeout_s
         self._groups = self._writer.groups_of_tasks(groups, self._opened)
@@ -158,7 +158,7 @@ class AsyncDualWriter:
             fleet,
             timing,
             writer._engine,
-            engine=writer._own_engine,
+            database=writer._own_engine,
             session_factory=writer._session_factory,
             **writer._common,
         )
@@ -176,7 +176,7 @@ class AsyncDualWriter:
         Call it once, before the first transaction; ``async with writer:`` does so. The writer then belongs to this event loop.
 
         Raises:
-            ConfigurationError: As :meth:`DualWriter.open`; or ``engine`` and ``own_engine`` lead to different databases.
+            ConfigurationError: As :meth:`DualWriter.open`; or ``database`` and ``own_engine`` lead to different databases.
             DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: As :meth:`DualWriter.open`.
             Unavailable, IllegalStateError: As :meth:`DualWriter.open`.
         """

@@ -86,7 +86,7 @@ class TaskWriter(ForTasks):
     Args:
         transactional_id: As for :class:`DualWriter`.
         asynchronous: The engine of the blocks' connections.
-        engine: Leads to the same database, for the writer's own transactions, in threads.
+        database: Leads to the same database, for the writer's own transactions, in threads.
         session_factory: Makes the ORM session, called with ``bind=connection``.
         settings: As for :class:`DualWriter`.
     """
@@ -96,11 +96,11 @@ class TaskWriter(ForTasks):
         transactional_id: str,
         asynchronous: AsyncEngine,
         *,
-        engine: Engine | str,
+        database: Engine | str,
         session_factory: Callable[..., AsyncSession] = session_of_block,
         **settings: Unpack[CommonSettings],
     ) -> None:
         made = Sessions(asynchronous, session_factory).make
-        super().__init__(transactional_id, engine=engine, session_factory=made, **settings)
+        super().__init__(transactional_id, database=database, session_factory=made, **settings)
         self._asynchronous = asynchronous
         roll_back_before_closing(asynchronous.sync_engine)

@@ -61,7 +61,7 @@ def forget(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    engine: Engine | str,
+    database: Engine | str,
     schema: str | None = None,
     prefix: str | None = None,
     untouched_for_s: float = UNTOUCHED_FOR_S,
@@ -78,7 +78,7 @@ def forget(
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
         kafka: librdkafka configuration.
-        engine: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
+        database: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
         schema: The database schema of the library's tables.
         prefix: All ids with this prefix; all ids if neither is given.
         untouched_for_s: Delete only rows last written, incidents acknowledged and runs begun more than this many seconds ago.
@@ -95,7 +95,7 @@ def forget(
     """
     if transactional_id is not None and prefix is not None:
         raise TypeError("transactional_id and prefix exclude each other")
-    used = engine_of(engine)
+    used = engine_of(database)
     try:
         check_schema(used, schema)
         store, forgetting = SqlStateStore(used, schema=schema), Forgetting(used, schema)
@@ -103,7 +103,7 @@ def forget(
         rows = {row.transactional_id: row for row in rows_of(store, transactional_id, prefix)}
         # Read before Kafka is asked: a row written since then is not deleted.
         found = recover.status(
-            transactional_id, kafka=kafka, engine=used, schema=schema, prefix=prefix, timeout_s=timeout_s
+            transactional_id, kafka=kafka, database=used, schema=schema, prefix=prefix, timeout_s=timeout_s
         )
         unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}
         told = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
@@ -134,7 +134,7 @@ def forget(
         )
         return report
     finally:
-        if used is not engine:
+        if used is not database:
             used.dispose()
 
 

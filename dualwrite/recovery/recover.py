@@ -82,7 +82,7 @@ def status(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    engine: Engine | str,
+    database: Engine | str,
     schema: str | None = None,
     prefix: str | None = None,
     timeout_s: float = 60.0,
@@ -92,7 +92,7 @@ def status(
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
         kafka: librdkafka configuration.
-        engine: A SQLAlchemy engine or a database URL.
+        database: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
         prefix: All ids with this prefix; all ids if neither is given.
         timeout_s: Limits the whole call, in seconds.
@@ -101,7 +101,7 @@ def status(
         ConfigurationError: The tables, a row or a right is not as required.
         Unavailable: A server does not answer in time.
     """
-    with connected_store(engine, schema) as store, connected_coordinator(kafka) as coordinator:
+    with connected_store(database, schema) as store, connected_coordinator(kafka) as coordinator:
         return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
 
 
@@ -109,7 +109,7 @@ def recover(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    engine: Engine | str,
+    database: Engine | str,
     schema: str | None = None,
     prefix: str | None = None,
     open_for_s: float | None = None,
@@ -129,7 +129,7 @@ def recover(
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
         kafka: librdkafka configuration.
-        engine: A SQLAlchemy engine or a database URL.
+        database: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
         prefix: All ids with this prefix; all ids if neither is given.
         open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
@@ -156,7 +156,7 @@ def recover(
     Source: KIP-939, "recovery recipe".
     """
     observer = observer_if_loaded() if telemetry is None else telemetry
-    with observer.recovering(), connected_store(engine, schema) as store:
+    with observer.recovering(), connected_store(database, schema) as store:
         report = recover_rows(
             lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
             store=store,

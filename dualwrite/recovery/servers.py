@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def connected_store(engine: Engine | str, schema: str | None) -> Generator[SqlStateStore, None, None]:
+def connected_store(database: Engine | str, schema: str | None) -> Generator[SqlStateStore, None, None]:
     """The store over an engine, or over one made from a URL for the block.
 
     Raises:
         ConfigurationError: The tables are not as required.
     """
-    used = engine_of(engine)
+    used = engine_of(database)
     try:
         check_schema(used, schema)
         yield SqlStateStore(used, schema=schema)
     finally:
-        if used is not engine:
+        if used is not database:
             used.dispose()
 
 

@@ -61,7 +61,7 @@ def terminate(
     transactional_id: str,
     *,
     kafka: Mapping[str, object],
-    engine: Engine | str | None = None,
+    database: Engine | str | None = None,
     schema: str | None = None,
     lose_decided: bool = False,
     timeout_s: float = 60.0,
@@ -79,7 +79,7 @@ def terminate(
     Args:
         transactional_id: The id of a writer, a lane or a slot, as in its row; or Kafka's ``transactional.id``.
         kafka: librdkafka configuration.
-        engine: A SQLAlchemy engine or a database URL: the database of this library's rows. May be left out for ids that this
+        database: A SQLAlchemy engine or a database URL: the database of this library's rows. May be left out for ids that this
             library did not make.
         schema: The database schema of the library's tables.
         lose_decided: Abort also what the database has decided: its rows stay, its messages are lost.
@@ -100,9 +100,9 @@ def terminate(
     observer = observer_if_loaded() if telemetry is None else telemetry
     deadline = Deadline(timeout_s)
     with observer.recovering(), connected_coordinator(kafka) as coordinator:
-        if engine is None:
+        if database is None:
             return _without_row(transactional_id, coordinator, deadline, lose_decided=lose_decided)
-        with connected_store(engine, schema) as store:
+        with connected_store(database, schema) as store:
             context = OwnerContext(coordinator, store, unique_owner(owner), observer)
             report = terminate_by(context, transactional_id, deadline, lose_decided=lose_decided)
             note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])

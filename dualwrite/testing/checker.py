@@ -46,7 +46,7 @@ class Checker:
         journal: The writers' journal.
         kafka: librdkafka configuration.
         topics: The topics that the operations publish to.
-        engine: A SQLAlchemy engine or a database URL.
+        database: A SQLAlchemy engine or a database URL.
         query: SQL whose first column is the operation's name, once for each row that an operation has inserted.
         operation_of: Extracts the operation's name from a message; the message's value if not given.
         rows_per_operation: Rows that each operation inserts.
@@ -62,7 +62,7 @@ class Checker:
         journal: Path | str,
         kafka: Mapping[str, str],
         topics: Sequence[str],
-        engine: Engine | str,
+        database: Engine | str,
         query: str,
         operation_of: Callable[[Record], str] = value_as_text,
         rows_per_operation: int = 1,
@@ -74,7 +74,7 @@ class Checker:
         self._journal = Path(journal)
         self._kafka = dict(kafka)
         self._topics = list(topics)
-        self._engine = engine
+        self._database = database
         self._query = query
         self._operation_of = operation_of
         self._rows_per_operation = rows_per_operation
@@ -98,7 +98,7 @@ class Checker:
         """
         history = Journal.read(self._journal)
         with ExitStack() as disposed_later:
-            engine = self._engine
+            engine = self._database
             if isinstance(engine, str):
                 engine = create_engine(engine)
                 disposed_later.callback(engine.dispose)
@@ -130,7 +130,7 @@ class Checker:
     def _settle(self, engine: Engine) -> RecoveryReport:
         return recover(
             kafka=self._kafka,
-            engine=engine,
+            database=engine,
             schema=self._schema,
             prefix=self._prefix,
             open_for_s=0.0,

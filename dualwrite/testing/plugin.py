@@ -81,5 +81,5 @@ def dualwrite_writer(dualwrite_kafka_config: Mapping[str, str], dualwrite_engine
     """An open writer on the broker and the new database; closed after the test."""
     from dualwrite import DualWriter  # noqa: PLC0415 - import only on demand
 
-    with DualWriter("dualwrite-test", kafka=dualwrite_kafka_config, engine=dualwrite_engine) as writer:
+    with DualWriter("dualwrite-test", kafka=dualwrite_kafka_config, database=dualwrite_engine) as writer:
         yield writer

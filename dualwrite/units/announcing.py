@@ -31,7 +31,7 @@ def announce_batch(
     *,
     unit_topic: str,
     kafka: Mapping[str, object],
-    engine: Engine,
+    database: Engine,
     schema: str | None,
     timeout_s: float,
     producer_engine: EngineName,
@@ -46,7 +46,7 @@ def announce_batch(
         topic: The topic of its messages. No other producer may have written to it since the last unit.
         unit_topic: The topic of units; its partition 0 is used.
         kafka: librdkafka configuration.
-        engine: The database of the writers' rows.
+        database: The database of the writers' rows.
         schema: The database schema of the library's tables.
         timeout_s: Limits each step, in seconds.
         producer_engine: As of `DualWriter`.
@@ -68,7 +68,7 @@ def announce_batch(
             unit_topic,
             UNIT_PARTITION,
             kafka=kafka,
-            engine=engine,
+            database=database,
             schema=schema,
             timeout_s=timeout_s,
             producer_engine=producer_engine,

@@ -128,7 +128,7 @@ class UnitWriter:
         topic: The topic. It must exist.
         partition: The number of the partition.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least.
-        engine: A SQLAlchemy engine or a database URL, as for `DualWriter`.
+        database: A SQLAlchemy engine or a database URL, as for `DualWriter`.
         schema: The database schema of the library's tables, if it is not the default one.
         part_records: How many records a part has at most. It needs memory for them. A part of 16 MiB is full, too.
         timeout_s: Limits opening, and each ending of a part, in seconds.
@@ -146,7 +146,7 @@ class UnitWriter:
         partition: int = 0,
         *,
         kafka: Mapping[str, object],
-        engine: Engine | str,
+        database: Engine | str,
         schema: str | None = None,
         part_records: int = 10_000,
         timeout_s: float = 60.0,
@@ -166,7 +166,7 @@ class UnitWriter:
         self._writer = DualWriter(
             writer_id(topic, partition),
             kafka=kafka,
-            engine=engine,
+            database=database,
             schema=schema,
             max_lanes=1,  # each part waits until the one before is complete: their order in the log is that of the unit
             timeout_s=timeout_s,

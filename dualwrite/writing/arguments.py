@@ -46,14 +46,14 @@ class CommonSettings(TypedDict, total=False):
 class WriterSettings(CommonSettings, total=False):
     """The keyword arguments of `DualWriter`."""
 
-    engine: Required[Engine | str]
+    database: Required[Engine | str]
     session_factory: Callable[..., Session]
 
 
 class AsyncWriterSettings(CommonSettings, total=False):
     """The keyword arguments of `AsyncDualWriter`."""
 
-    engine: Required[AsyncEngine | str]
+    database: Required[AsyncEngine | str]
     own_engine: Engine | str | None
     session_factory: Callable[..., AsyncSession]
 

@@ -65,7 +65,7 @@ class LeasedWriter(DualWriter):
     ) -> None:
         check_fleet(fleet)
         super().__init__(fleet, **settings)
-        shared: WriterSettings = {**settings, "engine": self._engine}
+        shared: WriterSettings = {**settings, "database": self._engine}
         self._make = make or (lambda name: DualWriter(name, **shared))
         self._fleet = fleet
         self._timing = timing
@@ -235,7 +235,7 @@ class LeasedWriter(DualWriter):
                 report = recover(
                     name,
                     kafka=self._kafka,
-                    engine=self._engine,
+                    database=self._engine,
                     schema=self._schema,
                     timeout_s=limit_s,
                     owner=self._owner_name,

@@ -85,7 +85,7 @@ class DualWriter(Submitting):
         transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
             same time. At most 240 characters, without ``#``.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least.
-        engine: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
         max_lanes: The maximum number of concurrent transactions.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
@@ -125,7 +125,7 @@ class DualWriter(Submitting):
         transactional_id: str,
         *,
         kafka: Mapping[str, object],
-        engine: Engine | str,
+        database: Engine | str,
         schema: str | None = None,
         max_lanes: int = 8,
         timeout_s: float = 60.0,
@@ -146,8 +146,8 @@ class DualWriter(Submitting):
         check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
         self._config = KafkaConfig.parse(kafka)
-        self._owns_engine = isinstance(engine, str)
-        self._engine = engine_of(engine)
+        self._owns_engine = isinstance(database, str)
+        self._engine = engine_of(database)
         self._schema = schema
         self._max_lanes = max_lanes
         self._timeout_s = timeout_s

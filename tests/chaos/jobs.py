@@ -70,7 +70,7 @@ def settle(job: dict, engine: Engine, tell: Tell) -> int:
     """Recover one id from outside, as an operator's command does."""
     started = time.monotonic()
     try:
-        report = recover(job["transactional_id"], kafka=job["kafka"], engine=engine, timeout_s=job["timeout_s"])
+        report = recover(job["transactional_id"], kafka=job["kafka"], database=engine, timeout_s=job["timeout_s"])
     except Fenced:
         return FENCED
     except Unavailable:
@@ -169,7 +169,7 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         journal=job["journal"],
         kafka=job["kafka"],
         topics=[job["topic"]],
-        engine=engine,
+        database=engine,
         query=QUERY,
         messages_per_operation=job["partitions"],
         prefix=job["prefix"],
@@ -181,7 +181,7 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         hanging = 0
         if job["aborts_hanging"]:
             with suppress(Unavailable):  # the checker settles, too, and says so
-                recover(kafka=job["kafka"], engine=engine, prefix=job["prefix"], timeout_s=job["timeout_s"])
+                recover(kafka=job["kafka"], database=engine, prefix=job["prefix"], timeout_s=job["timeout_s"])
             hanging = len(abort_hanging(job["kafka"], job["topic"], job["partitions"]))
         verdict = checker.check(follower)
     document = {

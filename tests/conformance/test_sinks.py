@@ -40,7 +40,7 @@ def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_complete
     written = numbers.rows()
     assert written == numbers.messages()
     assert written in ([], [] if sink.decided_as_one else [(number, f"row {number}") for number in range(10)])
-    recover(open_for_s=0, kafka=numbers.kafka, engine=numbers.url)
+    recover(open_for_s=0, kafka=numbers.kafka, database=numbers.url)
     assert numbers.rows() == numbers.messages() == written
     numbers.execute("ALTER TABLE numbers DROP CONSTRAINT few")
     sink.write(numbers, ROWS)

@@ -107,7 +107,7 @@ class DualWrite(Way):
     def __init__(self, context: OwnerContext) -> None:
         super().__init__(context)
         failpoints.hit = context.reach
-        self._writer = DualWriter(context.name, kafka=context.kafka, engine=context.engine, max_lanes=1)
+        self._writer = DualWriter(context.name, kafka=context.kafka, database=context.engine, max_lanes=1)
         self._writer.open()
 
     def write(self, operation: str) -> None:

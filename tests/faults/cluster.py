@@ -49,7 +49,7 @@ def three_brokers(producer_engine: EngineName) -> Iterator[OwnerContext]:
     properties = {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, brokers=BROKERS, start_timeout_s=240) as kafka, EmbeddedPostgres() as postgres:
         context = OwnerContext.prepare(kafka, postgres, producer_engine)
-        warm = {"kafka": kafka.client_config(), "engine": context.engine, "timeout_s": RECOVERS_S}
+        warm = {"kafka": kafka.client_config(), "database": context.engine, "timeout_s": RECOVERS_S}
         with DualWriter("warm-up", **warm):
             pass
         try:
@@ -320,7 +320,7 @@ class Leaderless(InCluster):
 
     def _judge(self) -> None:
         kafka = self.context.kafka.client_config()
-        recover(self.transactional_id, kafka=kafka, engine=self.context.engine, timeout_s=RECOVERS_S)
+        recover(self.transactional_id, kafka=kafka, database=self.context.engine, timeout_s=RECOVERS_S)
         if hanging := abort_hanging(kafka, self.topic, 2):
             self.note(f"undecided, aborted as an operator does: {hanging}")
         super()._judge()

@@ -59,7 +59,7 @@ def servers(slots: int, producer_engine: EngineName, *, two_phase: bool = False)
     with EmbeddedKafka(properties, proxies=slots) as kafka, EmbeddedPostgres() as postgres:
         context = OwnerContext.prepare(kafka, postgres, producer_engine)
         # The first transaction of a broker makes its internal topics, which takes longer than the cases' patience.
-        with DualWriter("warm-up", kafka=kafka.client_config(), engine=context.engine):
+        with DualWriter("warm-up", kafka=kafka.client_config(), database=context.engine):
             pass
         try:
             yield context

@@ -135,7 +135,7 @@ def _write_all(job: Job, told: Connection, now: _Now) -> None:
         writer = DualWriter(
             job.transactional_id,
             kafka=job.kafka,
-            engine=engine,
+            database=engine,
             max_lanes=1,
             timeout_s=job.patience_s,
             producer_engine=job.engine,

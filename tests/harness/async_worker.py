@@ -24,7 +24,7 @@ async def _write(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
     make_durable(asynchronous.sync_engine)
     try:
         async with AsyncDualWriter(
-            job["transactional_id"], engine=asynchronous, own_engine=engine, **settings_of(job)
+            job["transactional_id"], database=asynchronous, own_engine=engine, **settings_of(job)
         ) as writer:
             opened()
             with Journal(job["journal"]) as journal:

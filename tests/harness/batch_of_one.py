@@ -59,4 +59,4 @@ class BatchOfOne:
     def settle(self, completed: Collection[str]) -> None:
         if self.name not in completed:
             self._on_claim()
-            recover(self.name, kafka=self._kafka, engine=self._engine, timeout_s=600)
+            recover(self.name, kafka=self._kafka, database=self._engine, timeout_s=600)

@@ -24,7 +24,7 @@ def count(job):
     """Count from where the group stands to the end that the job names."""
     with ExitStack() as stack:
         if job.get("url"):
-            blocks = stack.enter_context(DualWriter(job["id"], kafka=job["kafka"], engine=job["url"]))
+            blocks = stack.enter_context(DualWriter(job["id"], kafka=job["kafka"], database=job["url"]))
         else:
             producer = stack.enter_context(TransactionalProducer(job["kafka"], job["id"]))
             producer.init_transactions()

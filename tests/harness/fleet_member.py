@@ -31,7 +31,7 @@ def _write(job: dict) -> None:
     writer = DualWriter.leased(
         job["transactional_id"],
         kafka=job["kafka"],
-        engine=engine,
+        database=engine,
         max_lanes=2,
         lease_timeout_s=job["lease_timeout_s"],
         paused_owner_timeout_s=job["lease_timeout_s"],

@@ -106,7 +106,7 @@ def make_member(
     handler = (async_copier if asynchronous else copier)(target)
     given = {"handler": handler, "consumer": settings_of(protocol), **options}
     kind = AsyncMember if asynchronous else ExactlyOnceConsumer
-    return kind(group, name, topics=[source], kafka=kafka, engine=url, **given)
+    return kind(group, name, topics=[source], kafka=kafka, database=url, **given)
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def settings_of(job: dict) -> dict[str, Any]:
 
 
 def _write_in_threads(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
-    with DualWriter(job["transactional_id"], engine=engine, **settings_of(job)) as writer:
+    with DualWriter(job["transactional_id"], database=engine, **settings_of(job)) as writer:
         opened()
         threads = job.get("threads", 1)
         with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:

@@ -42,7 +42,7 @@ def orders():
 
 @pytest.fixture
 def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
         yield writer
 
 

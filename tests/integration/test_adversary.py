@@ -39,7 +39,7 @@ STATE = declare_tables(None).state
 
 @pytest.fixture
 def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         yield writer
 
 
@@ -94,7 +94,7 @@ def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
         with DualWriter(
-            "orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=4
+            "orders", kafka=patient(proxy.client_config()), database=engine, max_lanes=1, timeout_s=4
         ) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
             proxy.on(DESCRIBE_CONFIGS).drop_request()
@@ -110,7 +110,7 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
         with DualWriter(
-            "orders", kafka=patient(proxy.client_config()), engine=engine, max_lanes=1, timeout_s=4
+            "orders", kafka=patient(proxy.client_config()), database=engine, max_lanes=1, timeout_s=4
         ) as writer:
             dropped = proxy.on(Api.END_TXN, nth=None).drop_request()  # the owner's, and those of settling
             with pytest.raises(CompletionPending) as caught:
@@ -127,15 +127,15 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient(proxy.client_config())
-        with mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
         (row,) = SqlStateStore(engine).read(["orders"])
         Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
         retiring = proxy.on(Api.INIT_PRODUCER_ID).drop_request()
         with pytest.raises(DecidedTransactionLost):
-            DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4).open()
+            DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=4).open()
         retiring.wait()
-        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
 
 
 @on_postgresql
@@ -145,7 +145,9 @@ def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient(proxy.client_config())
         told = []
-        with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, timeout_s=4, on_loss=told.append) as writer:
+        with DualWriter(
+            "orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=4, on_loss=told.append
+        ) as writer:
             with monkeypatch.context() as patched:
                 patched.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
                 lose_the_producer(writer, dualwrite_topic, orders, 1)
@@ -163,7 +165,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
     kafka, engine, dualwrite_topic, orders, both, monkeypatch
 ):
     """The new owner of the id completes it; we may not read the log that would tell."""
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         context = writer._opened()
 
         def refuse(*_):
@@ -173,7 +175,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
             if name == "write.decided":
                 monkeypatch.undo()
                 monkeypatch.setattr(context.coordinator, "prove", refuse)
-                DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+                DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
 
         monkeypatch.setattr(failpoints, "hit", take_over)
         with pytest.raises(CompletionPending) as caught:
@@ -189,7 +191,7 @@ def test_a_row_made_anew_inside_the_block_is_not_ours(writer, kafka, engine, dua
         tx.connection.execute(insert(orders).values(id=1))
         with engine.begin() as other:
             other.execute(delete(STATE))
-        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
     assert both() == ([], [])
 
 
@@ -198,7 +200,7 @@ def test_opening_that_fails_does_not_wait_for_transactions_that_nobody_has_begun
     began = time.monotonic()
     threads = threading.active_count()
     with pytest.raises(ConfigurationError, match=r"transaction\.max\.timeout\.ms"):
-        DualWriter("orders", kafka={**kafka, "transaction.timeout.ms": 3_600_000}, engine=engine).open()
+        DualWriter("orders", kafka={**kafka, "transaction.timeout.ms": 3_600_000}, database=engine).open()
     assert time.monotonic() - began < 30
     assert threading.active_count() <= threads
 
@@ -255,7 +257,7 @@ def test_an_interruption_at_any_line_leaves_both_sides_equal(kafka, engine, dual
     """Every seventh line here, each time with the writer that the last interruption has left."""
 
     def opened():
-        writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, lane_timeout_s=1, timeout_s=20)
+        writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, lane_timeout_s=1, timeout_s=20)
         writer.open()
         return writer
 
@@ -287,13 +289,13 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
     group = {**kafka, "group.id": f"group-{dualwrite_topic}", "enable.auto.commit": False}
     offset = TopicPartition(dualwrite_topic, 0, 7)
     with closing(Consumer(group)) as consumer:
-        with mortal(DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)) as writer:
             failpoints.arm("write.decided:1:raise")
             with pytest.raises(FailpointError), writer.transaction() as tx:
                 tx.connection.execute(insert(orders).values(id=1))
                 tx.send_offsets_to_transaction([offset], consumer.consumer_group_metadata())
         failpoints.arm("")
-        assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
+        assert recover(open_for_s=0, kafka=kafka, database=engine).rolled_forward == ["orders"]
         assert consumer.committed([offset], 30)[0].offset == 7
 
 
@@ -301,7 +303,7 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
 def test_sqlite_is_not_waited_for_as_long_as_its_driver_would(kafka, engine, dualwrite_topic, orders, both, url):
     """The driver would wait for a reader for a minute; the ending may take four seconds."""
     patient_driver = create_engine(url, connect_args={"timeout": 60})
-    with DualWriter("orders", kafka=kafka, engine=patient_driver, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=patient_driver, max_lanes=1) as writer:
         writer._timeout_s = 4  # the producer's calls keep the writer's 60 s
         with engine.connect() as reader:
             reader.exec_driver_sql("BEGIN")
@@ -347,7 +349,7 @@ def test_a_process_that_was_paused_before_its_commit_does_not_send_it(
 
     with (
         running_on(clock),
-        DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer,
+        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer,
     ):
         with monkeypatch.context() as patch:
             patch.setattr(DualWrite, "_decide", decide)
@@ -362,7 +364,7 @@ def test_a_process_that_was_paused_before_its_commit_does_not_send_it(
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_reader_that_keeps_sqlite_from_committing_aborts_both(kafka, engine, dualwrite_topic, orders, both, url):
     waiting_little = create_engine(url, connect_args={"timeout": 0.2})
-    with DualWriter("orders", kafka=kafka, engine=waiting_little, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=waiting_little, max_lanes=1) as writer:
         with engine.connect() as reader:
             rows = reader.exec_driver_sql("SELECT * FROM kafka_transaction_state")
             assert rows.fetchone() is not None

@@ -11,7 +11,7 @@ from dualwrite.testing.reading import read_committed
 
 @pytest.fixture
 def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         yield writer
 
 
@@ -119,7 +119,7 @@ def test_a_session_that_binds_a_class_to_another_database_is_refused(
     kafka, engine, copied, dualwrite_topic, orders, swallowed
 ):
     factory = sessionmaker(binds={Order: copied})
-    with DualWriter("others", kafka=kafka, engine=engine, session_factory=factory) as writer:
+    with DualWriter("others", kafka=kafka, database=engine, session_factory=factory) as writer:
         refused = TransactionAborted if swallowed else ConfigurationError
         with pytest.raises(refused, match="another connection"), writer.transaction() as tx:
             tx.produce(dualwrite_topic, value="1")

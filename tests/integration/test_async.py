@@ -38,7 +38,7 @@ def in_writer(kafka, url, engine):
         async def main():
             # SQLite lets writers wait for each other in no order: on a busy machine five seconds are not enough.
             patient = f"{url}?timeout=60" if url.startswith("sqlite") else url
-            async with AsyncDualWriter("orders", **{"kafka": kafka, "engine": patient, **options}) as writer:
+            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": patient, **options}) as writer:
                 return await work(writer)
 
         return asyncio.run(main())

@@ -29,7 +29,7 @@ def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_c
 ):
     async def main():
         patient = f"{url}?timeout=60" if url.startswith("sqlite") else url
-        async with AsyncDualWriter("orders", kafka=kafka, engine=patient, max_lanes=1) as writer:
+        async with AsyncDualWriter("orders", kafka=kafka, database=patient, max_lanes=1) as writer:
 
             async def write(number, begun):
                 async with writer.transaction() as tx:

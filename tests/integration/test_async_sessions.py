@@ -26,7 +26,7 @@ class App:
 
     def __init__(self, url, kafka, topic, **options):
         self.engine = async_engine_of(f"{url}?timeout=60" if url.startswith("sqlite") else url)
-        self.writer = AsyncDualWriter("orders", kafka=kafka, engine=self.engine, **options)
+        self.writer = AsyncDualWriter("orders", kafka=kafka, database=self.engine, **options)
         self.sessions = async_sessionmaker(self.engine)
         self.messages = self.writer.bind(self.sessions)
         self.topic = topic

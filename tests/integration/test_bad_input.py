@@ -26,7 +26,7 @@ SECRET = USERS["shop"]
 
 
 def opening(kafka, engine, **settings):
-    with DualWriter("orders", kafka=kafka, engine=engine, **settings):
+    with DualWriter("orders", kafka=kafka, database=engine, **settings):
         pass
 
 
@@ -83,7 +83,7 @@ def test_missing_grant_is_named(kafka, engine, url):
 
 @on_each_engine
 def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders, producer_engine):
-    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
         with pytest.raises(TransactionAborted, match="no-such-topic") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce("no-such-topic", value="1")
@@ -97,7 +97,7 @@ def test_message_larger_than_the_topic_takes_aborts_both(dualwrite_kafka, kafka,
     topic = dualwrite_kafka.create_topic(
         f"small-{engine.dialect.name}-{producer_engine}", 1, {"max.message.bytes": "2000"}
     )
-    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
         with pytest.raises(TransactionAborted, match="(?i)large") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce(topic, value=b"x" * 5000)
@@ -160,17 +160,17 @@ def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, ord
     for operation in ("write", "describe"):
         guarded.allow("shop", operation, "topic", topic)
     with pytest.raises(ConfigurationError, match="(?i)transactional.?id"):
-        DualWriter(name, kafka=kafka, engine=engine, producer_engine=producer_engine).open()
+        DualWriter(name, kafka=kafka, database=engine, producer_engine=producer_engine).open()
     assert SqlStateStore(engine).read([name]) == []
     for operation in ("write", "describe"):
         guarded.allow("shop", operation, "transactional_id", name, prefixed=True)
     guarded.allow("shop", "read", "topic", topic)
-    with DualWriter(name, kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
+    with DualWriter(name, kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
         for number in (1, 2):
             with writer.transaction() as tx:
                 tx.connection.execute(orders.insert().values(id=number))
                 tx.produce(topic, value=str(number))
-    assert recover(open_for_s=0, kafka=guarded.client_config("shop"), engine=engine).losses == []
+    assert recover(open_for_s=0, kafka=guarded.client_config("shop"), database=engine).losses == []
     assert [record.value for record in read_committed(guarded.admin_config(), topic)] == [b"1", b"2"]
 
 
@@ -188,7 +188,7 @@ def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engin
     wrong = make_url(url).set(password=SECRET, username="nobody")
     try:
         kafka = guarded.client_config("shop")
-        writer = DualWriter("canary", kafka=kafka, engine=url, producer_engine=producer_engine)
+        writer = DualWriter("canary", kafka=kafka, database=url, producer_engine=producer_engine)
         shown += [repr(writer), str(writer), repr(vars(writer)["_config"])]
         for attempt in (
             lambda: trying({**kafka, "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "eve"}, engine, timeout_s=5),

@@ -34,7 +34,7 @@ ORDERS = Order.__table__
 def leave_two_lanes(kafka, url, producer_engine, topic):
     """In a process of its own: completed are 1 and 2, decided is 3 alone, prepared and not decided is 4 at the kill."""
     engine = create_engine(url)
-    writer = DualWriter("orders", kafka=kafka, engine=engine, producer_engine=producer_engine)
+    writer = DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine)
     writer.open()
     thread = ThreadPoolExecutor(1)  # one thread has one dual write at a time
     with writer.transaction() as outer:
@@ -63,7 +63,10 @@ def test_a_writer_of_the_other_engine_settles_all_lanes_of_a_dead_one_and_writes
     left = SqlStateStore(engine).find("orders")
     assert len(left) == 2
     assert {row.prepared.engine.value for row in left} == {former}
-    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=latter) as writer, writer.transaction() as tx:
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, producer_engine=latter) as writer,
+        writer.transaction() as tx,
+    ):
         tx.produce(dualwrite_topic, value="5")
         tx.connection.execute(insert(orders).values(id=5))
         with ThreadPoolExecutor(1) as thread:
@@ -78,12 +81,12 @@ def test_a_writer_of_the_other_engine_settles_all_lanes_of_a_dead_one_and_writes
 def test_an_owner_that_lives_on_is_fenced_by_a_writer_of_the_other_engine(
     kafka, engine, orders, both, dualwrite_topic, former, latter
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=former, max_lanes=1) as old:
+    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=former, max_lanes=1) as old:
         write(old, dualwrite_topic, orders, 1)
         with pytest.raises((Fenced, TransactionAborted)), old.transaction() as tx:
             tx.produce(dualwrite_topic, value="2", partition=0)
             tx.connection.execute(insert(orders).values(id=2))
-            with DualWriter("orders", kafka=kafka, engine=engine, producer_engine=latter, max_lanes=1) as new:
+            with DualWriter("orders", kafka=kafka, database=engine, producer_engine=latter, max_lanes=1) as new:
                 write(new, dualwrite_topic, orders, 3)
         with pytest.raises((Fenced, TransactionAborted)):
             write(old, dualwrite_topic, orders, 4)

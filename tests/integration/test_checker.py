@@ -28,7 +28,7 @@ def check(case):
             "journal": case.journal,
             "kafka": case.kafka,
             "topics": [case.topic],
-            "engine": case.url,
+            "database": case.url,
             "query": QUERY,
             "messages_per_operation": 2,
         }
@@ -81,14 +81,14 @@ def test_a_loss_that_is_on_record_is_lost(case, check, engine):
 
     (row,) = SqlStateStore(engine).read(["case"])
     Producer({**case.kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
-    assert recover(open_for_s=0, kafka=case.kafka, engine=engine).losses
+    assert recover(open_for_s=0, kafka=case.kafka, database=engine).losses
     found = kinds(check())
     assert (Kind.LOST, "case") in found
     assert (Kind.TORN, "w1-1") in found
 
 
 def test_what_changes_by_settling_again_is_unstable(case, check, engine):
-    recover(open_for_s=0, kafka=case.kafka, engine=engine)
+    recover(open_for_s=0, kafka=case.kafka, database=engine)
     with engine.begin() as connection:
         connection.execute(text("CREATE SEQUENCE readings"))
     verdict = check(query=f"{QUERY} UNION ALL SELECT 'reading ' || nextval('readings')")
@@ -96,7 +96,7 @@ def test_what_changes_by_settling_again_is_unstable(case, check, engine):
 
 
 def test_messages_that_only_the_consumer_saw_that_ran_all_the_time_are_a_disagreement(case, check, engine):
-    recover(open_for_s=0, kafka=case.kafka, engine=engine)
+    recover(open_for_s=0, kafka=case.kafka, database=engine)
     with Follower(case.kafka, [case.topic]) as follower:
         follower.seen({case.topic: {0: 4, 1: 4}}, timeout_s=60)  # two transactions: a message and a marker each
         admin = AdminClient(case.kafka)  # kept until the answer is there

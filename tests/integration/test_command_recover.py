@@ -123,7 +123,7 @@ def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
 ):
     """The claim survived: the id can be recovered, and the loss becomes an incident."""
     names = ["first", "second"]
-    writers = [DualWriter(name, kafka=kafka, engine=engine, max_lanes=1) for name in names]
+    writers = [DualWriter(name, kafka=kafka, database=engine, max_lanes=1) for name in names]
     for number, writer in enumerate(writers):
         writer.open()
         write(writer, dualwrite_topic, orders, number)
@@ -132,19 +132,19 @@ def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
         write(writer, dualwrite_topic, orders, number)
         writer.close()
     restore()
-    shown = {item.row.transactional_id: item for item in status(kafka=kafka, engine=url)}
+    shown = {item.row.transactional_id: item for item in status(kafka=kafka, database=url)}
     assert [shown[name].needs_recovery for name in names] == [True, True]
     assert all("Kafka has committed a transaction" in shown[name].went_back for name in names)
     assert not any(shown[name].claim_lost for name in names)
     assert dualwrite("status", "--problems").exit_code == 8
 
-    [loss] = recover("first", kafka=kafka, engine=url).losses
+    [loss] = recover("first", kafka=kafka, database=url).losses
     assert (loss.outcome, loss.went_back) == (Outcome.UNVERIFIABLE, True)
     found = dualwrite("recover", "second", "--json")
     assert found.exit_code == 4, found.stderr
     assert [loss["outcome"] for loss in json.loads(found.stdout)["losses"]] == ["unverifiable"]
     assert dualwrite("status").exit_code == 4
-    assert not any(item.went_back for item in status(kafka=kafka, engine=url))
+    assert not any(item.went_back for item in status(kafka=kafka, database=url))
 
 
 def test_a_lost_claim_is_shown_refused_and_has_an_exit_code(
@@ -152,7 +152,7 @@ def test_a_lost_claim_is_shown_refused_and_has_an_exit_code(
 ):
     restore = None
     for number in (1, 2):
-        with DualWriter("case", kafka=kafka, engine=engine, max_lanes=1) as writer:
+        with DualWriter("case", kafka=kafka, database=engine, max_lanes=1) as writer:
             write(writer, dualwrite_topic, orders, number)
         restore = restore or backup()
     restore()
@@ -173,8 +173,8 @@ def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_opening(dua
     assert died.returncode == -signal.SIGKILL
     assert dualwrite("status").exit_code == 4
     with pytest.raises(DecidedTransactionLost, match="ended before it reported the loss"):
-        DualWriter("case", kafka=kafka, engine=engine).open()
-    with DualWriter("case", kafka=kafka, engine=engine):  # once is enough
+        DualWriter("case", kafka=kafka, database=engine).open()
+    with DualWriter("case", kafka=kafka, database=engine):  # once is enough
         pass
     assert dualwrite("recover", "case").exit_code == 0
     assert dualwrite("status").exit_code == 4
@@ -194,7 +194,7 @@ def test_a_loss_whose_finder_died_before_it_told_is_told_by_the_next_recovery(du
 
 def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, kafka, engine, url, dualwrite_topic):
     """Taken lane by lane, it went on with the others."""
-    with DualWriter("case", kafka=kafka, engine=engine) as writer:
+    with DualWriter("case", kafka=kafka, database=engine) as writer:
         with pytest.raises((Fenced, TransactionAborted)), writer.transaction() as open_block:
             open_block.produce(dualwrite_topic, value="undecided")
             open_block.connection.execute(text("SELECT 1"))
@@ -205,10 +205,10 @@ def test_a_living_writer_is_taken_with_all_its_lanes_or_left_alone(dualwrite, ka
             problems = json.loads(dualwrite("status", "--problems", "--json").stdout)
             assert problems["ids"] == []
             assert problems["longest_open_s"] >= item["open_for_s"]
-            young = recover(kafka=kafka, engine=url)  # as the command's: 60 s
+            young = recover(kafka=kafka, database=url)  # as the command's: 60 s
             assert (young.settled, young.skipped) == ([], [item["transactional_id"]])
             assert dualwrite("recover", "--all").exit_code == 7
-            taken = recover("case", kafka=kafka, engine=url)
+            taken = recover("case", kafka=kafka, database=url)
             assert taken.settled == [item["transactional_id"]]
         for _ in range(2):
             with pytest.raises(Fenced), writer.transaction():

@@ -29,7 +29,7 @@ def writer(mortal_kafka, tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path / 'state.db'}")
     with engine.connect() as connection:
         upgrade(connection)
-    with DualWriter("accounts", kafka=mortal_kafka.client_config(), engine=engine) as writer:
+    with DualWriter("accounts", kafka=mortal_kafka.client_config(), database=engine) as writer:
         yield writer
     engine.dispose()
 

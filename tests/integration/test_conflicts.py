@@ -44,7 +44,7 @@ def test_a_deadlock_of_two_dual_writes_is_survived_by_running_one_again(
     kafka, engine, dualwrite_topic, orders, notes, messages, survived
 ):
     both_hold_one = threading.Barrier(2)
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
 
         def write(letter, first, second):
             runs = []
@@ -75,7 +75,7 @@ def test_a_serialization_failure_of_a_statement_is_the_drivers_inside_the_work_w
 ):
     seen_inside = []
     repeatable = engine.execution_options(isolation_level="REPEATABLE READ")
-    with DualWriter("orders", kafka=kafka, engine=repeatable) as writer:
+    with DualWriter("orders", kafka=kafka, database=repeatable) as writer:
 
         def work(tx):
             tx.produce(dualwrite_topic, value=f"after {len(seen_inside)}")
@@ -100,7 +100,7 @@ def test_a_serialization_failure_of_commit_runs_the_work_again(
 ):
     serializable = engine.execution_options(isolation_level="SERIALIZABLE")
     runs = []
-    with DualWriter("orders", kafka=kafka, engine=serializable) as writer:
+    with DualWriter("orders", kafka=kafka, database=serializable) as writer:
 
         def work(tx):
             runs.append(tx)
@@ -123,7 +123,7 @@ def test_a_serialization_failure_of_commit_runs_the_work_again(
 def test_a_conflict_leaves_a_block_as_an_error_that_names_it(kafka, engine, dualwrite_topic, orders, notes, messages):
     repeatable = engine.execution_options(isolation_level="REPEATABLE READ")
     with (
-        DualWriter("orders", kafka=kafka, engine=repeatable) as writer,
+        DualWriter("orders", kafka=kafka, database=repeatable) as writer,
         pytest.raises(TransactionAborted, match="could not serialize access") as raised,
         writer.transaction() as tx,
     ):
@@ -139,7 +139,7 @@ def test_a_conflict_leaves_a_block_as_an_error_that_names_it(kafka, engine, dual
 
 def test_other_errors_of_the_users_statements_leave_the_block_as_they_are(kafka, engine, orders, notes):
     with (
-        DualWriter("orders", kafka=kafka, engine=engine) as writer,
+        DualWriter("orders", kafka=kafka, database=engine) as writer,
         engine.begin() as other,
     ):
         other.execute(appended(orders, 1, "held"))
@@ -151,7 +151,7 @@ def test_an_exhausted_pool_is_named_with_what_to_do(kafka, url, engine):
     small = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.05)
     try:
         with (
-            DualWriter("orders", kafka=kafka, engine=small, max_lanes=1) as writer,
+            DualWriter("orders", kafka=kafka, database=small, max_lanes=1) as writer,
             small.connect(),
             pytest.raises(Unavailable, match=r"QueuePool limit .*pool_size or max_overflow"),
             writer.transaction(),

@@ -39,7 +39,7 @@ def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog, producer_e
         return [line for line in caplog.messages if "consumers are held back" in line]
 
     deadline = time.monotonic() + 120
-    with DualWriter(f"other-{topic}", kafka=kafka, engine=engine, producer_engine=producer_engine) as writer:
+    with DualWriter(f"other-{topic}", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
         while not warnings():
             assert time.monotonic() < deadline
             for partition in (0, 1):
@@ -81,7 +81,7 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
             consumer.committed([partition], timeout=2.0)
         stalled.append(partition)
         # What the group has taken from a dead member is as old as the session's time-out; living members are younger.
-        report = recover(prefix=f"{group}-", kafka=kafka, engine=engine, open_for_s=5)
+        report = recover(prefix=f"{group}-", kafka=kafka, database=engine, open_for_s=5)
         assert report.settled
         assert blocking_transactions(kafka, topics=[dualwrite_topic], group=group, open_for_s=0) == []
 

@@ -45,7 +45,7 @@ def left(kafka, engine, topics, orders, producer_engine):
                 tx.produce(topic, str(number))
             tx.connection.execute(insert(orders).values(id=number))
 
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine=producer_engine) as writer:
         write(writer, 1)
         mortal(writer)
         failpoints.arm("write.decided:1:raise")
@@ -63,7 +63,7 @@ def values(kafka, topic):
 
 def test_what_is_left_of_it_is_committed(kafka, engine, left, topics, dualwrite_kafka, coordinator):
     dualwrite_kafka.delete_topic(topics[1])
-    report = recover(open_for_s=0, kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, database=engine)
     assert (report.rolled_forward, report.losses) == (["orders"], [])
     assert values(kafka, topics[0]) == values(kafka, topics[2]) == [b"1", b"2"]
     assert SqlStateStore(engine).read(["orders"])[0].completed.value == "committed"
@@ -74,7 +74,7 @@ def test_a_topic_that_was_made_anew_under_the_name_is_no_evidence_against_it(
 ):
     dualwrite_kafka.delete_topic(topics[0])
     dualwrite_kafka.create_topic(topics[0])
-    report = recover(open_for_s=0, kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, database=engine)
     assert (report.rolled_forward, report.losses) == (["orders"], [])
     assert values(kafka, topics[0]) == []
     assert values(kafka, topics[1]) == values(kafka, topics[2]) == [b"1", b"2"]
@@ -86,7 +86,7 @@ def test_without_any_of_its_topics_only_a_native_transaction_is_known_to_be_comm
     """Its coordinator names it exactly, and says so; that nobody has read its messages is in the log."""
     for topic in topics:
         dualwrite_kafka.delete_topic(topic)
-    report = recover(open_for_s=0, kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, database=engine)
     if producer_engine == "native":
         assert (report.rolled_forward, report.losses) == (["orders"], [])
         assert "is committed, but its first records are no longer in the log" in caplog.text
@@ -106,7 +106,7 @@ def test_a_topic_that_is_there_and_shows_another_end_outweighs_the_others(
     with closing(KafkaAdminClient(bootstrap_servers=kafka["bootstrap.servers"])) as admin:
         ids = left.prepared.producer_id, left.prepared.epoch
         admin.abort_transaction(AbortTransactionSpec(Place(topics[1], 0), *ids, coordinator_epoch=0))
-    [loss] = recover(open_for_s=0, kafka=kafka, engine=engine).losses
+    [loss] = recover(open_for_s=0, kafka=kafka, database=engine).losses
     assert loss.outcome.value == "lost"
     assert values(kafka, topics[0]) == ([b"1", b"2"] if producer_engine == "native" else [b"1"])
     assert values(kafka, topics[1]) == [b"1"]

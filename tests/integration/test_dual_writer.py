@@ -84,7 +84,7 @@ def test_failure_at_every_step_before_the_decision_aborts_both(writer, dualwrite
 def test_failure_right_after_the_decision_is_completed_by_the_next_transaction_on_the_lane(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         failpoints.arm("write.decided:1:raise")
         with pytest.raises(FailpointError), writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
@@ -137,7 +137,7 @@ def test_what_is_deferred_to_commit_takes_its_time_before_the_decision(
         )
     settings = {**kafka, "transaction.timeout.ms": 12_000}
     with (
-        DualWriter("orders", kafka=settings, engine=engine, margin_s=8.5) as writer,
+        DualWriter("orders", kafka=settings, database=engine, margin_s=8.5) as writer,
         pytest.raises(TransactionAborted, match="must be left"),
         writer.transaction() as tx,
     ):
@@ -281,7 +281,7 @@ def test_autocommit_is_refused(writer, engine):
 @on_postgresql
 @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 def test_every_isolation_level_of_the_users(kafka, engine, dualwrite_topic, orders, rows, messages, level):
-    with DualWriter("orders", kafka=kafka, engine=engine.execution_options(isolation_level=level)) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine.execution_options(isolation_level=level)) as writer:
         for number in range(4):
             with writer.transaction() as tx:
                 write(tx, dualwrite_topic, orders, number)
@@ -292,10 +292,10 @@ def test_every_isolation_level_of_the_users(kafka, engine, dualwrite_topic, orde
 def test_a_second_writer_of_the_name_fences_the_first_on_every_lane(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine) as first:
+    with DualWriter("orders", kafka=kafka, database=engine) as first:
         with first.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
-        with DualWriter("orders", kafka=kafka, engine=engine) as second:
+        with DualWriter("orders", kafka=kafka, database=engine) as second:
             for _ in range(3):
                 with pytest.raises(Fenced), first.transaction() as tx:
                     write(tx, dualwrite_topic, orders, 2)
@@ -308,10 +308,13 @@ def test_a_second_writer_of_the_name_fences_the_first_on_every_lane(
 def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
         with pytest.raises((Fenced, TransactionAborted)), first.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
-            with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as second, second.transaction() as other:
+            with (
+                DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second,
+                second.transaction() as other,
+            ):
                 write(other, dualwrite_topic, orders, 2)
         with pytest.raises(Fenced), first.transaction() as tx:
             pass
@@ -323,7 +326,7 @@ def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
 @on_both
 def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, messages):
     failures = []
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=3) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=3) as writer:
 
         def work(base):
             try:
@@ -344,13 +347,13 @@ def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, me
 
 @on_both
 def test_a_url_works_as_well_as_an_engine(kafka, url, engine, dualwrite_topic, orders, rows, messages):
-    with DualWriter("orders", kafka=kafka, engine=url) as writer, writer.transaction() as tx:
+    with DualWriter("orders", kafka=kafka, database=url) as writer, writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)
     assert rows() == messages() == [1]
 
 
 def test_a_closed_or_unopened_writer_is_refused(kafka, engine):
-    writer = DualWriter("orders", kafka=kafka, engine=engine)
+    writer = DualWriter("orders", kafka=kafka, database=engine)
     with pytest.raises(IllegalStateError, match="not open"), writer.transaction():
         pass
     with writer:
@@ -379,22 +382,22 @@ def test_use_after_fork_is_refused(writer, dualwrite_topic):
 
 @on_both
 def test_close_records_that_all_is_complete(kafka, engine, dualwrite_topic, orders):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         with writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
-        assert [item.row.completed for item in status(kafka=kafka, engine=engine)] == [None]
-    (item,) = status(kafka=kafka, engine=engine)
+        assert [item.row.completed for item in status(kafka=kafka, database=engine)] == [None]
+    (item,) = status(kafka=kafka, database=engine)
     assert item.row.completed.value == "committed"
     assert not item.needs_recovery
 
 
 def test_an_idle_owner_records_that_all_is_complete(kafka, engine, dualwrite_topic, orders):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, idle_after_s=0.05) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, idle_after_s=0.05) as writer:
         with writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
         deadline = threading.Event()
         for _ in range(200):
-            (item,) = status(kafka=kafka, engine=engine)
+            (item,) = status(kafka=kafka, database=engine)
             if item.row.completed is not None or deadline.wait(0.05):
                 break
         assert item.row.completed.value == "committed"
@@ -403,7 +406,7 @@ def test_an_idle_owner_records_that_all_is_complete(kafka, engine, dualwrite_top
 @pytest.mark.parametrize("name", ["", "x" * 241, "a#1"])
 def test_a_bad_transactional_id_is_refused(kafka, engine, name):
     with pytest.raises(ConfigurationError):
-        DualWriter(name, kafka=kafka, engine=engine)
+        DualWriter(name, kafka=kafka, database=engine)
 
 
 def test_every_log_line_of_a_dual_write_names_its_id(writer, dualwrite_topic, orders, caplog):

@@ -143,7 +143,7 @@ def test_a_member_paused_through_a_rebalance_writes_nothing_when_it_wakes(
 def test_tasks_work_at_once_and_a_cancelled_one_is_read_again(place, group, kafka, url):
     """Each with a partition of its own. What was not decided is aborted, and committed offsets stay behind it."""
     fill(kafka, place["source"], 60)
-    options = {"topics": [place["source"]], "kafka": kafka, "engine": url, "workers": 2}
+    options = {"topics": [place["source"]], "kafka": kafka, "database": url, "workers": 2}
     copy = async_copier(place["target"])
 
     async def main():

@@ -47,7 +47,7 @@ write = partial(write_order, partitions=(0, 1))
 
 def leave_decided(kafka, engine, topic, orders, number, name="orders"):
     """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
-    writer = mortal(DualWriter(name, kafka=kafka, engine=engine, max_lanes=1))
+    writer = mortal(DualWriter(name, kafka=kafka, database=engine, max_lanes=1))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -68,10 +68,10 @@ def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hast
     kafka = {**patient(hasty_kafka.client_config()), "transaction.timeout.ms": 11_000}
     kafka_id = leave_decided(kafka, engine, topic, orders, 1)
     wait_for(kafka, kafka_id, TransactionStatus.COMPLETE_ABORT, TransactionStatus.NO_SUCH_ID)
-    report = recover(open_for_s=0, kafka=kafka, engine=engine)
+    report = recover(open_for_s=0, kafka=kafka, database=engine)
     assert [loss.outcome.value for loss in report.losses] == ["lost"]
     assert len(SqlStateStore(engine).incidents("orders")) == 1
-    assert not recover(open_for_s=0, kafka=kafka, engine=engine).losses, "a second settling changed something"
+    assert not recover(open_for_s=0, kafka=kafka, database=engine).losses, "a second settling changed something"
     assert read_committed(kafka_of(kafka), topic) == []
 
 
@@ -81,7 +81,7 @@ def kafka_of(kafka):
 
 def test_too_little_of_the_time_out_left_aborts_both(kafka, engine, orders, dualwrite_topic):
     settings = {**kafka, "transaction.timeout.ms": 12_000}
-    with DualWriter("orders", kafka=settings, engine=engine, margin_s=12.5) as writer:
+    with DualWriter("orders", kafka=settings, database=engine, margin_s=12.5) as writer:
         with pytest.raises(TransactionAborted, match="time") as caught:
             write(writer, dualwrite_topic, orders, 1)
         assert not caught.value.retryable
@@ -99,8 +99,8 @@ def test_id_that_the_coordinator_has_forgotten_is_settled_by_the_log(hasty_kafka
     coordinator.end({kafka_id: row.prepared}, committed=True, deadline=Deadline(30))
     coordinator.close()
     wait_for(kafka, kafka_id, TransactionStatus.NO_SUCH_ID)
-    assert recover(open_for_s=0, kafka=kafka, engine=engine).losses == []
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    assert recover(open_for_s=0, kafka=kafka, database=engine).losses == []
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
         write(writer, topic, orders, 2)
     assert sorted(record.value for record in read_committed(kafka, topic)) == [b"1", b"1", b"2", b"2"]
 
@@ -121,9 +121,9 @@ def test_outcome_that_the_log_no_longer_shows_is_unverifiable_and_told(hasty_kaf
     for future in admin.delete_records([TopicPartition(topic, partition, 2) for partition in (0, 1)]).values():
         future.result(120)
     with pytest.raises(OutcomeUnverifiable) as caught:
-        DualWriter("orders", kafka=kafka, engine=engine).open()
+        DualWriter("orders", kafka=kafka, database=engine).open()
     assert topic in str(caught.value)
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
         write(writer, topic, orders, 2)
     (incident,) = SqlStateStore(engine).incidents("orders")
     assert incident.outcome.value == "unverifiable"
@@ -133,9 +133,9 @@ def test_another_cluster_is_refused_and_nothing_is_aborted(kafka, hasty_kafka, e
     leave_decided(kafka, engine, dualwrite_topic, orders, 1)
     before = SqlStateStore(engine).read(["orders"])
     with pytest.raises(ConfigurationError, match="cluster"):
-        DualWriter("orders", kafka=patient(hasty_kafka.client_config()), engine=engine).open()
+        DualWriter("orders", kafka=patient(hasty_kafka.client_config()), database=engine).open()
     assert SqlStateStore(engine).read(["orders"]) == before
-    assert recover(open_for_s=0, kafka=kafka, engine=engine).rolled_forward == ["orders"]
+    assert recover(open_for_s=0, kafka=kafka, database=engine).rolled_forward == ["orders"]
 
 
 def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
@@ -145,7 +145,7 @@ def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
 
     def settle():
         try:
-            reports.append(recover(open_for_s=0, kafka=kafka, engine=engine, prefix="left-"))
+            reports.append(recover(open_for_s=0, kafka=kafka, database=engine, prefix="left-"))
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             failures.append(error)
 
@@ -156,7 +156,7 @@ def test_recoverers_at_once_converge(kafka, engine, orders, dualwrite_topic):
         thread.join()
     assert not failures
     assert not [loss for report in reports for loss in report.losses]
-    assert not [item for item in status(kafka=kafka, engine=engine) if item.needs_recovery]
+    assert not [item for item in status(kafka=kafka, database=engine) if item.needs_recovery]
     seen = sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic))
     assert seen == sorted(2 * list(range(6)))
 
@@ -181,7 +181,7 @@ def test_owner_paused_anywhere_and_resumed_after_somebody_settled_can_do_nothing
     case.run(operations=2)
     zombie.send_signal(signal.SIGCONT)
     zombie.communicate(timeout=PATIENCE_S)
-    recover(open_for_s=0, kafka=kafka, engine=url)
+    recover(open_for_s=0, kafka=kafka, database=url)
     took_over = point == "claim.before"  # it claims after the other has finished: a new owner, not a zombie
     rows = case.verify()
     assert {"w2-0", "w2-1"} <= rows
@@ -195,7 +195,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
     topic = mortal_kafka.create_topic("killed-in-the-middle", 2)
     kafka = mortal_kafka.client_config()
     kafka_id = leave_decided(kafka, engine, topic, orders, 1, name="left")
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         write(writer, topic, orders, 2)
         mortal_kafka.kill()
         mortal_kafka.start()
@@ -208,7 +208,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
                 continue
             done.append(number)
         assert done, "no write succeeded after the restart"
-    with DualWriter("left", kafka=kafka, engine=engine, max_lanes=1):
+    with DualWriter("left", kafka=kafka, database=engine, max_lanes=1):
         pass
     assert sorted(int(record.value) for record in read_committed(kafka, topic)) == sorted(2 * [1, 2, *done])
     with engine.connect() as connection:
@@ -219,7 +219,7 @@ def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, 
     """The owner's own commit finds that an operator has ended its decided transaction."""
     topic = hasty_kafka.create_topic("operator", 2)
     kafka = patient(hasty_kafka.client_config())
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         hit = failpoints.hit
         failpoints.hit = ended_by_hand(kafka, engine)
         try:
@@ -248,7 +248,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_closes(
     kafka, engine, orders, dualwrite_topic, point
 ):
     """The coordinator commits it afterwards and answers success: the log has the last word, in each partition."""
-    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
     writer.open()
 
     def at(name):
@@ -278,7 +278,7 @@ def write_around_a_marker(kafka, topic, writer, orders, number):
 def test_what_a_tool_aborts_between_two_messages_is_recorded_when_the_owner_closes(
     kafka, engine, orders, dualwrite_topic
 ):
-    writer = DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
     writer.open()
     write_around_a_marker(kafka, dualwrite_topic, writer, orders, 1)
     with pytest.raises(DecidedTransactionLost):
@@ -291,7 +291,7 @@ def test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides(
     kafka, engine, orders, dualwrite_topic, both
 ):
     """The later message hides the marker: only the gap in the sequence numbers shows that there was an earlier one."""
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, bulk=True) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, bulk=True) as writer:
         for number in (1, 2):
             write_order(writer, dualwrite_topic, orders, number)
         with pytest.raises(TransactionAborted, match="ended there by hand"):
@@ -317,7 +317,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
             write_abort_markers(kafka, dualwrite_topic, writer, [0])
 
     with DualWriter(
-        "orders", kafka=kafka, engine=engine, max_lanes=1, idle_after_s=0.01, on_loss=told.append
+        "orders", kafka=kafka, database=engine, max_lanes=1, idle_after_s=0.01, on_loss=told.append
     ) as writer:
         with failpoints.watched(at):
             write(writer, dualwrite_topic, orders, 1)
@@ -358,7 +358,7 @@ def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
         if name == "write.recorded":
             abort()
 
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, bulk=bulk) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, bulk=bulk) as writer:
         with failpoints.watched(at), pytest.raises((TransactionAborted, Fenced)) as caught:
             write(writer, dualwrite_topic, orders, 1)
         assert caught.value.outcome == "aborted"
@@ -372,9 +372,9 @@ def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
 def test_recovery_url_and_engine_are_the_same(kafka, url, engine, orders, dualwrite_topic):
     leave_decided(kafka, engine, dualwrite_topic, orders, 1)
     assert [
-        item.row.transactional_id for item in recover(open_for_s=0, kafka=kafka, engine=url, dry_run=True).planned
+        item.row.transactional_id for item in recover(open_for_s=0, kafka=kafka, database=url, dry_run=True).planned
     ] == ["orders"]
     own = create_engine(url)
-    assert recover("orders", kafka=kafka, engine=own, open_for_s=3600).skipped == ["orders"]
-    assert recover("orders", kafka=kafka, engine=own).rolled_forward == ["orders"]
+    assert recover("orders", kafka=kafka, database=own, open_for_s=3600).skipped == ["orders"]
+    assert recover("orders", kafka=kafka, database=own).rolled_forward == ["orders"]
     own.dispose()

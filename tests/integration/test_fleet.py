@@ -108,7 +108,7 @@ def test_members_killed_at_every_point_leave_no_id_behind_and_both_sides_agree(f
     assert living.exitcode == 0
     assert set(fleet.leases().values()) == {"free"}
     assert fleet.verify()
-    assert not [item for item in status(kafka=fleet.kafka, engine=fleet.url) if item.needs_recovery]
+    assert not [item for item in status(kafka=fleet.kafka, database=fleet.url) if item.needs_recovery]
 
 
 def test_a_paused_member_that_was_taken_for_dead_aborts_and_goes_on_under_a_new_lease(fleet):

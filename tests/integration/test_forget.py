@@ -27,16 +27,16 @@ def names(engine):
 def test_a_writer_that_never_comes_back_is_forgotten_and_its_name_may_be_used_again(
     kafka, engine, url, orders, dualwrite_topic
 ):
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
         write(writer, dualwrite_topic, orders, 1)
     assert names(engine) == ["orders", "orders#1"]
-    assert forget("orders", kafka=kafka, engine=engine).kept.keys() == {"orders", "orders#1"}, "it is young"
+    assert forget("orders", kafka=kafka, database=engine).kept.keys() == {"orders", "orders#1"}, "it is young"
     age(engine)
-    assert forget("orders", kafka=kafka, engine=url, dry_run=True).forgotten == ["orders", "orders#1"]
+    assert forget("orders", kafka=kafka, database=url, dry_run=True).forgotten == ["orders", "orders#1"]
     assert names(engine) == ["orders", "orders#1"], "a dry run deletes nothing"
-    assert forget("orders", kafka=kafka, engine=url).forgotten == ["orders", "orders#1"]
+    assert forget("orders", kafka=kafka, database=url).forgotten == ["orders", "orders#1"]
     assert names(engine) == []
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
         write(writer, dualwrite_topic, orders, 2)
     assert sorted(record.value for record in read_committed(kafka, dualwrite_topic)) == [b"1", b"2"]
 
@@ -46,13 +46,13 @@ def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, 
     case = Case(tmp_path, kafka, url, dualwrite_topic)
     case.run(failpoint="write.decided:2", killed=True)
     age(engine)
-    report = forget(kafka=kafka, engine=engine)
+    report = forget(kafka=kafka, database=engine)
     assert report.forgotten == []
     assert "recover" in report.kept["case"]
     assert report.unsettled == ["case"]
-    recover(kafka=kafka, engine=engine, open_for_s=0)
+    recover(kafka=kafka, database=engine, open_for_s=0)
     age(engine)
-    assert forget(kafka=kafka, engine=engine).kept == {}
+    assert forget(kafka=kafka, database=engine).kept == {}
     assert {record.value for record in read_committed(kafka, dualwrite_topic)}
 
 
@@ -60,7 +60,7 @@ def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, 
 def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody_holds_them(kafka, engine, url):
     store = SqlStateStore(engine)
     cluster_id = None
-    with DualWriter("probe", kafka=kafka, engine=engine, max_lanes=1):
+    with DualWriter("probe", kafka=kafka, database=engine, max_lanes=1):
         cluster_id = store.read(["probe"])[0].cluster_id
     with engine.begin() as connection:
         for name, acknowledged in (("orders", "now()"), ("untold", "NULL")):
@@ -75,12 +75,12 @@ def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody
     held = pool.lease("worker 1", 600)
     store.claim([held.transactional_id], owner="test", cluster_id=cluster_id)
     age(engine)
-    report = forget(kafka=kafka, engine=url)
+    report = forget(kafka=kafka, database=url)
     assert report.incidents == 1
     assert report.forgotten == ["probe"]
     assert set(report.kept) == {"pool#1", "untold"}
     pool.release({held.transactional_id: held.owner})
-    free = forget(prefix="pool", kafka=kafka, engine=url)
+    free = forget(prefix="pool", kafka=kafka, database=url)
     assert free.forgotten == ["pool#1"]
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM dualwrite_slot")) == 0
@@ -89,7 +89,7 @@ def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka, engine, url):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1):
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1):
         pass
     Runs(engine).replace("flights", "2013-01-01")
     age(engine)
@@ -110,7 +110,7 @@ def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka,
     with pytest.raises(
         ConfigurationError, match=f'GRANT SELECT, DELETE ON .*dualwrite_incident.* TO "{role}"'
     ) as caught:
-        forget("orders", kafka=kafka, engine=as_clerk)
+        forget("orders", kafka=kafka, database=as_clerk)
     grant = caught.value.next_step.partition(": ")[2]
     with engine.begin() as connection:
         connection.execute(text(grant))

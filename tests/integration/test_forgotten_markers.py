@@ -68,7 +68,7 @@ class Stage:
         while self.at == AWAY:
             self.name = self.topic = f"{name}-{time.monotonic_ns()}"
             self.writer = DualWriter(
-                self.name, kafka=self.kafka, engine=self.engine, max_lanes=1, producer_engine=ENGINE
+                self.name, kafka=self.kafka, database=self.engine, max_lanes=1, producer_engine=ENGINE
             )
             self.writer.__enter__()
             self.kafka_id = self.row.kafka_id(self.row.incarnation)
@@ -120,7 +120,7 @@ class Stage:
         self.die()
 
     def recover(self):
-        return recover(kafka=self.kafka, engine=self.engine, transactional_id=self.name)
+        return recover(kafka=self.kafka, database=self.engine, transactional_id=self.name)
 
     def visible(self):
         return {message.value.decode() for message in read_committed(self.kafka, self.topic)}
@@ -208,12 +208,12 @@ def stages(cluster, tmp_path_factory):
 
 def test_a_decided_transaction_is_committed_also_where_its_marker_was_forgotten(stages):
     stage = stages["recovered"]
-    [before] = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)
+    [before] = status(kafka=stage.kafka, database=stage.engine, transactional_id=stage.name)
     assert before.needs_recovery
     assert not stage.recover().losses
     assert stage.visible() == {"a/0", "a/1"}
     assert stage.row.completed is Outcome.COMMITTED
-    after = status(kafka=stage.kafka, engine=stage.engine, transactional_id=stage.name)
+    after = status(kafka=stage.kafka, database=stage.engine, transactional_id=stage.name)
     assert not [item for item in after if item.needs_recovery]
 
 

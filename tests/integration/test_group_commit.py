@@ -165,7 +165,7 @@ def test_a_lost_answer_to_the_commit(
     runs = []
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        with DualWriter("orders", kafka=kafka, engine=through) as writer:
+        with DualWriter("orders", kafka=kafka, database=through) as writer:
 
             def submit(number):
                 def unit(tx):
@@ -190,13 +190,13 @@ def test_a_lost_answer_to_the_commit(
         through.dispose()
     assert {type(future.exception()) for future in futures} == {type(None) if resolved else TransactionInDoubt}
     assert runs == [1, 2, 3]
-    recover(kafka=kafka, engine=engine, open_for_s=0)
+    recover(kafka=kafka, database=engine, open_for_s=0)
     assert both() == ([1, 2, 3], [1, 2, 3])
 
 
 @on_both
 def test_the_units_of_many_callers_keep_the_order_of_each(kafka, engine, dualwrite_topic, orders, both):
-    with DualWriter("orders", kafka=kafka, engine=engine, groups=GroupLimits(units=7)) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, groups=GroupLimits(units=7)) as writer:
 
         def caller(first):
             futures = []
@@ -229,7 +229,7 @@ def test_the_units_of_many_callers_keep_the_order_of_each(kafka, engine, dualwri
 def test_a_serialization_failure_runs_its_unit_again(kafka, url, dualwrite_topic, orders, engine, both):
     serializable = create_engine(url, isolation_level="SERIALIZABLE")
     runs = []
-    with DualWriter("orders", kafka=kafka, engine=serializable) as writer:
+    with DualWriter("orders", kafka=kafka, database=serializable) as writer:
 
         def conflicted(tx):
             runs.append(1)
@@ -254,7 +254,7 @@ def test_the_units_of_tasks(kafka, url, engine, dualwrite_topic, orders, both):
     pytest.importorskip("aiosqlite")
 
     async def main():
-        async with AsyncDualWriter("orders", kafka=kafka, engine=url) as writer:
+        async with AsyncDualWriter("orders", kafka=kafka, database=url) as writer:
 
             def unit(number):
                 async def work(tx):

@@ -20,9 +20,9 @@ def seen_by_a_user(writer, engine, topic):
 
 
 def test_a_user_sees_the_same_of_both_writers(kafka, engine, dualwrite_topic):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         real = seen_by_a_user(writer, engine, dualwrite_topic)
-    with InMemoryWriter("orders", engine=engine, max_lanes=1) as writer:
+    with InMemoryWriter("orders", database=engine, max_lanes=1) as writer:
         in_memory = seen_by_a_user(writer, engine, dualwrite_topic)
     for name in CLIENTS:
         assert in_memory[name] == real[name], name

@@ -44,7 +44,7 @@ def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
             tx.connection.execute(insert(orders).values(id=number))
         return number
 
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, lane_timeout_s=30) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, lane_timeout_s=30) as writer:
         write(writer)
         for line in itertools.count(first, step):
             interruption = Interruption(line)
@@ -64,7 +64,7 @@ def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
                 told[write(writer)] = None
             except DualWriteError as error:
                 pytest.fail(f"after an interruption at {interruption.at}: {error!r}")
-    recover("orders", kafka=kafka, engine=engine)
+    recover("orders", kafka=kafka, database=engine)
     with engine.connect() as connection:
         rows = sorted(connection.execute(select(orders.c.id)).scalars())
     assert rows == sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))

@@ -55,7 +55,7 @@ def test_writer_killed_then_next_start_makes_both_sides_equal(case, point):
     rows = case.verify()
     assert ("w1-1" in rows) is (point in DECIDED)
     assert {"w1-0", "w2-0", "w2-1"} <= rows
-    recover(open_for_s=0, kafka=case.kafka, engine=case.url)
+    recover(open_for_s=0, kafka=case.kafka, database=case.url)
     assert case.verify() == rows, "a second settling changed something"
 
 
@@ -96,4 +96,4 @@ def test_settler_killed_then_another_settles(case, point, left_by):
     case.run(operations=1)
     rows = case.verify()
     assert ("w1-1" in rows) is (left_by == "write.decided")
-    assert not [item for item in status(kafka=case.kafka, engine=case.url) if item.needs_recovery]
+    assert not [item for item in status(kafka=case.kafka, database=case.url) if item.needs_recovery]

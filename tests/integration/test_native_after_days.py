@@ -67,10 +67,10 @@ class Left:
             return coordinator.describe([kafka_id], Deadline(60))[kafka_id]
 
     def recover(self):
-        return recover(self.name, kafka=self.config, engine=self.engine)
+        return recover(self.name, kafka=self.config, database=self.engine)
 
     def writer(self):
-        return DualWriter(self.name, kafka=self.config, engine=self.engine, producer_engine="native")
+        return DualWriter(self.name, kafka=self.config, database=self.engine, producer_engine="native")
 
     def bounds(self):
         """By partition, the first offset, and the one that committed readers cannot pass."""
@@ -138,7 +138,7 @@ def with_a_limit_it_is_lost_recorded_and_raised(left):
 
 def an_undecided_one_holds_back_readers_until_a_recovery(left, before):
     assert left.bounds() == before
-    [item] = [one for one in status(left.name, kafka=left.config, engine=left.engine) if one.needs_recovery]
+    [item] = [one for one in status(left.name, kafka=left.config, database=left.engine) if one.needs_recovery]
     assert (item.is_undecided, item.aborted_in_s) == (True, None)
     found = blocking_transactions(left.config, topics=[left.topic], open_for_s=0)
     assert {(one.partition, one.writer) for one in found} == {(0, left.name), (1, left.name)}

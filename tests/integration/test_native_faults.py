@@ -144,7 +144,7 @@ def test_a_writer_goes_on_with_another_incarnation_before_its_epochs_end(
     kafka, engine, orders, both, dualwrite_topic, monkeypatch
 ):
     monkeypatch.setattr(instance, "_EPOCHS", 3)
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1, producer_engine="native") as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine="native") as writer:
         for number in range(10):
             write(writer, dualwrite_topic, orders, number)
     assert both() == (list(range(10)), list(range(10)))

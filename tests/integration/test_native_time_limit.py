@@ -95,8 +95,8 @@ def test_status_shows_whether_two_phase_commit_is_used(two_phase_kafka, tmp_path
         upgrade(connection)
     shown = {}
     for name, settings in (("with", {}), ("without", {"transaction.two.phase.commit.enable": "false"})):
-        with DualWriter(name, kafka={**config, **settings}, engine=engine, max_lanes=1, producer_engine="native"):
-            [shown[name]] = [one.has_no_time_limit for one in status(name, kafka=config, engine=engine)]
+        with DualWriter(name, kafka={**config, **settings}, database=engine, max_lanes=1, producer_engine="native"):
+            [shown[name]] = [one.has_no_time_limit for one in status(name, kafka=config, database=engine)]
     engine.dispose()
     assert shown == {"with": True, "without": False}
 

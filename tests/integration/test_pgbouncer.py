@@ -30,7 +30,10 @@ def test_dual_writes_share_connections_and_leave_no_setting_on_them(
     bouncer, kafka, engine, orders, dualwrite_topic, both
 ):
     """By URL, as the commands connect too: no statement is prepared under a name on a connection that others get next."""
-    with DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=4) as writer, ThreadPoolExecutor(8) as threads:
+    with (
+        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=4) as writer,
+        ThreadPoolExecutor(8) as threads,
+    ):
         list(threads.map(lambda number: write(writer, dualwrite_topic, orders, number), range(40)))
     assert both() == (list(range(40)), list(range(40)))
     through = create_engine(bouncer.url, connect_args={"prepare_threshold": None})
@@ -46,7 +49,7 @@ def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_p
     directory.mkdir()
     case = Case(directory, kafka, bouncer.url, dualwrite_topic)
     case.run(failpoint="write.decided:2", killed=True)
-    assert recover("case", kafka=kafka, engine=bouncer.url).rolled_forward == ["case"]
+    assert recover("case", kafka=kafka, database=bouncer.url).rolled_forward == ["case"]
     assert case.verify() == {"w1-0", "w1-1"}
 
 
@@ -66,7 +69,7 @@ def test_an_owner_that_is_paused_before_its_commit_has_decided_nothing(
                 ):
                     connection.rollback()
 
-    with DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1, margin_s=0.5) as writer:
+    with DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1, margin_s=0.5) as writer:
         monkeypatch.setattr(failpoints, "hit", paused)
         with pytest.raises(TransactionAborted):
             write(writer, dualwrite_topic, orders, 1)
@@ -81,7 +84,7 @@ def test_a_pooler_that_is_killed_in_a_commit_is_asked_when_it_is_back(
     with (
         PostgresProxy(dualwrite_postgres) as proxy,
         PgBouncer(tmp_path, proxy.url(url)) as bouncer,
-        DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1, timeout_s=PATIENCE_S) as writer,
+        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1, timeout_s=PATIENCE_S) as writer,
     ):
         write(writer, dualwrite_topic, orders, 1)
         rule = proxy.on("COMMIT").hold_answer()
@@ -101,4 +104,4 @@ def test_pooling_by_statement_is_refused(tmp_path, kafka, url, engine, orders):
         PgBouncer(tmp_path, url, pool_mode="statement") as bouncer,
         pytest.raises(ConfigurationError, match="pool_mode"),
     ):
-        DualWriter("orders", kafka=kafka, engine=bouncer.url, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1).open()

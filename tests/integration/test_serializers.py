@@ -49,7 +49,7 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
 
         run(avro)
         with DualWriter(
-            "again", kafka=kafka, engine=engine, value_serializer=names["writer"]._serializing._value
+            "again", kafka=kafka, database=engine, value_serializer=names["writer"]._serializing._value
         ) as writer:
             run(failing, writer=writer)
             names["place"]({"id": 2, "item": "cup"})
@@ -61,7 +61,7 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
         run(structured)
 
         run(reading)
-        with DualWriter("junk", kafka=kafka, engine=engine) as writer, writer.transaction() as tx:
+        with DualWriter("junk", kafka=kafka, database=engine) as writer, writer.transaction() as tx:
             tx.produce(topics["orders"], value=b"not Avro", key="4")
         names["consumer"].run(max_messages=3)
         assert names["consumer"].progress.dead_letters == 1

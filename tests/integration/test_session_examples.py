@@ -61,7 +61,7 @@ def test_the_examples_of_sessions_and_fastapi(run, there):
 def test_the_example_of_asynchronous_sessions(run, there, kafka, url):
     async def main():
         engine = create_async_engine(url)
-        async with AsyncDualWriter("others", kafka=kafka, engine=engine) as writer:
+        async with AsyncDualWriter("others", kafka=kafka, database=engine) as writer:
             names = run(example("sessions.md", "An AsyncSession")[0], async_writer=writer, async_engine=engine)
             await names["place_order_in_task"]("tea")
         await engine.dispose()
@@ -139,7 +139,7 @@ def test_a_commit_of_a_psycopg_connection_that_is_not_answered_is_resolved(
         through = create_engine(proxy.url(url))
         dsn = proxy.url(url).replace("postgresql+psycopg://", "postgresql://")
         with (
-            DualWriter("others", kafka=kafka, engine=through, max_lanes=1) as writer,
+            DualWriter("others", kafka=kafka, database=through, max_lanes=1) as writer,
             psycopg.connect(dsn) as connection,
         ):
             for item in ("coffee", "tea"):
@@ -160,7 +160,7 @@ def test_a_writer_of_another_kind_of_database_refuses_a_psycopg_connection(kafka
     with sqlite.connect() as connection:
         upgrade(connection)
     with (
-        DualWriter("others", kafka=kafka, engine=sqlite) as writer,
+        DualWriter("others", kafka=kafka, database=sqlite) as writer,
         psycopg.connect(dsn) as connection,
         pytest.raises(ConfigurationError, match="another database"),
         writer.transaction(connection),

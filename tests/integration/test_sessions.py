@@ -112,7 +112,7 @@ def test_the_session_of_flask_sqlalchemy(kafka, url, dualwrite_topic, both, engi
     db = SQLAlchemy(app)
     with app.app_context():
         database = db.engine
-    with DualWriter("shop", kafka=kafka, engine=database) as writer:
+    with DualWriter("shop", kafka=kafka, database=database) as writer:
         messages = writer.bind(db.session)
 
         @app.post("/orders/<int:number>")
@@ -151,7 +151,7 @@ def test_an_owner_that_was_taken_over_commits_nothing_of_a_session(kafka, engine
     with factory() as session:
         put(session, 1)
         session.flush()
-        with DualWriter("orders", kafka=kafka, engine=engine):
+        with DualWriter("orders", kafka=kafka, database=engine):
             with pytest.raises((Fenced, TransactionAborted)):
                 session.commit()
             session.rollback()
@@ -222,7 +222,7 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
         factory = sessionmaker(through)
-        with DualWriter("others", kafka=kafka, engine=through, max_lanes=1) as writer:
+        with DualWriter("others", kafka=kafka, database=through, max_lanes=1) as writer:
             messages = writer.bind(factory)
             with factory() as session:
                 session.add(Order(id=1))

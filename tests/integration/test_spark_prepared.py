@@ -46,14 +46,14 @@ def test_a_driver_killed_before_its_decision_leaves_what_the_next_one_undoes(spa
         write(numbered(spark), source="armed", batchId="1", inCommit="batch.recorded", inAbort="claim.before")
     assert len(prepared_transactions(numbers)) == 4
     assert staging_tables(numbers) == numbers.rows() == []
-    found = status(kafka=numbers.kafka, engine=numbers.url)
+    found = status(kafka=numbers.kafka, database=numbers.url)
     assert [item.prepared_for_s is not None and item.needs_recovery for item in found] == [True] * 4
     # A recovery on a schedule cannot know that no driver will decide, as long as the leases live.
     for open_for_s, planned, skipped in ((0.001, 0, 4), (0.0, 4, 0)):
-        report = recover(kafka=numbers.kafka, engine=numbers.url, open_for_s=open_for_s, dry_run=True)
+        report = recover(kafka=numbers.kafka, database=numbers.url, open_for_s=open_for_s, dry_run=True)
         assert (len(report.planned), len(report.skipped)) == (planned, skipped)
     numbers.execute("UPDATE dualwrite_slot SET lease_until = now()")
-    assert not recover(kafka=numbers.kafka, engine=numbers.url, open_for_s=0.001, dry_run=True).skipped
+    assert not recover(kafka=numbers.kafka, database=numbers.url, open_for_s=0.001, dry_run=True).skipped
     write(numbered(spark), batchId="2")
     write(numbered(spark), batchId="1")
     assert len(numbers.rows()) == 2 * ROWS
@@ -73,7 +73,7 @@ def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, wri
         write(numbered(spark), source="armed", batchId="1", inCommit=point, inAbort="claim.before")
     assert prepared_transactions(numbers)
     assert len(numbers.rows()) < ROWS
-    recover(open_for_s=0, kafka=numbers.kafka, engine=numbers.url)
+    recover(open_for_s=0, kafka=numbers.kafka, database=numbers.url)
     assert prepared_transactions(numbers) == []
     numbers.verify()
     write(numbered(spark), batchId="1")
@@ -93,7 +93,7 @@ def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
         store.claim([row.transactional_id], owner="another", cluster_id=row.cluster_id)
         store.mark_settled({row.transactional_id: row.incarnation})
     engine.dispose()
-    [item] = [item for item in status(kafka=numbers.kafka, engine=numbers.url) if item.prepared_for_s is not None]
+    [item] = [item for item in status(kafka=numbers.kafka, database=numbers.url) if item.prepared_for_s is not None]
     assert item.needs_recovery
     write(numbered(spark), batchId="1")
     numbers.verify()

@@ -95,7 +95,7 @@ def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, j
 
     def recover_at(name):
         if name == point:
-            reports.append(recover(kafka=numbers.kafka, engine=numbers.url, open_for_s=0.001))
+            reports.append(recover(kafka=numbers.kafka, database=numbers.url, open_for_s=0.001))
 
     with failpoints.watched(recover_at):
         done = job.run_task()

@@ -264,7 +264,7 @@ def test_a_stream_killed_again_and_again_writes_each_file_once(numbers, stream):
 def test_status_shows_what_a_dead_driver_has_left(spark, numbers, write, kafka, engine):
     with pytest.raises(SPARKS_ERRORS):
         write(numbered(spark), source="armed", batchId="1", inCommit="batch.decided", inAbort="claim.before")
-    shown = status(kafka=kafka, engine=engine, prefix=numbers.sink)
+    shown = status(kafka=kafka, database=engine, prefix=numbers.sink)
     assert len(shown) == PARTITIONS
 
 

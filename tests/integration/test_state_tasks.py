@@ -205,7 +205,9 @@ def test_a_writers_serializers_leave_the_changelog_alone(tmp_path, kafka, migrat
     def refuse(value, _):
         raise AssertionError(value)
 
-    writer = DualWriter("count", kafka=kafka, engine=migrated_database, key_serializer=refuse, value_serializer=refuse)
+    writer = DualWriter(
+        "count", kafka=kafka, database=migrated_database, key_serializer=refuse, value_serializer=refuse
+    )
     with writer, KeyValueStore(tmp_path / "store") as store:
         task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
         write(task, a="\x00\x01")
@@ -214,7 +216,7 @@ def test_a_writers_serializers_leave_the_changelog_alone(tmp_path, kafka, migrat
 
 def test_a_writer_in_bulk_mode_is_refused(tmp_path, kafka, migrated_database, changelog):
     with (
-        DualWriter("count", kafka=kafka, engine=migrated_database, bulk=True) as writer,
+        DualWriter("count", kafka=kafka, database=migrated_database, bulk=True) as writer,
         KeyValueStore(tmp_path / "store") as store,
     ):
         task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)

@@ -90,7 +90,7 @@ class Writer:
         self._writer = None
 
     def open(self):
-        self._writer = DualWriter(self.name, kafka=self._crowd.kafka, engine=self._crowd.engine, max_lanes=1)
+        self._writer = DualWriter(self.name, kafka=self._crowd.kafka, database=self._crowd.engine, max_lanes=1)
         self._writer.open()
 
     def until_suspended(self):
@@ -338,13 +338,13 @@ class Crowd:
 
     def _check(self):
         """The differences found."""
-        report = recover(kafka=self.kafka, engine=self.engine, timeout_s=120)
+        report = recover(kafka=self.kafka, database=self.engine, timeout_s=120)
         # Of owners that live, nothing hangs: they know where their last transaction was, until it is known to have ended there.
         hanging = [f"hanging: {one}" for one in abort_hanging(self.kafka, self.topic, 2)]
         wrong = [one for one in hanging if "-dies." not in one]
         wrong += [f"lost: {loss.row.transactional_id}: {loss.detail}" for loss in report.losses]
         wrong += [
-            f"to be recovered: {item}" for item in status(kafka=self.kafka, engine=self.engine) if item.needs_recovery
+            f"to be recovered: {item}" for item in status(kafka=self.kafka, database=self.engine) if item.needs_recovery
         ]
         wrong += [f"incident: {incident}" for incident in SqlStateStore(self.engine).incidents()]
         history: History = Journal.read(self.journal.path)

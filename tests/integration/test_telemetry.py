@@ -42,7 +42,7 @@ def test_a_trace_goes_through_the_topic_to_a_consumer_and_on(
 ):
     incoming, bills = (dualwrite_kafka.create_topic(f"{dualwrite_topic}-{name}", 1) for name in ("orders", "bills"))
     user = recorded.tracers.get_tracer("user")
-    with DualWriter("orders", kafka=kafka, engine=engine, telemetry=recorded.telemetry) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, telemetry=recorded.telemetry) as writer:
         recorded.clear()
         with user.start_as_current_span("request") as request, writer.transaction() as tx:
             tx.connection.execute(insert(orders).values(id=1))

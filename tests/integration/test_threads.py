@@ -83,7 +83,7 @@ def test_a_block_inside_a_block_is_refused_however_it_was_entered(writer, write,
 
 def test_writers_are_apart(writer, kafka, engine, write, both):
     with (
-        DualWriter("others", kafka=kafka, engine=engine, max_lanes=1) as other,
+        DualWriter("others", kafka=kafka, database=engine, max_lanes=1) as other,
         writer.transaction() as tx,
         other.transaction() as inner,
     ):
@@ -107,7 +107,7 @@ def test_a_thread_started_inside_a_block_has_a_block_of_its_own(writer, write, b
 
 
 def test_a_block_that_is_left_lying_is_aborted_and_its_lane_comes_back(kafka, engine, write, both):
-    with DualWriter("orders", kafka=kafka, engine=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         block = writer.transaction()
         write(block.__enter__(), 1)
         del block

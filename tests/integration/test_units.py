@@ -31,7 +31,7 @@ def writing(kafka, url, dualwrite_topic):
     """Opens writers of the topic's partition 0 with parts of two records."""
 
     def make(**settings):
-        return UnitWriter(dualwrite_topic, kafka=kafka, engine=url, **{"part_records": 2, **settings})
+        return UnitWriter(dualwrite_topic, kafka=kafka, database=url, **{"part_records": 2, **settings})
 
     return make
 
@@ -159,7 +159,7 @@ def test_a_part_whose_messages_do_not_arrive_aborts_the_unit(writing, reader):
 
 def test_a_compacted_topic_is_refused_before_a_record_is_in_it(dualwrite_kafka, kafka, url, dualwrite_topic):
     topic = dualwrite_kafka.create_topic(f"{dualwrite_topic}-compacted", 1, config={"cleanup.policy": "compact"})
-    with UnitWriter(topic, kafka=kafka, engine=url, part_records=1) as writer:
+    with UnitWriter(topic, kafka=kafka, database=url, part_records=1) as writer:
         with pytest.raises(TransactionAborted), writer.unit() as unit:
             put(unit, a="1", b="1")
         with closing(PartitionLogs(kafka)) as logs:
@@ -169,7 +169,7 @@ def test_a_compacted_topic_is_refused_before_a_record_is_in_it(dualwrite_kafka, 
 def test_misuse_is_refused_with_what_to_do(writing, kafka, url, dualwrite_topic):
     with (
         pytest.raises(ConfigurationError, match="has no partition 7"),
-        UnitWriter(dualwrite_topic, 7, kafka=kafka, engine=url),
+        UnitWriter(dualwrite_topic, 7, kafka=kafka, database=url),
     ):
         pass
     writer = writing()
@@ -190,7 +190,7 @@ def test_misuse_is_refused_with_what_to_do(writing, kafka, url, dualwrite_topic)
 
 
 def die(kafka, url, topic, point):
-    with UnitWriter(topic, kafka=kafka, engine=url, part_records=2) as writer:
+    with UnitWriter(topic, kafka=kafka, database=url, part_records=2) as writer:
         with writer.unit("whole") as unit:
             put(unit, a="1", b="1", c="1")
         failpoints.arm(point)
@@ -323,12 +323,12 @@ def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
     dualwrite_kafka, kafka, engine, dualwrite_topic, others
 ):
     unit_topic = dualwrite_kafka.create_topic(f"{dualwrite_topic}-units", 1)
-    with DualWriter("orders", kafka=kafka, engine=engine) as writer, writer.transaction() as tx:
+    with DualWriter("orders", kafka=kafka, database=engine) as writer, writer.transaction() as tx:
         tx.produce(dualwrite_topic, "1")
 
     def announce():
         return announce_batch(
-            "a", dualwrite_topic, unit_topic=unit_topic, kafka=kafka, engine=engine, schema=None, timeout_s=PATIENCE_S,
+            "a", dualwrite_topic, unit_topic=unit_topic, kafka=kafka, database=engine, schema=None, timeout_s=PATIENCE_S,
             producer_engine="auto", others=others,
         )  # fmt: skip
 

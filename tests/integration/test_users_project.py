@@ -24,11 +24,11 @@ def test_it_writes(tmp_path):
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE orders (id INTEGER)"))
     kafka = {"bootstrap.servers": os.environ["KAFKA"]}
-    with DualWriter("project", kafka=kafka, engine=engine) as writer:
+    with DualWriter("project", kafka=kafka, database=engine) as writer:
         with writer.transaction() as tx:
             tx.connection.execute(text("INSERT INTO orders VALUES (1)"))
             tx.produce(os.environ["TOPIC"], value="1")
-    assert recover(kafka=kafka, engine=engine).losses == []
+    assert recover(kafka=kafka, database=engine).losses == []
     engine.dispose()
 """
 

@@ -96,7 +96,7 @@ class _Actor:
         writer = DualWriter(
             TRANSACTIONAL_ID,
             kafka=self._settings.kafka,
-            engine=self._engine,
+            database=self._engine,
             max_lanes=lanes,
             owner=self._settings.name,
             **self._settings.options,
@@ -127,7 +127,7 @@ class _Actor:
         recover(
             open_for_s=0,
             kafka=self._settings.kafka,
-            engine=self._engine,
+            database=self._engine,
             after_restore=after_restore,
             owner=self._settings.name,
         )

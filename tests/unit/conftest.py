@@ -23,7 +23,7 @@ class Shop:
         self.engine = database.engines[0]
 
     def writer(self, name: str = "orders", **kwargs: Any) -> DualWriter:
-        return DualWriter(name, **{"kafka": SETTINGS, "engine": self.engine, **kwargs})
+        return DualWriter(name, **{"kafka": SETTINGS, "database": self.engine, **kwargs})
 
     @staticmethod
     def put(tx: Transaction, number: int) -> None:

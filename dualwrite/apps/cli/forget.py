@@ -54,7 +54,7 @@ def forget(
     report = forgetting.forget(
         transactional_id,
         kafka=kafka,
-        engine=url,
+        database=url,
         schema=schema,
         prefix=prefix,
         untouched_for_s=untouched_for_days * _DAY_S,

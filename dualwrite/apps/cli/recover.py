@@ -89,7 +89,7 @@ def recover(
         report = recovery.recover(
             transactional_id,
             kafka=kafka,
-            engine=url,
+            database=url,
             schema=schema,
             prefix=prefix,
             open_for_s=open_for_s,

@@ -57,7 +57,7 @@ def status(
     engine = engine_of(url)
     try:
         items = recovery.status(
-            transactional_id, kafka=kafka, engine=engine, schema=schema, prefix=prefix, timeout_s=timeout_s
+            transactional_id, kafka=kafka, database=engine, schema=schema, prefix=prefix, timeout_s=timeout_s
         )
         incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
         leases = read_leases(engine, transactional_id, prefix=prefix or "", schema=schema)

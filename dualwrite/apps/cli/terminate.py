@@ -48,7 +48,7 @@ def terminate(
     """
     try:
         report = terminating.terminate(
-            transactional_id, kafka=kafka, engine=url, schema=schema, lose_decided=lose_decided, timeout_s=timeout_s
+            transactional_id, kafka=kafka, database=url, schema=schema, lose_decided=lose_decided, timeout_s=timeout_s
         )
     except IllegalStateError as error:
         click.echo(f"dualwrite: refused: {error}", err=True)

@@ -36,7 +36,7 @@ class ExactlyOnceConsumer:
         handler: Called with the transaction and a list of confluent-kafka's messages, in the order of each partition. It must
             not commit, and must not send offsets.
         kafka: librdkafka configuration for all clients; ``bootstrap.servers`` at least.
-        engine: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
         offsets: ``kafka``: in the Kafka transaction. ``database``: as rows of ``dualwrite_consumed``; if Kafka loses a decided
             transaction, its messages are then not handled twice.
@@ -72,7 +72,7 @@ class ExactlyOnceConsumer:
         topics: Sequence[str],
         handler: Handler,
         kafka: Mapping[str, object],
-        engine: Engine | str,
+        database: Engine | str,
         schema: str | None = None,
         offsets: Literal["kafka", "database"] = "kafka",
         consumer: Mapping[str, object] | None = None,
@@ -86,7 +86,7 @@ class ExactlyOnceConsumer:
         key_deserializer: Deserializers = None,
         value_deserializer: Deserializers = None,
     ) -> None:
-        made = engine_of(engine)
+        made = engine_of(database)
         self._member = Member(
             group,
             member,
@@ -94,7 +94,7 @@ class ExactlyOnceConsumer:
             handler=handler,
             kafka=kafka,
             engine=made,
-            dispose=made.dispose if isinstance(engine, str) else lambda: None,
+            dispose=made.dispose if isinstance(database, str) else lambda: None,
             make_writer=DualWriter,
             schema=schema,
             offsets=offsets,

@@ -145,7 +145,7 @@ class Member:
         self._lag: Mapping[tuple[str, int], int] = {}
 
     def _new_writer(self) -> DualWriter:
-        given = {**self._arguments, "kafka": self._kafka, "engine": self._engine, "schema": self._schema}
+        given = {**self._arguments, "kafka": self._kafka, "database": self._engine, "schema": self._schema}
         return self._make_writer(self.transactional_id, **given)
 
     @property

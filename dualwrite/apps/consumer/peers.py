@@ -64,7 +64,7 @@ class Peers:
         found = status(
             prefix=member_prefix(self._group),
             kafka=self._kafka,
-            engine=self._engine,
+            database=self._engine,
             schema=self._schema,
             timeout_s=_ANSWER_S,
         )
@@ -78,7 +78,7 @@ class Peers:
             report = recover(
                 name,
                 kafka=self._kafka,
-                engine=self._engine,
+                database=self._engine,
                 schema=self._schema,
                 timeout_s=_ANSWER_S,
                 owner=self._ours,

@@ -59,7 +59,7 @@ class InMemoryWriter(Submitting):
 
     Args:
         transactional_id: As for `DualWriter`.
-        engine: A SQLAlchemy engine or a URL; a new SQLite database in memory if not given. Dual writes on an engine with a
+        database: A SQLAlchemy engine or a URL; a new SQLite database in memory if not given. Dual writes on an engine with a
             ``StaticPool`` run one at a time, and other code must not use the engine inside a block: it would be on the same
             connection.
         max_lanes: The maximum number of concurrent transactions.
@@ -79,7 +79,7 @@ class InMemoryWriter(Submitting):
         self,
         transactional_id: str = "in-memory",
         *,
-        engine: Engine | str | None = None,
+        database: Engine | str | None = None,
         max_lanes: int = 8,
         lane_timeout_s: float = 30.0,
         session_factory: Callable[..., Session] = session_of_block,
@@ -91,8 +91,8 @@ class InMemoryWriter(Submitting):
     ) -> None:
         check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
-        self._owns_engine = not hasattr(engine, "connect")
-        self._engine = _new_database() if engine is None else engine_of(engine)
+        self._owns_engine = not hasattr(database, "connect")
+        self._engine = _new_database() if database is None else engine_of(database)
         self._dialect = dialect_for_tests(self._engine)
         self._session_factory = session_factory
         self._bulk = bulk

@@ -148,7 +148,7 @@ class DriverSide:
             options.topic,
             unit_topic=options.unit_topic,
             kafka=options.kafka_settings(),
-            engine=self._engine,
+            database=self._engine,
             schema=options.schema,
             timeout_s=options.timeout_s,
             producer_engine=options.producer_engine,

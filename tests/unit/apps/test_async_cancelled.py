@@ -20,7 +20,7 @@ pytestmark = [
 def test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on(shop, cancel):
     async def main():
         url = shop.engine.url.render_as_string(False)
-        async with AsyncDualWriter("orders", kafka=SETTINGS, engine=url, max_lanes=1) as writer:
+        async with AsyncDualWriter("orders", kafka=SETTINGS, database=url, max_lanes=1) as writer:
 
             async def write(number, begun):
                 async with writer.transaction() as tx:

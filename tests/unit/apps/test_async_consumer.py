@@ -81,7 +81,7 @@ def make(shop, monkeypatch):
         source = Input(2)
         monkeypatch.setattr(member, "Reading", source)
         url = shop.engine.url.render_as_string(False)
-        given = {"kafka": SETTINGS, "engine": url, "offsets": "database", **options}
+        given = {"kafka": SETTINGS, "database": url, "offsets": "database", **options}
         found = AsyncExactlyOnceConsumer("group", "0", topics=["input"], handler=handler, **given)
         found.source = source
         return found

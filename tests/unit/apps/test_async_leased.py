@@ -15,7 +15,7 @@ pytest.importorskip("aiosqlite")
 
 @pytest.fixture
 def member(shop):
-    settings = {"kafka": SETTINGS, "engine": shop.database.url, "lease_timeout_s": 3600.0}
+    settings = {"kafka": SETTINGS, "database": shop.database.url, "lease_timeout_s": 3600.0}
     return lambda **kwargs: AsyncDualWriter.leased("orders", **{**settings, **kwargs})
 
 

@@ -36,7 +36,7 @@ class App:
 
     def __init__(self, url, **options):
         self.engine = async_engine_of(url)
-        self.writer = AsyncDualWriter("orders", **{"kafka": SETTINGS, "engine": self.engine, **options})
+        self.writer = AsyncDualWriter("orders", **{"kafka": SETTINGS, "database": self.engine, **options})
         self.sessions = async_sessionmaker(self.engine)
         self.messages = self.writer.bind(self.sessions)
 
@@ -337,7 +337,7 @@ def test_a_session_of_the_other_kind_is_refused_with_what_to_do(in_app, shop):
                 await app.messages.produce(session.sync_session, TOPIC, "1")
             with pytest.raises(IllegalStateError, match="bind the factory that made it"):
                 await app.messages.produce(other, TOPIC, "1")
-            with DualWriter("others", kafka=SETTINGS, engine=shop.engine) as threads:
+            with DualWriter("others", kafka=SETTINGS, database=shop.engine) as threads:
                 with pytest.raises(ConfigurationError, match="bind them to an AsyncDualWriter"):
                     threads.bind(app.sessions)
                 with pytest.raises(IllegalStateError, match="AsyncDualWriter"):

@@ -34,7 +34,7 @@ async def put(tx, number):
 def make(shop):
     def make(name="orders", **options):
         return AsyncDualWriter(
-            name, **{"kafka": SETTINGS, "engine": shop.engine.url.render_as_string(False), **options}
+            name, **{"kafka": SETTINGS, "database": shop.engine.url.render_as_string(False), **options}
         )
 
     return make
@@ -238,11 +238,11 @@ def test_another_database_for_its_own_transactions_is_refused(in_writer, shop, t
 
 def test_an_engine_of_the_other_kind_is_refused_with_the_one_to_use(shop, make):
     with pytest.raises(ConfigurationError, match=r"create_async_engine"):
-        make(engine=shop.engine)
+        make(database=shop.engine)
     with pytest.raises(ConfigurationError, match="AsyncDualWriter"):
-        DualWriter("orders", kafka=SETTINGS, engine=create_async_engine("sqlite+aiosqlite:///x.db"))
+        DualWriter("orders", kafka=SETTINGS, database=create_async_engine("sqlite+aiosqlite:///x.db"))
     with pytest.raises(ConfigurationError, match="object is not"):
-        make(engine=object())
+        make(database=object())
 
 
 def test_a_writer_for_threads_is_refused_in_a_task_but_not_in_a_thread_of_it(shop):

@@ -70,4 +70,4 @@ def test_the_protocol_of_rebalances_is_known_from_the_settings(settings, increme
 def test_arguments_that_cannot_work_are_refused(wrong):
     arguments = {"member": "0", "topics": ["input"], "kafka": KAFKA, **wrong}
     with pytest.raises(ConfigurationError):
-        ExactlyOnceConsumer("g", handler=print, engine="sqlite://", **arguments)
+        ExactlyOnceConsumer("g", handler=print, database="sqlite://", **arguments)

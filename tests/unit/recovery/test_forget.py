@@ -28,7 +28,7 @@ def names(shop):
 
 @pytest.fixture
 def call(shop):
-    return lambda *args, **kwargs: forget(*args, kafka=SETTINGS, engine=shop.engine, **kwargs)
+    return lambda *args, **kwargs: forget(*args, kafka=SETTINGS, database=shop.engine, **kwargs)
 
 
 @pytest.fixture
@@ -173,4 +173,4 @@ def test_nothing_goes_while_kafka_does_not_answer(shop, names, call, monkeypatch
 
 def test_a_database_without_the_tables_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="migrate"):
-        forget(kafka=SETTINGS, engine=f"sqlite:///{tmp_path / 'empty.db'}")
+        forget(kafka=SETTINGS, database=f"sqlite:///{tmp_path / 'empty.db'}")

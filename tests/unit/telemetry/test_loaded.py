@@ -24,7 +24,7 @@ def test_the_global_telemetry_observes_once_the_api_is_loaded():
 def test_nothing_observes_before_and_a_writer_does_not_load_it():
     code = (
         "import sys; from dualwrite import DualWriter; "
-        "writer = DualWriter('orders', kafka={'bootstrap.servers': 'x'}, engine='sqlite://'); "
+        "writer = DualWriter('orders', kafka={'bootstrap.servers': 'x'}, database='sqlite://'); "
         "from dualwrite.ports.observer import NO_OBSERVER; assert writer._observer is NO_OBSERVER; "
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

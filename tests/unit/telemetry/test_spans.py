@@ -295,7 +295,7 @@ def test_settling_and_a_recovery_have_spans_of_their_own(shop, recorded):
         assert (settle.attributes[names.SETTLED_IDS], settle.parent) == (2, None)
     leave_decided(shop)
     recorded.clear()
-    report = recover("orders", kafka=SETTINGS, engine=shop.engine, telemetry=recorded.telemetry)
+    report = recover("orders", kafka=SETTINGS, database=shop.engine, telemetry=recorded.telemetry)
     assert report.rolled_forward == ["orders"]
     settle, whole = recorded.spans
     assert (settle.name, whole.name) == ("settle", "recover")

@@ -67,7 +67,7 @@ def test_a_user_sees_the_same_of_both_writers(shop, tmp_path, way):
         as_user_sees(View(writer, shop.engine, TOPIC, real), way)
     (tmp_path / "other").mkdir()
     other = prepare("sqlite", sqlite_url(tmp_path / "other"))
-    with InMemoryWriter("orders", engine=other.engines[0], max_lanes=1) as writer:
+    with InMemoryWriter("orders", database=other.engines[0], max_lanes=1) as writer:
         as_user_sees(View(writer, other.engines[0], TOPIC, in_memory), way)
     assert in_memory == real
     assert [shown.value for shown in writer.messages] == [in_bytes(value) for value in shop.messages]
@@ -99,7 +99,7 @@ def test_a_planted_failure_has_the_effect_of_the_table(place, error):
     effect = EFFECTS[place, error]
     for committed in committed_or_not(effect):
         engine = engine_in_memory()
-        with InMemoryWriter(engine=engine) as writer:
+        with InMemoryWriter(database=engine) as writer:
             writer.fail_next(place, error, rows_committed=committed)
             raised = write(writer)
             assert writer.messages == [], "visible before it is settled"
@@ -220,7 +220,7 @@ def test_a_fenced_writer_stays_fenced():
 
 
 def test_run_tries_again_only_where_nothing_was_written(engine):
-    with InMemoryWriter(engine=engine) as writer:
+    with InMemoryWriter(database=engine) as writer:
         writer.fail_next("commit", TransactionAborted, times=2)
         writer.fail_next("begin", Unavailable)
         writer.run(lambda tx: tx.produce("orders", "1"), longest_pause_s=0)
@@ -236,7 +236,7 @@ def test_run_tries_again_only_where_nothing_was_written(engine):
 
 def test_messages_are_kept_as_they_were_produced(engine):
     delivered = []
-    with InMemoryWriter(engine=engine) as writer:
+    with InMemoryWriter(database=engine) as writer:
         with writer.transaction() as tx:
             tx.produce(
                 "orders",
@@ -261,7 +261,7 @@ def test_messages_are_kept_as_they_were_produced(engine):
 
 def test_columns_of_arrow_become_messages(engine):
     pa = pytest.importorskip("pyarrow")
-    with InMemoryWriter(engine=engine) as writer:
+    with InMemoryWriter(database=engine) as writer:
         with writer.transaction() as tx:
             tx.produce_arrow("orders", pa.array(["1", None]), pa.array([b"a", b"b"]), partitions=pa.array([0, None]))
         with pytest.raises(ValueError, match="rows of another column"), writer.transaction() as tx:
@@ -273,7 +273,7 @@ def test_a_connection_to_another_database_is_refused(engine):
     elsewhere = engine_in_memory()
     refused = pytest.raises(ConfigurationError, match="another database")
     with (
-        InMemoryWriter(engine=engine) as writer,
+        InMemoryWriter(database=engine) as writer,
         elsewhere.connect() as other,
         refused,
         writer.transaction(other),
@@ -283,7 +283,7 @@ def test_a_connection_to_another_database_is_refused(engine):
 
 
 def test_threads_take_turns_on_one_connection(engine):
-    with InMemoryWriter(engine=engine) as writer:
+    with InMemoryWriter(database=engine) as writer:
 
         def work(number):
             with writer.transaction() as tx:
@@ -299,7 +299,7 @@ def test_threads_take_turns_on_one_connection(engine):
 
 
 def test_another_use_of_the_one_connection_inside_a_block_is_found_out(engine):
-    with InMemoryWriter(engine=engine) as writer:
+    with InMemoryWriter(database=engine) as writer:
         with pytest.raises(TransactionAborted, match="rolled back"), writer.transaction() as tx:
             tx.produce(TOPIC, "1")
             with engine.connect() as other:

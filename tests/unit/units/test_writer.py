@@ -96,7 +96,7 @@ class Owner:
 
 
 def unit_writer(part_records=2):
-    return UnitWriter("topic", kafka={}, engine="sqlite://", part_records=part_records)
+    return UnitWriter("topic", kafka={}, database="sqlite://", part_records=part_records)
 
 
 def follow(log):

@@ -39,7 +39,7 @@ def member(shop):
     made = []
 
     def make(**kwargs):
-        settings = {"kafka": SETTINGS, "engine": shop.engine, "lease_timeout_s": 3600.0, "timeout_s": 10.0, **kwargs}
+        settings = {"kafka": SETTINGS, "database": shop.engine, "lease_timeout_s": 3600.0, "timeout_s": 10.0, **kwargs}
         made.append(DualWriter.leased("orders", **settings))
         return made[-1]
 
@@ -283,7 +283,7 @@ def test_a_member_that_a_recovery_has_fenced_goes_on_by_itself(shop, member):
     with member() as one:
         put(shop, one, 1)
         leave_open(shop, one, 2)
-        assert recover("orders-0", kafka=SETTINGS, engine=shop.engine).settled
+        assert recover("orders-0", kafka=SETTINGS, database=shop.engine).settled
         with pytest.raises(TransactionAborted, match="has lost its id"):
             put(shop, one, 2)
         wait_until(lambda: one.ready)
@@ -364,16 +364,16 @@ def test_it_is_opened_once_and_used_only_while_it_is_open(shop, member):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kafka": {}}, {"max_lanes": 0}, {"lease_timeout_s": 0}, {"heartbeat_s": 20.0}, {"engine": "?"}]
+    "wrong", [{"kafka": {}}, {"max_lanes": 0}, {"lease_timeout_s": 0}, {"heartbeat_s": 20.0}, {"database": "?"}]
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_connects(wrong):
     with pytest.raises(ConfigurationError):
-        DualWriter.leased("orders", **{"kafka": SETTINGS, "engine": "sqlite://", **wrong})
+        DualWriter.leased("orders", **{"kafka": SETTINGS, "database": "sqlite://", **wrong})
 
 
 def test_a_name_that_cannot_be_a_fleets_is_refused():
     with pytest.raises(ConfigurationError, match="fleet"):
-        DualWriter.leased("orders#1", kafka=SETTINGS, engine="sqlite://")
+        DualWriter.leased("orders#1", kafka=SETTINGS, database="sqlite://")
 
 
 def in_child(work):
@@ -416,7 +416,7 @@ def test_a_writer_opened_before_a_fork_is_refused_in_the_child_and_stays_the_par
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_writer_made_before_a_fork_may_be_opened_in_each_child(shop, member, leases):
-    one = member(engine=shop.database.url)
+    one = member(database=shop.database.url)
 
     def child():
         with one:
@@ -442,14 +442,14 @@ def test_the_settings_of_a_leased_writer_are_those_of_the_other(settings, takes_
 def test_a_recovery_of_all_ids_leaves_a_live_member_alone_and_one_of_its_id_does_not(shop, member):
     with member() as one:
         leave_open(shop, one, 1)
-        names = {"kafka": SETTINGS, "engine": shop.engine}
+        names = {"kafka": SETTINGS, "database": shop.engine}
         assert recover(open_for_s=0.001, **names).skipped == ["orders-0"]
         expire(shop, "orders-0")
         assert recover(open_for_s=0.001, **names).settled == ["orders-0"]
 
 
 def test_a_live_member_is_not_forgotten_and_one_that_has_ended_is_with_its_lease(shop, member, leases):
-    names = {"kafka": SETTINGS, "engine": shop.engine, "untouched_for_s": 1.0}
+    names = {"kafka": SETTINGS, "database": shop.engine, "untouched_for_s": 1.0}
     with member(), member() as second:
         second.close()
         age(shop.engine)

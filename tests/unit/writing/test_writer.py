@@ -38,7 +38,7 @@ def armed():
 @pytest.mark.parametrize("name", ["", "orders#1", "x" * 241])
 def test_a_name_that_cannot_be_a_writers_is_refused(name):
     with pytest.raises(ConfigurationError, match="transactional id"):
-        DualWriter(name, kafka=SETTINGS, engine="sqlite://")
+        DualWriter(name, kafka=SETTINGS, database="sqlite://")
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_a_name_that_cannot_be_a_writers_is_refused(name):
         {"max_lanes": 0},
         {"kafka": {}},
         {"kafka": {**SETTINGS, "transactional.id": "x"}},
-        {"engine": object()},
-        {"engine": "?"},
+        {"database": object()},
+        {"database": "?"},
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_connects(wrong):
     with pytest.raises(ConfigurationError):
-        DualWriter("orders", **{"kafka": SETTINGS, "engine": "sqlite://", **wrong})
+        DualWriter("orders", **{"kafka": SETTINGS, "database": "sqlite://", **wrong})
 
 
 def test_a_block_commits_both_sides_or_neither_and_passes_its_exception_on(shop):
@@ -186,7 +186,7 @@ def test_a_writer_serves_blocks_only_while_it_is_open_and_opens_once(shop):
 def test_without_the_tables_it_does_not_open_and_names_the_command(tmp_path, monkeypatch, shop):
     empty = create_engine(f"sqlite:///{tmp_path / 'empty.db'}")
     with pytest.raises(ConfigurationError, match="dualwrite migrate"):
-        shop.writer(engine=empty).open()
+        shop.writer(database=empty).open()
     assert inspect(empty).get_table_names() == []
     assert shop.kafka.broker.transactions == ()
     empty.dispose()
@@ -299,7 +299,7 @@ def test_in_a_forked_process_it_refuses_blocks_and_closing_leaves_the_parents_co
 
 
 def test_it_disposes_of_an_engine_that_it_made_and_of_no_other(shop):
-    with shop.writer(engine=shop.database.url) as writer:
+    with shop.writer(database=shop.database.url) as writer:
         pool = writer._engine.pool
     assert writer._engine.pool is not pool
     own = shop.engine.pool
