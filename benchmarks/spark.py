@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.spark import connector_jars, session
+from harness.spark import bare_session, connector_jars
 from pyspark.sql import SparkSession
 
 from benchmarks import page, spark_micro, spark_page, transactions
@@ -113,7 +113,7 @@ def main() -> None:
     jars = sparks_jars()
     ways = {name: way for name, way in ALL_WAYS.items() if name not in (SPARKS, SPARKS_LZ4) or jars is not None}
     with servers() as ground, tempfile.TemporaryDirectory() as temporary:
-        spark = session("local[2]", **_settings(jars))
+        spark = bare_session("local[2]", **_settings(jars))
         register(spark)
         made = Path(temporary)
         measures: Mapping[str, Callable[[], object]] = {

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from harness.spark import SparkCase, session
+from harness.spark import SparkCase, bare_session
 from harness.spark_source import write_with
 from pyspark.sql import functions
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
@@ -46,7 +46,7 @@ class _NothingWriter(DataSourceArrowWriter):
 
 def main() -> None:
     """Print the seconds of a few runs of each way, taken in turns; the first ones start the workers."""
-    spark = session("local[2]")
+    spark = bare_session("local[2]")
     register(spark)
     spark.dataSource.register(NothingSource)
     rows = spark.range(0, PARTITIONS, 1, PARTITIONS).select("id", functions.lit("row").alias("name")).where("id = 0")

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import psutil
-from harness.spark import session
+from harness.spark import bare_session
 from pyspark.sql import functions
 from sqlalchemy import create_engine, text
 from typing_extensions import Self
@@ -23,7 +23,7 @@ def measure(ground: Ground, *, millions: tuple[int, ...] = (1, 10)) -> dict[str,
         topic, table = ground.topic(1), f"numbers_{count}"
         with engine.begin() as connection:
             connection.execute(text(f"CREATE TABLE {table} (id bigint, name text, amount double precision)"))
-        spark = session("local[1]")  # a session of its own, so that the worker is a new process
+        spark = bare_session("local[1]")  # a session of its own, so that the worker is a new process
         df = spark.range(0, count * 1_000_000, 1, 1).select(
             "id", functions.concat(functions.lit("name of "), "id").alias("name"), functions.rand(1).alias("amount")
         )

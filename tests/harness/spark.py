@@ -57,8 +57,12 @@ def _python_path(*before: Path) -> str:
 
 
 def set_environment() -> None:
-    """Set the environment that Spark's JVM and its processes must find at their start."""
+    """Set the environment that Spark's JVM and its processes must find at their start in a test."""
     os.environ |= environment()
+    _set_python()
+
+
+def _set_python() -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # Not UTC, and with an hour that comes twice: what depends on the time zone by mistake shows.
     os.environ["TZ"] = "America/New_York"
@@ -66,14 +70,20 @@ def set_environment() -> None:
 
 
 def session(master: str = "local[2,3]", **settings: str) -> SparkSession:
-    """A session on the loopback interface, without the web interface, whose workers run this Python and know the tests."""
+    """A session on the loopback interface for tests: its JVM starts soon, and its workers run this Python and know the tests."""
     set_environment()
+    return bare_session(master, **dict([DAEMON]), **settings)
+
+
+def bare_session(master: str, **settings: str) -> SparkSession:
+    """The same with Spark's own JVM and its own way to start workers, as users have it: for what is measured."""
+    _set_python()
     builder = (
         SparkSession.builder.master(master)
+        .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
-        .config(*DAEMON)
         .config("spark.sql.shuffle.partitions", "2")
     )
     for key, value in settings.items():
