@@ -32,7 +32,7 @@ MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark
 TESTS = Path(__file__).parent
 COMPUTING = {"model", "search", "unit"}
 """Folders of tests that need no server, or little of it."""
-SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster"]
+SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
 """Fixtures of servers that the tests of several modules share."""
 SHARED = pytest.StashKey[SharedKafka]()
 

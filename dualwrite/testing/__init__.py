@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dualwrite.testing.reading import Record, read_committed
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
+    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
     from dualwrite.testing.verdict import Finding, Kind, Verdict
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Checker",
     "EmbeddedKafka",
     "EmbeddedPostgres",
+    "EmbeddedZooKeeper",
     "Finding",
     "Follower",
     "History",
@@ -51,6 +53,7 @@ _HOMES = {
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
+    "EmbeddedZooKeeper": "dualwrite.testing.servers.zookeeper",
     "Finding": "dualwrite.testing.verdict",
     "Follower": "dualwrite.testing.follower",
     "History": "dualwrite.testing.journal",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dualwrite import DualWriter
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
+    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
 
 PARTITIONS = 2
 
@@ -37,6 +38,15 @@ def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
 
     with EmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def dualwrite_zookeeper() -> Iterator[EmbeddedZooKeeper]:
+    """A ZooKeeper server for the session: embedded, or the ensemble of ``DUALWRITE_TEST_ZOOKEEPER``."""
+    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper  # noqa: PLC0415 - import only on demand
+
+    with EmbeddedZooKeeper() as server:
         yield server
 
 

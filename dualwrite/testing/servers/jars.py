@@ -41,8 +41,8 @@ def _program(name: str, what: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise ConfigurationError(
-            f"the embedded Kafka broker needs {what}: {name!r} was not found",
-            next_step="install it, or point DUALWRITE_TEST_KAFKA at a broker of your own",
+            f"the embedded servers need {what}: {name!r} was not found",
+            next_step="install it, or name servers of your own by DUALWRITE_TEST_KAFKA and DUALWRITE_TEST_ZOOKEEPER",
         )
     return found
 

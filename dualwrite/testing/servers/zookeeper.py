@@ -1,0 +1,322 @@
+"""A real Apache ZooKeeper for tests: one server, or an ensemble, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.testing.servers.jars import fetched_jars, java
+from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+POM = Path(__file__).with_name("zookeeper_pom.xml")
+HOSTS_VARIABLE = "DUALWRITE_TEST_ZOOKEEPER"
+JVM_OPTIONS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
+_SETTINGS = {
+    "tickTime": "500",
+    "initLimit": "40",
+    "syncLimit": "20",
+    "minSessionTimeout": "1000",
+    "maxSessionTimeout": "60000",
+    "admin.enableServer": "false",
+    "4lw.commands.whitelist": "*",
+}
+
+
+class EmbeddedZooKeeper:
+    """An ensemble of servers, one by default. Deletes their directories on exit.
+
+    It is as durable as ZooKeeper is out of the box: every server forces its log to the disk before it answers.
+
+    If the environment variable ``DUALWRITE_TEST_ZOOKEEPER`` holds a connection string (``host:port,host:port``), and no
+    argument asks for a special server, that ensemble is used: nothing is started, and it cannot be stopped.
+
+    Args:
+        settings: Settings to add or to override, as in ``zoo.cfg``.
+        servers: Number of servers; their ids count from 1.
+        jvm: Options to add to the servers' command, such as ``-Djute.maxbuffer=65536``.
+        start_timeout_s: Seconds that a start may take.
+
+    Raises:
+        ConfigurationError: Raised by `start`: Java or Maven is missing, or a server refuses its settings.
+        Unavailable: Raised by `start`: the servers were not ready in time.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, str] | None = None,
+        *,
+        servers: int = 1,
+        jvm: tuple[str, ...] = (),
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        self._settings = {**_SETTINGS, **(settings or {})}
+        self._count = servers
+        self._jvm = jvm
+        self._start_timeout_s = start_timeout_s
+        special = settings or jvm or servers > 1
+        self._external = None if special else os.environ.get(HOSTS_VARIABLE) or None
+        self._servers: list[_Server] = []
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = self._external or (self.hosts if self._servers else "not started")
+        return f"{type(self).__name__}({where})"
+
+    @property
+    def hosts(self) -> str:
+        """The connection string for clients. The same after `restart`.
+
+        Raises:
+            IllegalStateError: Never started.
+        """
+        return self._external or ",".join(self.host(server.number) for server in self._chosen(None, "connect to"))
+
+    def host(self, server: int) -> str:
+        """The address of one server.
+
+        Raises:
+            IllegalStateError: Never started, or not ours.
+        """
+        return f"{LOOPBACK}:{self._chosen(server, 'connect to')[0].client.number}"
+
+    @property
+    def running(self) -> bool:
+        """Whether all servers' processes exist (a suspended one does); True for servers from the environment."""
+        return self._external is not None or (bool(self._servers) and all(one.process.running for one in self._servers))
+
+    def start(self, server: int | None = None) -> None:
+        """Start the servers, the first time with new ports and empty directories, and return when they serve requests.
+
+        Args:
+            server: The id of the only server to start; if None, all that do not run.
+
+        Raises:
+            IllegalStateError: It is running, or all of them are.
+            ConfigurationError: Java or Maven is missing, or a server refuses its settings.
+            Unavailable: They were not ready in time.
+        """
+        if self._external is not None:
+            return
+        jars = fetched_jars(POM, "zookeeper", "Apache ZooKeeper")
+        deadline = Deadline(self._start_timeout_s)
+        if self._servers:
+            chosen = self._chosen(server, "start")
+            chosen = [one for one in chosen if not one.process.running] or chosen
+        else:
+            self._servers = chosen = [_Server(number + 1) for number in range(self._count)]
+        try:
+            for one in chosen:
+                one.start(jars, self._settings, self._servers, self._jvm)
+            for one in chosen:
+                one.wait_until_it_serves(deadline)
+        except ConfigurationError:
+            self.close()
+            raise
+
+    def _chosen(self, server: int | None, deed: str) -> list[_Server]:
+        """One server, or all of them."""
+        if self._external is not None:
+            raise IllegalStateError(
+                f"cannot {deed} the ZooKeeper servers named by {HOSTS_VARIABLE}: this ensemble is not ours",
+                next_step=f"unset {HOSTS_VARIABLE} to run this with an embedded server",
+            )
+        if not self._servers:
+            raise IllegalStateError(f"cannot {deed} a ZooKeeper server that was never started, or is closed")
+        if server is None:
+            return self._servers
+        if not 1 <= server <= len(self._servers):
+            raise IllegalStateError(f"there is no server {server}: their ids are 1 to {len(self._servers)}")
+        return [self._servers[server - 1]]
+
+    def _running(self, server: int | None, deed: str) -> list[_Server]:
+        chosen = self._chosen(server, deed)
+        # If none runs, the first one raises the error.
+        return [one for one in chosen if one.process.running] or chosen
+
+    def stop(self, timeout_s: float = 60.0, *, server: int | None = None) -> None:
+        """Stop the servers as an operator would (SIGTERM). `start` finds their data again.
+
+        Args:
+            timeout_s: Seconds that each may take.
+            server: The id of the only server to stop; if None, all that run.
+
+        Raises:
+            IllegalStateError: It is not running, or not ours.
+            Unavailable: It still runs.
+        """
+        for one in self._running(server, "stop"):
+            one.process.signal(signal.SIGCONT)
+            one.process.signal(signal.SIGTERM)
+            if one.process.exit_code(timeout_s) is None:
+                raise Unavailable(f"ZooKeeper still runs {timeout_s} s after SIGTERM:\n{one.process.log_tail()}")
+
+    def kill(self, server: int | None = None) -> None:
+        """SIGKILL the servers, and return when they are gone. `start` finds the data that they had written.
+
+        Args:
+            server: The id of the only server to kill; if None, all that run.
+
+        Raises:
+            IllegalStateError: It is not running, or not ours.
+        """
+        for one in self._running(server, "kill"):
+            one.process.kill()
+
+    def restart(self, server: int | None = None) -> None:
+        """`stop` the running servers, then `start` them: same ports, same data.
+
+        Args:
+            server: The id of the only server; all if None.
+        """
+        if any(one.process.running for one in self._chosen(server, "restart")):
+            self.stop(server=server)
+        self.start(server)
+
+    def suspend(self, server: int | None = None) -> None:
+        """SIGSTOP: until `resume` the servers do not answer, and their connections stay open.
+
+        Args:
+            server: The id of the only server to suspend; if None, all that run.
+
+        Raises:
+            IllegalStateError: It is not running, or not ours.
+        """
+        for one in self._running(server, "suspend"):
+            one.process.signal(signal.SIGSTOP)
+
+    def resume(self, server: int | None = None) -> None:
+        """SIGCONT after `suspend`.
+
+        Args:
+            server: The id of the only server; if None, all that run.
+
+        Raises:
+            IllegalStateError: It is not running, or not ours.
+        """
+        for one in self._running(server, "resume"):
+            one.process.signal(signal.SIGCONT)
+
+    def mode(self, server: int = 1) -> str:
+        """The server's own word for its part: ``standalone``, ``leader`` or ``follower``; empty while it serves no requests.
+
+        Raises:
+            IllegalStateError: Never started, or not ours.
+        """
+        return self._chosen(server, "ask")[0].mode()
+
+    def log_tail(self, lines: int = 50, *, server: int = 1) -> str:
+        """The last lines of a server's log.
+
+        Raises:
+            IllegalStateError: Never started, or not ours.
+        """
+        return self._chosen(server, "read the log of")[0].process.log_tail(lines)
+
+    def close(self) -> None:
+        """Kill the running servers, delete their directories, release their ports. Idempotent."""
+        while self._servers:
+            self._servers.pop().close()
+
+
+class _Server:
+    """One server: a process with a directory and ports. Closing it deletes its directory."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process = ServerProcess("zookeeper")
+        self.client, self.peer, self.election = ReservedPort(), ReservedPort(), ReservedPort()
+
+    def start(self, jars: Path, settings: Mapping[str, str], ensemble: list[_Server], jvm: tuple[str, ...]) -> None:
+        """Start the process."""
+        directory = self.process.directory
+        data = directory / "data"
+        data.mkdir(exist_ok=True)
+        written = {
+            **settings,
+            "dataDir": str(data),
+            "clientPort": str(self.client.number),
+            "clientPortAddress": LOOPBACK,
+        }
+        if len(ensemble) > 1:
+            (data / "myid").write_text(f"{self.number}\n", encoding="utf-8")
+            for one in ensemble:
+                written[f"server.{one.number}"] = f"{LOOPBACK}:{one.peer.number}:{one.election.number}"
+        lines = "".join(f"{name}={value}\n" for name, value in written.items())
+        (directory / "zoo.cfg").write_text(lines, encoding="utf-8")
+        (directory / "tmp").mkdir(exist_ok=True)
+        self.process.start(
+            [
+                java(),
+                *JVM_OPTIONS,
+                f"-Djava.io.tmpdir={directory / 'tmp'}",
+                "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+                *jvm,
+                "-cp",
+                f"{jars}/*",
+                "org.apache.zookeeper.server.quorum.QuorumPeerMain",
+                "zoo.cfg",
+            ]
+        )
+
+    def wait_until_it_serves(self, deadline: Deadline) -> None:
+        """Wait until it answers requests; in an ensemble that takes a quorum.
+
+        Raises:
+            ConfigurationError: It exited while starting.
+            Unavailable: It took too long.
+        """
+        while not self.mode():
+            code = self.process.exit_code(0.05)
+            if code is not None:
+                raise ConfigurationError(f"ZooKeeper ended with {code} while it started:\n{self.process.log_tail()}")
+            if deadline.expired:
+                raise Unavailable(f"ZooKeeper was not ready in time:\n{self.process.log_tail()}")
+
+    def mode(self) -> str:
+        """See :meth:`EmbeddedZooKeeper.mode`."""
+        for line in _asked(self.client.number, b"srvr").splitlines():
+            if line.startswith("Mode: "):
+                return line.removeprefix("Mode: ").strip()
+        return ""
+
+    def close(self) -> None:
+        """Kill it if it runs, delete its directory, release its ports."""
+        self.process.close()
+        for port in (self.client, self.peer, self.election):
+            port.release()
+
+
+def _asked(port: int, word: bytes) -> str:
+    """The answer to a four-letter word; empty if there is none."""
+    try:
+        with socket.create_connection((LOOPBACK, port), timeout=2.0) as connection:
+            connection.sendall(word)
+            found = b""
+            while part := connection.recv(65536):
+                found += part
+    except OSError:
+        return ""
+    return found.decode("utf-8", errors="replace")
