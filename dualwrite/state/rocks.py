@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from dualwrite.errors import ConfigurationError, StoreInUse, StoreUnreadable
+from dualwrite.errors import StoreInUse, StoreUnreadable
+from dualwrite.stores.rocksdb.opening import is_open_elsewhere, opener_of, rocksdict_for
 
 if TYPE_CHECKING:
     from rocksdict import Options, Rdict, WriteBatch
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 _NOTES: Final = "notes"
 _NOTE: Final = b"note"
-_LOCKED: Final = ("lock hold by current process", "While lock file")
-"""How RocksDB's messages name a lock that another opener holds."""
 
 
 class Rocks:
@@ -32,27 +31,21 @@ class Rocks:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import rocksdict  # noqa: PLC0415 - comes with an extra
-        except ImportError as missing:
-            raise ConfigurationError(
-                "state stores need rocksdict", next_step="pip install 'dualwrite[state]'"
-            ) from missing
-        self._rocksdict = rocksdict
+        self._rocksdict = rocksdict_for("state stores", "state")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._db: Rdict = rocksdict.Rdict(str(path), self._options(), {_NOTES: self._options()})
+            self._db: Rdict = self._rocksdict.Rdict(str(path), self._options(), {_NOTES: self._options()})
         except Exception as refused:  # rocksdict raises Exception itself
-            locked = any(words in str(refused) for words in _LOCKED)
-            kind, what = (
-                (StoreInUse, "is open elsewhere") if locked else (StoreUnreadable, f"cannot be opened: {refused}")
-            )
-            raise kind(f"the state store {path} {what}") from refused
+            if is_open_elsewhere(refused):
+                raise StoreInUse(
+                    f"the state store {path} is open elsewhere, in {opener_of(path, refused)}"
+                ) from refused
+            raise StoreUnreadable(f"the state store {path} cannot be opened: {refused}") from refused
         self._notes: Rdict = self._db.get_column_family(_NOTES)
         self._notes_handle = self._db.get_column_family_handle(_NOTES)
 
     def _options(self) -> Options:
-        options = self._rocksdict.Options(raw_mode=True)
+        options: Options = self._rocksdict.Options(raw_mode=True)
         options.create_if_missing(True)
         options.create_missing_column_families(True)
         options.set_keep_log_file_num(2)
@@ -81,7 +74,8 @@ class Rocks:
 
     def batch(self) -> WriteBatch:
         """An empty batch, for `write`."""
-        return self._rocksdict.WriteBatch(raw_mode=True)
+        batch: WriteBatch = self._rocksdict.WriteBatch(raw_mode=True)
+        return batch
 
     def write(self, batch: WriteBatch, *, note: bytes | None = None) -> None:
         """Write the batch, and with it the note, if there is one: all or nothing, also in a crash.
