@@ -1,4 +1,4 @@
-"""What it costs to know how each transaction has ended: the same writer with and without, in turns.
+"""The cost of knowing how each transaction has ended: one writer with and without that check, in turns.
 
 ``PYTHONPATH=tests python -m benchmarks --only known_end``
 """

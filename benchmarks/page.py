@@ -193,11 +193,11 @@ def _network(figures: Mapping[str, Any]) -> list[str]:
                 for name, found in figures["pipelined"].items()
             ),
         ),
-        "One request less is one round trip less, and on the same machine no gain. But a connection that breaks then may have the "
-        "whole decision still on its way: the owner, who asks the row whether it was committed, could be told no before the "
-        "server executes it. With two requests, the record has been answered before COMMIT is sent, so its lock makes the "
-        "question wait. BEGIN and the row's check cannot share a request: psycopg waits for the answer to BEGIN, in a pipeline "
-        "too.",
+        "One request less saves one round trip, and nothing on the same machine. But if the connection breaks at that moment, the "
+        "whole decision may still be in flight. The owner then reads the row, finds no decision, and aborts, and the server "
+        "commits the decision afterwards. With two requests, the server has recorded the decision before COMMIT is sent, and "
+        "holds the row's lock: reading the row waits for the outcome. BEGIN and the row's check cannot share a request either: "
+        "psycopg waits for the answer to BEGIN, even in a pipeline.",
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""What it would save to send the record of the decision and its COMMIT in one request, by psycopg's pipeline.
+"""The decision's record and its COMMIT in one request, by psycopg's pipeline, against two requests.
 
 The database's part of a dual write alone, without SQLAlchemy: BEGIN, the row's check, an INSERT, the record, COMMIT.
 """
@@ -20,7 +20,7 @@ APART, TOGETHER = "the record, then COMMIT", "the record and COMMIT in one reque
 _CHECK = "SELECT state, now() FROM bench_decision WHERE id = 1 AND incarnation = %s"
 _INSERT = "INSERT INTO bench_pipelined (note) VALUES (%s)"
 _RECORD = "UPDATE bench_decision SET state = %s WHERE id = 1 AND incarnation = %s RETURNING now()"
-# Together, it has to fail by itself where it finds no row: COMMIT is sent whatever it answers.
+# Sent together, the statement itself must fail if it finds no row: COMMIT follows whatever it answers.
 _RECORD_OR_FAIL = (
     f"WITH decided AS ({_RECORD}) SELECT CASE WHEN decided.now IS NULL THEN "
     "CAST('fenced' || coalesce(decided.now::text, '') AS integer) END FROM (VALUES (1)) one LEFT JOIN decided ON true"

@@ -1,4 +1,4 @@
-"""Whose processor time a run takes: where all cores are busy, it is what there is to save."""
+"""The processor time of a run, by process: where all cores are busy, only that can be saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNS = {"kafka.Kafka": BROKER, "org.apache.spark.deploy": JVM, "pyspark": WORK
 
 
 def processor_s() -> dict[Process, tuple[str, float]]:
-    """What this process, all below it, and PostgreSQL's servers are, and how many seconds each has used since its start."""
+    """This process, its descendants and PostgreSQL's servers, each with the seconds that it has used since its start."""
     found: dict[Process, tuple[str, float]] = {}
     below = {process.pid for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
@@ -35,7 +35,7 @@ def processor_s() -> dict[Process, tuple[str, float]]:
 
 
 def used(before: Mapping[Process, tuple[str, float]], after: Mapping[Process, tuple[str, float]]) -> dict[str, float]:
-    """What was used in between, by those that are still there; of PostgreSQL's, one has the time of those that are not."""
+    """The seconds used in between by processes that still run. One of PostgreSQL's includes those that have ended."""
     found = dict.fromkeys(KINDS, 0.0)
     for process, (kind, seconds) in after.items():
         found[kind] += seconds - before.get(process, (kind, 0.0))[1]

@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: embedded servers, a fresh topic and database, and how samples are reported."""
+"""The ground of all benchmarks: embedded servers, a fresh topic and database, and how samples are reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def servers(properties: Mapping[str, str] | None = None, *, brokers: int = 1) ->
 
 
 def machine() -> str:
-    """What this was measured on, in one line."""
+    """The machine and the versions that this was measured with, in one line."""
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 

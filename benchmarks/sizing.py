@@ -1,4 +1,4 @@
-"""What a cluster of Spark executors asks of Kafka and PostgreSQL: measured here, and multiplied. ``make sizing``.
+"""The load of a cluster of Spark executors on Kafka and PostgreSQL: measured here, and multiplied. ``make sizing``.
 
 Measured: many transactions opened, decided and completed at once; and the connections of one task. The page is written from
 the figures, so that no number is typed by hand.
@@ -36,7 +36,7 @@ from line_chart import line_chart, linear
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE = DOCS / "sizing.md", DOCS / "sizing-completion.svg"
 FIGURES = Path(__file__).with_name("sizing.json")
-# What brokers have unless somebody changes it; those of tests are smaller.
+# The brokers' defaults; those of tests are smaller.
 BROKER_DEFAULTS = {"transaction.state.log.num.partitions": "50", "num.network.threads": "3", "num.io.threads": "8"}
 PARTITIONS = 4
 SETTLE_S = 2.0
@@ -82,7 +82,7 @@ CLUSTERS = (Cluster(10, brokers=3), Cluster(100, brokers=6), Cluster(1000, broke
 
 
 def arithmetic(cluster: Cluster, figures: Mapping[str, Any]) -> dict[str, float]:
-    """What the cluster needs, from the figures of one transaction and of one task."""
+    """The cluster's needs, from the figures of one transaction and of one task."""
     one = figures["transactions"][-1]
     # The most: where no worker is used again, each task claims its slot, and settles what the one before has left.
     per_transaction = {kind: count / one["count"] for kind, count in one["claim_requests"].items()}
@@ -163,7 +163,7 @@ def _log_size(ground: Ground) -> int:
 
 
 def task(ground: Ground, brokers: int) -> dict[str, int]:
-    """What one task of a batch holds open while it writes, as the process and the database tell."""
+    """Count what one task of a batch holds open while it writes, in its process and in the database."""
     engine = create_engine(ground.url)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE sizing_rows (id bigint, name text)"))

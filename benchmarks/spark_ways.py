@@ -62,7 +62,7 @@ def through_librdkafka(way: str) -> str:
 
 @dataclass(frozen=True)
 class Data:
-    """What is written.
+    """The input that every way writes.
 
     Attributes:
         df: The DataFrame; the same rows in the same partitions each time.
@@ -144,7 +144,7 @@ def by_sparks_sinks(job: Job, **tuned: str) -> None:
 
 
 def by_hand(job: Job) -> None:
-    """What is written first: per partition rows by ``executemany`` and messages by ``produce``, side by side."""
+    """The first attempt of most people: in each partition rows by ``executemany`` and messages by ``produce``, side by side."""
     job.df.foreachPartition(_naive(job))
 
 

@@ -1,4 +1,4 @@
-"""What telemetry costs: the same writer without it, with the API alone, and with an SDK, in turns.
+"""The cost of telemetry: one writer without it, with the API alone, and with an SDK, in turns.
 
 ``PYTHONPATH=tests python -m benchmarks --only telemetry``
 """

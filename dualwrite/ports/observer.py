@@ -1,4 +1,4 @@
-"""The port to observers: who watches dual writes, settling and writers. Those defined here take no note of anything.
+"""The port for observers of dual writes, settling and writers. The implementations here do nothing.
 
 An observer changes nothing except the headers of messages, and raises nothing. The recipes call it at few places: where a dual
 write moves to its next phase, where messages are produced, where something was settled, and where a loss is reported.

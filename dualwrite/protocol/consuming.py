@@ -157,10 +157,10 @@ def member_id(group: str, member: str) -> str:
 def left_behind(group: str, unsettled: Collection[str], present: Collection[str], ours: str) -> list[str]:
     """The members with something unsettled whose owners are no longer in the group: their peers may settle it.
 
-    A member joins its group before it begins a transaction. So an id that has something open, and is not in a list of members
-    made *after* that was seen, belongs to a member that has died or was expelled. An expelled member may be alive, but its
-    partitions are others' now: all that settling takes from it is a transaction that could not be committed. If the list does
-    not show ourselves it is not to be trusted: we may be the one who was expelled.
+    A member joins its group before it begins a transaction. So if an id has an open transaction, and a list of members read
+    *after* that was seen does not contain it, its owner has died or was expelled. An expelled owner may be alive, but its
+    partitions are assigned to others, so settling only aborts a transaction that could not commit. Do not trust a list
+    without our own id: we may have been expelled ourselves.
 
     Args:
         group: The ``group.id``.

@@ -1,6 +1,6 @@
-"""The life of one lease, as its holder knows it: who may try to own a numbered id.
+"""The life of one lease, as its holder knows it: the right to try to own a numbered id.
 
-A lease decides nothing but who may try. The claim of an id fences its former owner, whatever the lease says.
+A lease permits a member to try, and nothing else. The claim of an id fences its former owner, whatever the lease says.
 """
 
 from __future__ import annotations

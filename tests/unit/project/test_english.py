@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness.places import ROOT
 
-CODE = ("dualwrite", "sinks", "migrations", "examples")
+CODE = ("dualwrite", "sinks", "migrations", "examples", "benchmarks")
 TESTS = ROOT / "tests"
 PAGES = [
     page for page in sorted((ROOT / "docs").glob("*.md")) if not page.name.startswith("proof-")
