@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers
+from dualwrite.kafka.coordinator.routing import internal_partition
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, Transaction, whole
@@ -91,17 +92,30 @@ MakeWire = Callable[["KafkaConfig", str], Wire]
 
 
 class _Transaction(Transaction):
-    """The current transaction, with its messages on their way."""
+    """The current transaction, with its messages on their way.
+
+    Attributes:
+        offsets_in: The partitions that hold its consumers' groups, as far as we may describe that topic.
+        late_offsets: Whether consumed offsets may still be on their way there.
+    """
 
     def __init__(self, core: ProduceCore) -> None:
         super().__init__()
         self.core = core
         self.deliveries = Deliveries()
+        self.offsets_in: set[Partition] = set()
+        self.late_offsets = False
 
     @property
     def sent_to(self) -> frozenset[Partition]:
-        """The partitions that a batch was sent to."""
-        return self.core.sent_to
+        """The partitions that a batch or consumed offsets were sent to."""
+        return self.core.sent_to | self.offsets_in
+
+    @property
+    def first_offsets(self) -> dict[Partition, int | None]:
+        """Its first offset in each partition, as far as answers have named it or may still come."""
+        late: dict[Partition, int | None] = dict.fromkeys(self.offsets_in) if self.late_offsets else {}
+        return late | dict(self.core.first_offsets)
 
 
 class NativeInstance(ProducerEngine):
@@ -334,10 +348,26 @@ class NativeInstance(ProducerEngine):
             self.machine.apply(ProducerEvent.SEND_OFFSETS)
             return
         self._begin_writing(deadline.remaining_s())
-        self._open.sent_offsets = True
+        transaction = self._open
+        transaction.offsets_in |= self._find_group(group.group_id, Deadline(min(_ASK_S, deadline.remaining_s())))
+        transaction.sent_offsets = transaction.late_offsets = True
         answered = self._wire.requests.commit_offsets(self._own_ids, group, committed, deadline)
+        if answered is not None:
+            # A late copy of offsets that are part of the transaction is written in the same partition: one that we know.
+            transaction.late_offsets = answered.late and answered.code != Code.NONE
         self._answered(answered, Phase.SEND_OFFSETS, subject=group.group_id)
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
+
+    def _find_group(self, group_id: str, deadline: Deadline) -> frozenset[Partition]:
+        """The partition that holds the group's offsets; empty if it is not there yet, or we may not describe its topic."""
+        try:
+            found = self._sender.topic(OFFSETS_TOPIC, deadline)
+        except DualWriteError as error:
+            self.log.info("cannot tell which partition holds the offsets of group %s: %s", group_id, error)
+            return frozenset()
+        if found is None:
+            return frozenset()
+        return frozenset({(OFFSETS_TOPIC, internal_partition(group_id, len(found.leaders)))})
 
     @whole
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
@@ -368,7 +398,7 @@ class NativeInstance(ProducerEngine):
 
     def _state(self, deadline: Deadline) -> PreparedTxnState:
         """The state of the transaction, with every partition that it was sent to."""
-        offsets: dict[Partition, int | None] = dict(self._open.core.first_offsets)
+        offsets = self._open.first_offsets
         topic_ids = dict(self._sender.topic_ids)
         if self._open.sent_offsets:
             of_groups = self._groups_offsets(deadline)
@@ -431,17 +461,16 @@ class NativeInstance(ProducerEngine):
         transaction.deliveries.raise_callback_error()
 
     def _given_up(self, deadline: Deadline) -> Ended:
-        """The transaction that is about to be aborted. Where a late copy of a batch may come, it is not known completely."""
-        complete = not self._open.core.late
+        """The transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely."""
+        complete = not self._open.core.late and not self._open.late_offsets
         if self.prepared is not None:
             return Ended(self.prepared, committed=False, complete=complete)
         try:
             return Ended(self._state(deadline), committed=False, complete=complete)
         except DualWriteError as error:
             self.log.info("aborting a transaction that is only partly known: %s", error)
-            core = self._open.core
             state = PreparedTxnState.native(
-                *self._own_ids, self._incarnation, core.first_offsets, self._sender.topic_ids
+                *self._own_ids, self._incarnation, self._open.first_offsets, self._sender.topic_ids
             )
             return Ended(state, committed=False, complete=False)
 

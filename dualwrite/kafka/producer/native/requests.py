@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -41,10 +41,12 @@ class Answered:
         code: The error code.
         ids: Producer id and epoch: of the new producer, or of the transaction after the one that ended. -1 for both in
             an answer that names none.
+        late: Whether another copy of the request was not answered: it may still arrive.
     """
 
     code: int
     ids: tuple[int, int] = _NO_IDS
+    late: bool = False
 
 
 class CoordinatorRequests:
@@ -151,10 +153,12 @@ class CoordinatorRequests:
     ) -> Answered | None:
         pausing = GrowingPause(_FIRST_WAIT_S, _LONGEST_WAIT_S)
         last: Answered | NotYet | None = None
+        late = False
         while not deadline.expired:
             found = self._find(coordinator, deadline) if after_silence else self._reach(coordinator, deadline)
             answer = found if isinstance(found, NotYet | Answered) else self._sent(found, build, read, deadline)
             if isinstance(answer, Answered):
+                answer = replace(answer, late=late)
                 meaning = meaning_of(request, answer.code)
                 if meaning not in _REPEATED:
                     return answer
@@ -164,6 +168,7 @@ class CoordinatorRequests:
                     logger.debug("%s: %s has no answer: %s", self._id, request.value, answer)
                     return None
                 moved = answer.moved
+                late |= isinstance(found, int)
             if moved:
                 self._nodes.pop(coordinator, None)
             last = answer

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
 import pytest
+from harness.simulated import TOPIC, simulated
 from harness.simulated_native import NativeOwner
 from harness.simulated_native import settled as settled_on
 from search import native as small
+from simulator.environment import forget_marker, time_out
+from simulator.partition import last_stable_offset
+from simulator.state import offsets_partition
 
 from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.observations import EndAnswer, Outcome, TransactionStatus
@@ -175,3 +180,45 @@ def test_an_undecided_transaction_whose_marker_was_forgotten_is_found_in_the_top
     owner.end(committed=False, forgets=1)
     assert settled_on(servers).mended == ["orders"]
     assert (servers.visible(0), servers.visible(1)) == (["decided"], [])
+
+
+@pytest.fixture
+def native_servers():
+    with simulated(transaction_version=2) as servers:
+        yield servers
+
+
+def test_consumed_offsets_that_were_not_answered_and_whose_end_was_forgotten_are_ended_where_their_group_is(
+    native_servers,
+):
+    """Only the group's id says where they are: no answer named the partition, and the coordinator has forgotten it."""
+    servers = native_servers
+    place = offsets_partition(servers.simulation.broker, "readers")
+
+    def forgets(here, lane):
+        broker = time_out(here.simulation.broker, lane.row.kafka_id(1))
+        here.simulation.broker = forget_marker(broker, lane.row.kafka_id(1), place)
+        here.simulation.write_markers()
+
+    def work(here):
+        lane = here.ready()
+        offset = SimpleNamespace(topic=TOPIC, partition=0, offset=7, leader_epoch=None, metadata=None)
+        with pytest.raises(Unavailable, match="not answered"), here.block(lane) as transaction:
+            transaction.produce(TOPIC, "m1", partition=0)
+            try:
+                transaction.send_offsets_to_transaction([offset], SimpleNamespace(group_id="readers"))
+            finally:
+                forgets(here, lane)
+                assert holds_back(place)
+        lane.ready(Deadline(60))
+
+    def holds_back(place):
+        [found] = [one for one in servers.simulation.broker.partitions if one.topic_partition == place]
+        return last_stable_offset(found) < found.log_end
+
+    running = servers.start(work).before("TxnOffsetCommit")
+    running.lose_answer()
+    running.cut_off("TxnOffsetCommit")
+    running.result()
+    assert not holds_back(place)
+    assert servers.visible() == []

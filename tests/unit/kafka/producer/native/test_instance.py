@@ -21,7 +21,7 @@ from simulator.requests import (
     TxnOffsetCommit,
     WriteTxnMarkers,
 )
-from simulator.state import OFFSETS_TOPIC, transaction, with_transaction
+from simulator.state import OFFSETS_TOPIC, offsets_partition, transaction, with_transaction
 from simulator.wire import make_wire
 
 from dualwrite.errors import (
@@ -42,7 +42,7 @@ from dualwrite.protocol.tables.producer_life import ProducerState
 
 KAFKA_ID = "orders.n.1"
 CONFIG = {"bootstrap.servers": "simulated:9092", "linger.ms": 0}
-MESSAGE_TOO_LARGE, COORDINATOR_LOADING, OPERATION_FAILED = 10, 14, -1
+MESSAGE_TOO_LARGE, COORDINATOR_LOADING, REBALANCE_IN_PROGRESS, OPERATION_FAILED = 10, 14, 27, -1
 CONCURRENT = ErrorCode.CONCURRENT_TRANSACTIONS
 _REFUSALS = {
     InitProducerId: InitProducerIdResponse,
@@ -259,6 +259,59 @@ def test_consumed_offsets_are_a_part_of_the_transaction(kafka):
     state = kafka.run(work)
     assert {topic for topic, _ in state.partitions} == {OFFSETS_TOPIC}
     assert kafka.known().state == "CompleteCommit"
+
+
+def consumed(sending, group="readers"):
+    offset = SimpleNamespace(topic=TOPIC, partition=0, offset=7, leader_epoch=None, metadata=None)
+    sending.send_offsets_to_transaction([offset], SimpleNamespace(group_id=group))
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_consumed_offsets_without_an_answer_end_the_producer_and_name_where_they_may_be(kafka, arrives):
+    def work(sending):
+        begun(sending, "a")
+        refused_with(Unavailable, lambda: consumed(sending))
+        return sending.doubtful, sending.undecided_in
+
+    running = kafka.start(work).before("TxnOffsetCommit")
+    if arrives:
+        running.lose_answer()
+    running.cut_off("TxnOffsetCommit")
+    assert running.result() == (True, {(TOPIC, 0), offsets_partition(kafka.broker, "readers")})
+
+
+def test_consumed_offsets_are_named_by_a_producer_that_ends_before_it_has_prepared_them(kafka):
+    def work(sending):
+        begun(sending, "a")
+        consumed(sending)
+        kafka.cut_off("EndTxn")
+        refused_with(Unavailable, sending.abort_transaction)
+        return sending.doubtful, sending.undecided_in
+
+    assert kafka.run(work) == (True, {(TOPIC, 0), offsets_partition(kafka.broker, "readers")})
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_abort_ends_a_producer_whose_refused_offsets_may_come_a_second_time(kafka, held):
+    """The copy that was not answered may be carried out after the abort has asked where the transaction is."""
+
+    def work(sending):
+        begun(sending, "a")
+        refused_with(TransactionAborted, lambda: consumed(sending))
+        sending.abort_transaction()
+        undecided = sending.undecided_in
+        if held:
+            refused_with(TransactionAborted, sending.begin_transaction)
+        else:
+            sending.begin_transaction()
+        return undecided, sending.doubtful
+
+    kafka.answers(TxnOffsetCommit, REBALANCE_IN_PROGRESS)
+    running = kafka.start(work).before("TxnOffsetCommit")
+    if held:
+        kafka.simulation.hold(running.process)
+    partitions = {(TOPIC, 0), offsets_partition(kafka.broker, "readers")} if held else {(TOPIC, 0)}
+    assert running.result() == (partitions, held)
 
 
 # The first request
