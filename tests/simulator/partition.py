@@ -6,7 +6,7 @@ write counts as replicated at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 from simulator.requests import (
@@ -257,18 +257,20 @@ def describe_producers(partition: Partition) -> DescribeProducersResponse:
 
 def committed_values(partition: Partition) -> tuple[Hashable, ...]:
     """The values that a ``read_committed`` consumer sees when it reads from the beginning, in its order."""
-    answer = fetch(partition, partition.log_start, READ_COMMITTED)
+    return tuple(value for _, value in committed_records(fetch(partition, partition.log_start, READ_COMMITTED)))
+
+
+def committed_records(answer: FetchResponse) -> Iterator[tuple[int, Hashable]]:
+    """Yield what a ``read_committed`` consumer sees of an answer: offset and value."""
     starts = sorted(answer.aborted_transactions or (), key=lambda entry: entry.first_offset)
     aborting: set[int] = set()
-    seen: list[Hashable] = []
     for batch in answer.batches:
         while starts and starts[0].first_offset <= batch.base_offset:
             aborting.add(starts.pop(0).producer_id)
         if batch.control == ABORT:
             aborting.discard(batch.producer_id)
         elif not batch.control and batch.producer_id not in aborting:
-            seen.extend(batch.values)
-    return tuple(seen)
+            yield from enumerate(batch.values, batch.base_offset)
 
 
 def truncated(partition: Partition, to: int) -> Partition:
