@@ -54,7 +54,7 @@ def announce_batch(
             value once one has been.
 
     Returns:
-        Whether it was written now. False if the topic holds nothing that the last unit does not cover.
+        Whether it was written now. False if the topic holds no message that the last unit does not cover.
 
     Raises:
         ConfigurationError: The unit topic does not continue, because retention has deleted its last unit, or the topic was
@@ -83,13 +83,19 @@ def announce_batch(
         if others() != before:
             raise Unavailable(f"another batch was written into {topic} while batch {batch!r} was announced")
         ranges = following(batch, last, found)
-        if not ranges:
+        # Markers, and messages of aborted attempts, have offsets, too.
+        if not ranges or _is_empty(logs, ranges, deadline):
             return False
         with writer.unit(shortened(batch)) as unit:
             for one in ranges:
                 unit.produce(one.encoded(), f"{one.topic}-{one.partition}".encode())
     logger.info("batch %r is announced in %s", batch, unit_topic)
     return True
+
+
+def _is_empty(logs: PartitionLogs, ranges: Sequence[BatchRange], deadline: Deadline) -> bool:
+    with closing(logs.read({one.name: one.offsets for one in ranges}, timeout_s=deadline.remaining_s())) as found:
+        return next(found, None) is None
 
 
 def last_ranges(logs: PartitionLogs, unit_topic: str, deadline: Deadline) -> Sequence[BatchRange] | None:

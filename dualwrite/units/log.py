@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Final
 
 from confluent_kafka import (
@@ -134,7 +134,7 @@ class PartitionLogs:
 
     def read(
         self, ranges: Mapping[Partition, Offsets], *, timeout_s: float
-    ) -> Iterator[tuple[Partition, int, UnitRecord]]:
+    ) -> Generator[tuple[Partition, int, UnitRecord], None, None]:
         """Yield the committed records of ranges with their offsets, in the order of each partition.
 
         Keeps no more in memory than a consumer's queue. One call at a time.

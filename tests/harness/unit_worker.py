@@ -42,7 +42,7 @@ def write_units(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
             job["topic"],
             job["partition"],
             kafka=job["kafka"],
-            engine=engine,
+            database=engine,
             part_records=2,
             timeout_s=job["timeout_s"],
         ) as writer:
