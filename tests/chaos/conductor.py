@@ -28,8 +28,15 @@ ATTEMPTS = 4
 """How often a process is started again that ended because a server was away."""
 PAUSED_OWNER_S = 1.0
 LEASE_S = 5.0
+MEMBER_LEASE_S = 3.0
+"""Shorter than a paused member of a fleet is paused."""
+BETWEEN_S = 0.1
+"""A member of a fleet rests between two operations: it has to live for some heartbeats."""
 EXITS = {0: "done", UNAVAILABLE: "a server did not answer", FENCED: "fenced", LOST: "told of a loss"}
 TAIL = 4000
+OF_A_FLEET = {"member", "last member"}
+WITHOUT_A_RECOVERY = {"settle", *OF_A_FLEET}
+"""Their start does not show how long it takes to recover the id of a former process."""
 
 
 class Conductor:
@@ -132,6 +139,7 @@ class Conductor:
             "zombie": self._zombie,
             "suspended": self._suspended,
             "rivals": self._rivals,
+            "members": self._members,
         }
         for episode in episodes:
             try:
@@ -205,6 +213,28 @@ class Conductor:
                 self._results.zombies[self._round.database][_point(paused)] += 1
                 self._results.zombies_ended[EXITS.get(zombie.code, str(zombie.code))] += 1
 
+    def _members(self, name: str, steps: tuple[Step, ...]) -> None:
+        """All at once; again where one could not even open its writer, because a server was away."""
+        for _ in range(ATTEMPTS):
+            self._servers.wait_up(BOUND_S)
+            if self._members_at_once(name, steps):
+                return
+
+    def _members_at_once(self, name: str, steps: tuple[Step, ...]) -> bool:
+        """One that is paused goes on when its lease is over, and others have settled for it. Whether all could open."""
+        started = [self._start(name, step) for step in steps]
+        for process, step in zip(started, steps, strict=True):
+            if step.resumed_after_ms and process.wait_stopped(BOUND_S) and process.stops:
+                time.sleep(step.resumed_after_ms / 1000)
+                process.signal(signal.SIGCONT)
+                with self._changed:
+                    self._results.suspended[self._round.database][_point(step)] += 1
+        for process, step in zip(started, steps, strict=True):
+            if self._end(name, process, step, resumed=bool(step.resumed_after_ms)):
+                with self._changed:
+                    self._results.members += 1
+        return all(process.code != UNAVAILABLE or process.opened_at is not None for process in started)
+
     @staticmethod
     def _moment(process: Process, step: Step) -> None:
         if step.after_ms is not None and not process.wait(step.after_ms / 1000):
@@ -224,14 +254,19 @@ class Conductor:
             "batch": f"{name}-batch-{self._started[name] // 4}",
             "operations": step.operations,
             "abort": step.abort,
+            "spoils": step.spoils,
+            "armed_when_spoiled": step.failpoint,
             "threads": threads,
-            "group": name in self._round.grouped,
+            "units_at_once": name in self._round.grouped,
             "max_lanes": threads,
             "tasks": self._round.tasks.get(name, ""),
         }
+        if step.do in OF_A_FLEET:
+            job |= {"leased": True, "lease_timeout_s": MEMBER_LEASE_S, "between_s": BETWEEN_S, "stream": label}
         with (self._directory / "processes").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": time.monotonic(), "name": label, **asdict(step)}) + "\n")
-        return self._forks.start(job, self._directory / f"{name}.log", step.failpoint)
+        failpoint = step.failpoint if step.spoils is None else ""
+        return self._forks.start(job, self._directory / f"{name}.log", failpoint)
 
     def _end(self, name: str, process: Process, step: Step, *, opening: str = "", resumed: bool = False) -> bool:
         """Wait for its end and count it. Whether it was killed as it should."""
@@ -245,10 +280,16 @@ class Conductor:
             return False
         armed = not resumed and (step.failpoint or step.after_ms is not None)
         with self._changed:
-            if not resumed and process.open_s is not None and self._started[name] > 1 and step.do != "settle":
+            if (
+                not resumed
+                and process.open_s is not None
+                and self._started[name] > 1
+                and step.do not in WITHOUT_A_RECOVERY
+            ):
                 self._record_opening(process, opening)
             if process.killed and armed:
                 self._results.killed[self._round.database][_point(step)] += 1
+                self._results.spoiled += step.spoils is not None
                 self._kills += 1
                 self._changed.notify_all()
                 return True

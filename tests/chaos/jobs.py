@@ -16,6 +16,7 @@ from harness.members import make_member
 from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABLE, make_engine, write
 from sqlalchemy import Engine, exc
 
+import chaos.fleets
 import dualwrite.apps.async_consumer  # noqa: F401 - imported once, before the processes are forked
 from dualwrite import (
     CompletionPending,
@@ -32,10 +33,12 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
+from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.leases import read_leases
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
@@ -79,6 +82,16 @@ def settle(job: dict, engine: Engine, tell: Tell) -> int:
         return LOST
     tell(f"open {time.monotonic() - started:.3f}")
     return LOST if report.losses else 0
+
+
+def last_member(job: dict, engine: Engine, tell: Tell) -> int:
+    """The last member of a fleet: it writes, and lives until nothing of the others is left to settle."""
+
+    def is_alone() -> bool:
+        leases = read_leases(engine, prefix=job["transactional_id"])
+        return sum(lease.state is not LeaseState.FREE for lease in leases) <= 1
+
+    return write({**job, "until": is_alone}, engine, tell)
 
 
 def task(job: dict, engine: Engine, tell: Tell) -> int:
@@ -193,7 +206,8 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         "findings": [
             {"kind": finding.kind.value, "subject": finding.subject, "detail": finding.detail}
             for finding in verdict.findings
-        ],
+        ]
+        + chaos.fleets.find(engine),
     }
     Path(job["verdict"]).write_text(json.dumps(document), encoding="utf-8")
     return 0
@@ -215,6 +229,8 @@ def consume(job: dict, engine: Engine, tell: Tell) -> int:
 
 JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {
     "write": write,
+    "member": write,
+    "last member": last_member,
     "settle": settle,
     "task": task,
     "check": check,

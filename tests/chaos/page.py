@@ -86,6 +86,13 @@ def consumers_of(run: Results) -> dict[str, Any]:
     }
 
 
+def fleets_of(run: Results) -> dict[str, Any]:
+    """The figures of a run whose plan has group commit and fleets."""
+    names = ("command", "began", "engine", "killed", "members", "spoiled", "zombies", "suspended", "broker_kills")
+    own = {name: getattr(run, name) for name in (*names, "database_stops", "operations", "findings")}
+    return {**own, "minutes": round(run.seconds / 60)}
+
+
 def _percentiles(values: Iterable[float]) -> list[float]:
     ordered = sorted(values)
     return [round(ordered[round(percent * (len(ordered) - 1) / 100)], 3) for percent in range(101)] if ordered else []
@@ -125,6 +132,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *_by_point(figures),
         *_zombies(figures),
         *_recovery(figures["recovery"]),
+        *_fleets(figures.get("fleets", {})),
         *_consumers(figures.get("consumers", {})),
         *_spark(figures["spark"]),
         *_mended(),
@@ -146,6 +154,43 @@ def _suspensions(figures: Mapping[str, Any]) -> list[str]:
         "[skipped while nobody looked](limits.md#markers-that-a-broker-forgets): they were aborted as an operator does.",
         "",
     ]
+
+
+def _fleets(run: Mapping[str, Any]) -> list[str]:
+    if not run:
+        return []
+    killed, operations = run["killed"], run["operations"]
+    databases = sorted(killed)
+    return [
+        "## Group commit and fleets",
+        "",
+        "A later run, whose plan has these besides all the rest. Of four writers with several threads or tasks, one writes by "
+        "[group commit](group-commit.md) in threads and one in tasks: each caller has several units under way at once. Some "
+        "units fail on purpose. Others end the session of their whole group, so that the rest of it runs again. The members of a "
+        "[fleet](fleets.md) lease their ids for three seconds. They are killed while they take an id, at a heartbeat, while they "
+        "write, while they settle for another member, and while they close; or paused for longer than the lease. At the end a "
+        "member that nobody kills lives until no other id is left to settle. Besides the rest, the checker finds out whether two "
+        "members have decided under one incarnation of an id.",
+        "",
+        f"`{run['command']}`, {run['began']} (UTC), {run['minutes']} minutes, {run['engine']} engine: **{_sum(killed):,} processes "
+        f"killed**, {run['members']:,} of them members of a fleet, {run['spoiled']:,} while units ran again; "
+        f"{_sum(run['zombies']):,} zombies; {_sum(run['suspended']):,} paused for a while; {run['broker_kills']:,} broker kills, "
+        f"{run['database_stops']:,} stops of PostgreSQL. {operations['operations']:,} operations were begun, "
+        f"{operations['present']:,} are on both sides; **{len(run['findings'])} findings**.",
+        "",
+        *_table(databases, [killed[database] for database in databases]),
+        "",
+    ]
+
+
+def _table(titles: Sequence[str], counts: Sequence[Mapping[str, int]]) -> list[str]:
+    """By point, with a column for each of these counts."""
+    rows = [
+        f"| `{point}` | " + " | ".join(f"{count.get(point, 0):,}" for count in counts) + " |"
+        for point in [*FAILPOINTS, MOMENT]
+        if any(count.get(point) for count in counts)
+    ]
+    return [f"| point | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}", *rows]
 
 
 def _method(runs: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -172,19 +217,11 @@ def _method(runs: Iterable[Mapping[str, Any]]) -> list[str]:
 def _by_point(figures: Mapping[str, Any]) -> list[str]:
     killed, missed = figures["killed"], figures["missed"]
     databases = sorted(killed)
-    points = [*FAILPOINTS, MOMENT]
-    rows = []
-    for point in points:
-        counts = [killed[database].get(point, 0) for database in databases]
-        if any(counts):
-            rows.append(f"| `{point}` | " + " | ".join(f"{count:,}" for count in counts) + " |")
     sums = " | ".join(f"{sum(killed[database].values()):,}" for database in databases)
     return [
         "## Killed processes by fail point",
         "",
-        f"| point | {' | '.join(databases)} |",
-        f"|---|{'---|' * len(databases)}",
-        *rows,
+        *_table(databases, [killed[database] for database in databases]),
         f"| all | {sums} |",
         "",
         f"Not counted: {_sum(missed):,} armed processes that ended before they came to their point, because nothing was left to "
@@ -196,18 +233,11 @@ def _by_point(figures: Mapping[str, Any]) -> list[str]:
 def _zombies(figures: Mapping[str, Any]) -> list[str]:
     zombies = figures["zombies"]
     databases = sorted(zombies)
-    rows = []
-    for point in [*FAILPOINTS, MOMENT]:
-        counts = [zombies[database].get(point, 0) for database in databases]
-        if any(counts):
-            rows.append(f"| `{point}` | " + " | ".join(f"{count:,}" for count in counts) + " |")
     ended = ", ".join(f"{count:,} {how}" for how, count in sorted(figures["zombies_ended"].items()))
     return [
         "## Zombies by the point where they were paused",
         "",
-        f"| point | {' | '.join(databases)} |",
-        f"|---|{'---|' * len(databases)}",
-        *rows,
+        *_table(databases, [zombies[database] for database in databases]),
         "",
         f"How the resumed processes ended: {ended}. (*Done* are those that were paused before their claim, or after all their "
         "work. SQLite knows no time-out for a paused session, so there a zombie is paused only where it holds no lock.)",
@@ -243,11 +273,6 @@ def _recovery(recovery: Mapping[str, Any]) -> list[str]:
 def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
     if not spark:
         return []
-    rows = []
-    for point in [*FAILPOINTS, MOMENT]:
-        counts = [spark.get(who, {}).get(point, 0) for who in ("task", "driver")]
-        if any(counts):
-            rows.append(f"| `{point}` | {counts[0]} | {counts[1]} |")
     return [
         "## Spark",
         "",
@@ -256,9 +281,7 @@ def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
         f"run to its end and once more: {spark.get('batches', {}).get('verified', 0)} batches had every row once on both sides. "
         "PostgreSQL only, as the sink is.",
         "",
-        "| point | workers | drivers |",
-        "|---|---|---|",
-        *rows,
+        *_table(["workers", "drivers"], [spark.get(who, {}) for who in ("task", "driver")]),
         "",
     ]
 
@@ -267,11 +290,6 @@ def _consumers(consumers: Mapping[str, Any]) -> list[str]:
     if not consumers:
         return []
     killed = {offsets: consumers["counts"].get(offsets, {}) for offsets in ("kafka", "database")}
-    rows = []
-    for point in [*FAILPOINTS, MOMENT]:
-        counts = [killed[offsets].get(point, 0) for offsets in killed]
-        if any(counts):
-            rows.append(f"| `{point}` | {counts[0]} | {counts[1]} |")
     by, servers = consumers["counts"]["by"], consumers["counts"]["servers"]
     return [
         "## Consumers",
@@ -288,9 +306,7 @@ def _consumers(consumers: Mapping[str, Any]) -> list[str]:
         f"{servers['broker']} broker kills, {servers['PostgreSQL']} stops of PostgreSQL. "
         f"**{consumers['counts']['inputs']['counted']:,} inputs**, each once on both sides; {len(consumers['findings'])} findings.",
         "",
-        "| point | offsets in Kafka | offsets as rows |",
-        "|---|---|---|",
-        *rows,
+        *_table(["offsets in Kafka", "offsets as rows"], list(killed.values())),
         f"| all | {sum(killed['kafka'].values())} | {sum(killed['database'].values())} |",
         "",
         f"Not counted: {sum(consumers['counts'].get('missed', {}).values())} that ended before they came to their point: they got no partition "
@@ -359,13 +375,16 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m chaos.page", description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the directories of all runs")
     parser.add_argument("--consumers", type=Path, help="the directory of a run whose consumers' part is shown")
+    parser.add_argument("--fleets", type=Path, help="the directory of a run whose group commit and fleets are shown")
     options = parser.parse_args(arguments)
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     if options.runs:
         runs = [Results.load(run / "results.json") for run in options.runs]
-        figures = {**summary(runs), "consumers": figures.get("consumers", {})}
+        figures = {**summary(runs), **{part: figures.get(part, {}) for part in ("consumers", "fleets")}}
     if options.consumers:
         figures["consumers"] = consumers_of(Results.load(options.consumers / "results.json"))
+    if options.fleets:
+        figures["fleets"] = fleets_of(Results.load(options.fleets / "results.json"))
     FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(render(figures), encoding="utf-8")
     PICTURE.write_text(picture(figures), encoding="utf-8")

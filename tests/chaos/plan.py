@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,8 @@ from dualwrite.runtime.failpoints import FAILPOINTS
 WRITING = [name for name in FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in FAILPOINTS if name.startswith(("claim.", "settle."))]
 TASK = [name for name in FAILPOINTS if name.startswith(("slot.", "ledger."))]
+GROUPING = [name for name in FAILPOINTS if name.startswith("group.")]
+LEASING = [name for name in FAILPOINTS if name.startswith("lease.")]
 ABORTING = {"write.before_abort", "write.rolled_back"}
 LEFT_BY = ["write.decided", "write.recorded", "write.prepared", "write.produced"]
 NEEDS_DECIDED = {"settle.before_commit", "settle.committed"}
@@ -18,6 +21,14 @@ WITHOUT_LOCK = {"write.decided", "write.completed", *SETTLING}
 
 TASKS = {1: "blocks", 3: "sessions"}
 """Of every four writers, one uses blocks in tasks, and one the sessions of tasks."""
+GROUPED = {1, 2}
+"""Of every four writers with several threads or tasks, one writes by group commit in tasks, and one in threads."""
+UNITS = 6
+"""So many units has each caller of group commit under way at once."""
+CLOSING = ("lease.settled", "lease.given_back")
+FLEET_EVERY = 4
+"""The fleet has an episode for so many of each writer's: its members live for seconds."""
+MEMBER_OPERATIONS = 80
 
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
@@ -29,12 +40,15 @@ class Step:
     """One process.
 
     Attributes:
-        do: ``write``, ``settle`` (recover from outside) or ``task``.
+        do: ``write``, ``settle`` (recover from outside), ``task``, ``member`` (of a fleet: its id is leased) or ``last member``
+            (waits until no other id of the fleet is left to settle).
         failpoint: What is armed.
         after_ms: When it gets ``moment``, a signal at no particular point; None for none.
         moment: The name of that signal.
         operations: How many operations each thread writes.
         abort: Which of them are aborted on purpose.
+        spoils: Which unit of the first caller ends its whole group, by losing the database's connection. The fail point is armed
+            then: the process dies while the others run again.
         resumed_after_ms: How long it stays paused if no other process takes over.
     """
 
@@ -44,6 +58,7 @@ class Step:
     moment: str = "SIGKILL"
     operations: int = 4
     abort: tuple[int, ...] = ()
+    spoils: int | None = None
     resumed_after_ms: int = 0
 
 
@@ -53,7 +68,8 @@ class Episode:
 
     Attributes:
         kind: ``killed`` (one after the other), ``zombie`` (the first is paused, the second takes over, the first resumes),
-            ``suspended`` (paused for a while; no other process takes over) or ``rivals`` (the first dies, the others settle at once).
+            ``suspended`` (paused for a while; no other process takes over), ``rivals`` (the first dies, the others settle at once)
+            or ``members`` (of a fleet, all at once; one that is paused goes on when its lease is long over).
         steps: The processes.
     """
 
@@ -72,7 +88,7 @@ class Round:
         episodes: By id, what it goes through.
         threads: By id, how many threads or tasks write at once.
         tasks: The ids whose writers are asynchronous: each ``blocks``, or ``sessions`` that are bound.
-        grouped: The ids whose threads write by group commit.
+        grouped: The ids whose threads or tasks write by group commit.
         broker_kills: After so many killed processes a broker is killed.
         broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
@@ -97,19 +113,26 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
     random_ = random.Random(f"{seed}/{number}")
     database = "sqlite" if number % SQLITE_EVERY == SQLITE_EVERY - 1 else "postgresql"
     names = [f"r{number}-w{index}" for index in range(3 if database == "sqlite" else 6)]
-    pool = f"r{number}-pool"
+    pool, fleet = f"r{number}-pool", f"r{number}-fleet"
+    threads = {name: 1 if index % 3 < 2 else 3 for index, name in enumerate(names)}
+    tasks = {name: TASKS[kind] for index, name in enumerate(names) if (kind := (number + index) % 4) in TASKS}
+    grouped = tuple(name for index, name in enumerate(names) if threads[name] > 1 and (number + index) % 4 in GROUPED)
     draw = _Draw(random_, database)
-    episodes: dict[str, list[Episode]] = {name: [] for name in [*names, pool]}
+    episodes: dict[str, list[Episode]] = {name: [] for name in [*names, pool, fleet]}
     planned = 0
-    while planned < kills:
+    for turn in itertools.count():
+        if planned >= kills:
+            break
         for name in names:
-            episode = draw.episode()
+            episode = draw.episode(grouped=name in grouped)
             episodes[name].append(episode)
             planned += _kills(episode)
         episodes[pool].append(draw.task())
         planned += 1
-    threads = {name: 1 if index % 3 < 2 else 3 for index, name in enumerate(names)}
-    tasks = {name: TASKS[kind] for index, name in enumerate(names) if (kind := (number + index) % 4) in TASKS}
+        if turn % FLEET_EVERY == 0:
+            episodes[fleet].append(draw.members())
+            planned += _kills(episodes[fleet][-1])
+    episodes[fleet].append(Episode("killed", (Step("last member", operations=2),)))
     often = 4 if brokers > 1 else 8 if database == "sqlite" else 14
     broker = max(1, kills * often // 240)
     stops = 0 if database == "sqlite" else max(1, kills * 18 // 240)
@@ -119,10 +142,9 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
         database,
         random_.choice([2, 2, 3]),
         episodes,
-        {**threads, pool: 1},
+        {**threads, pool: 1, fleet: 1},
         tasks,
-        # Of the ids with several threads, every second one.
-        tuple(name for index, name in enumerate(names) if index % 3 == 2 and (index // 3 + number) % 2),
+        grouped,
         _spread(random_, kills, broker),
         _spread(random_, kills, stops),
         _spread(random_, kills, suspended),
@@ -131,6 +153,8 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
 
 
 def _kills(episode: Episode) -> int:
+    if episode.kind == "members":
+        return sum(step.failpoint != "" and not step.resumed_after_ms for step in episode.steps)
     return {"zombie": 1, "suspended": 0, "rivals": 2}.get(episode.kind, len(episode.steps))
 
 
@@ -144,6 +168,7 @@ class _Draw:
     def __init__(self, random_: random.Random, database: str) -> None:
         self._random = random_
         self._database = database
+        self._grouped = False
         self._decks: dict[str, list[str]] = {}
 
     def _next(self, deck: str, points: list[str]) -> str:
@@ -153,7 +178,17 @@ class _Draw:
             self._random.shuffle(left)
         return left.pop()
 
-    def episode(self) -> Episode:
+    @property
+    def _of_writing(self) -> list[str]:
+        return [*WRITING, *GROUPING, *GROUPING] if self._grouped else WRITING
+
+    def episode(self, *, grouped: bool = False) -> Episode:
+        """One of a writer's.
+
+        Args:
+            grouped: Whether it writes by group commit.
+        """
+        self._grouped = grouped
         kinds = {"write": 28, "settle": 24, "moment": 14, "rivals": 8, "zombie": 20, "suspended": 12}
         kind = self._random.choices(list(kinds), list(kinds.values()))[0]
         return getattr(self, f"_{kind}")()
@@ -167,13 +202,49 @@ class _Draw:
 
     def _dying(self, point: str, action: str = "") -> Step:
         """A writer that meets its end at that point, in its second operation or later."""
+        if self._grouped:
+            return self._dying_in_a_group(point, action)
         nth = self._random.randint(1, 4)
         if point in ABORTING:
             return Step(failpoint=f"{point}:1{action}", abort=(nth - 1,))
         return Step(failpoint=f"{point}:{nth * 2 if point == 'write.produced' else nth}{action}")
 
+    def _dying_in_a_group(self, point: str, action: str) -> Step:
+        """As :meth:`_dying`; or while units run again, after one that has ended their group."""
+        if point in ABORTING:
+            return Step(failpoint=f"{point}:1{action}", operations=UNITS, abort=tuple(range(UNITS)))
+        abort = (
+            (self._random.randrange(2, UNITS),) if point == "group.unit_dropped" or self._random.random() < 0.3 else ()
+        )
+        of_units = point in {"write.produced", "group.unit_begun", "group.unit_kept"}
+        nth = self._random.randint(1, 2 * UNITS if of_units else 2)
+        spoils = None
+        if self._database == "postgresql" and not action and self._random.random() < 0.4:
+            spoils, nth = self._random.randrange(2), -(-nth // 2)
+        return Step(failpoint=f"{point}:{nth}{action}", operations=UNITS, abort=abort, spoils=spoils)
+
+    def members(self) -> Episode:
+        """Members of a fleet: one is killed, one is killed or paused beyond its lease, one lives and settles for them."""
+        self._grouped = False
+        killed = replace(self._dying(self._random.choice(LEFT_BY)), do="member")
+        second = self._next("member", [*LEASING, *LEASING, *SETTLING, "paused", "paused", "paused", "paused"])
+        living = Step("member", operations=MEMBER_OPERATIONS)
+        if second == "paused":
+            points = [*LEASING[:2], *WRITING]
+            if self._database == "sqlite":
+                points = [point for point in ["lease.taken", *WRITING] if point in {"lease.taken", *WITHOUT_LOCK}]
+            point = self._next("paused member", [point for point in points if point not in ABORTING])
+            paused = replace(
+                self._dying(point, ":stop"), do="member", operations=MEMBER_OPERATIONS // 2, resumed_after_ms=4500
+            )
+            return Episode("members", (killed, paused, living))
+        # A member claims its own id first, and then those of dead ones.
+        nth = self._random.randint(1, 4 if second == "lease.heartbeat" else 2 if second.startswith("claim.") else 1)
+        operations = 4 if second in CLOSING else MEMBER_OPERATIONS
+        return Episode("members", (killed, Step("member", f"{second}:{nth}", operations=operations), living))
+
     def _write(self) -> Episode:
-        return Episode("killed", (self._dying(self._next("write", WRITING)),))
+        return Episode("killed", (self._dying(self._next(f"write {self._grouped}", self._of_writing)),))
 
     def _moment(self) -> Episode:
         return Episode("killed", (Step(after_ms=int(self._random.triangular(5, 900, 150)), operations=50),))
@@ -198,14 +269,16 @@ class _Draw:
         return Episode("rivals", (left, Step("settle"), armed, Step("write", operations=2)))
 
     def _zombie(self) -> Episode:
-        points = [*WRITING, *SETTLING]
+        points = [*self._of_writing, *SETTLING]
         if self._database == "sqlite":
             points = [point for point in points if point in WITHOUT_LOCK]
-        paused = self._paused(self._next("zombie", [*points, "moment"] if self._database == "postgresql" else points))
+        points = [*points, "moment"] if self._database == "postgresql" else points
+        paused = self._paused(self._next(f"zombie {self._grouped}", points))
         return Episode("zombie", (paused, self._dying(self._next("heir", WRITING))))
 
     def _suspended(self) -> Episode:
-        paused = self._paused(self._next("suspended", [*WRITING, *SETTLING, "moment"]))
+        points = [*self._of_writing, *SETTLING, "moment"]
+        paused = self._paused(self._next(f"suspended {self._grouped}", points))
         # Shorter and longer than the database lets an owner be paused inside a decision.
         return Episode("suspended", (replace(paused, resumed_after_ms=self._random.choice((100, 800, 2500))),))
 

@@ -13,6 +13,8 @@ from pathlib import Path
 _ADDED = (
     "killed_again",
     "rivals",
+    "members",
+    "spoiled",
     "broker_kills",
     "broker_suspensions",
     "leaderless",
@@ -49,6 +51,8 @@ class Results:
         zombies_ended: How the resumed ones ended, by exit.
         suspended: Processes that were paused for a while and resumed, by database and fail point.
         rivals: How often several recovered one id at once.
+        members: How many of the killed processes were members of a fleet.
+        spoiled: How many of them died while units ran again, after one that had ended their group.
         brokers: How many brokers there were.
         engine: The producers' engine.
         broker_kills: How often a broker was killed.
@@ -81,6 +85,8 @@ class Results:
     zombies_ended: Counter[str] = field(default_factory=Counter)
     suspended: dict[str, Counter[str]] = field(default_factory=dict)
     rivals: int = 0
+    members: int = 0
+    spoiled: int = 0
     brokers: int = 1
     engine: str = "librdkafka"  # as in all runs before there was another
     broker_kills: int = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
@@ -11,7 +12,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from dualwrite import AsyncDualWriter
 from dualwrite.stores.connecting import async_engine_of
 from dualwrite.testing import Journal
-from harness.worker import OPERATIONS, OnPurpose, Operations, make_durable, settings_of
+from harness.worker import LOSE_CONNECTION, OPERATIONS, OnPurpose, Operations, make_durable, settings_of
+
+if TYPE_CHECKING:
+    from dualwrite import AsyncTransaction
 
 
 def write_in_tasks(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
@@ -49,17 +53,43 @@ class _Writing:
         self._bound = writer.bind(self._sessions)
 
     async def run(self, task: int) -> None:
+        if self._job.get("units_at_once"):
+            await self._run_units(task)
+            return
         for operation, abort in self._operations.of(task):
             with self._operations.noted(operation, task):
                 await self._one(operation, abort=abort)
 
+    async def _run_units(self, task: int) -> None:
+        """All units of this task are under way at once."""
+        waiting = []
+        for operation, abort in self._operations.of(task):
+            self._operations.begun(operation, task)
+            unit = self._writer.submit(self._unit(operation, task, abort=abort), key=task)
+            waiting.append((operation, asyncio.create_task(unit)))
+        await asyncio.wait([under_way for _, under_way in waiting])
+        for operation, under_way in waiting:
+            with self._operations.noted(operation, task):
+                under_way.result()
+
+    def _unit(self, operation: str, task: int, *, abort: bool) -> Callable[[AsyncTransaction], Awaitable[None]]:
+        async def unit(tx: AsyncTransaction) -> None:
+            await self._both(tx, operation, abort=abort)
+            if self._operations.spoils(task, operation):
+                await tx.connection.execute(LOSE_CONNECTION)
+
+        return unit
+
     async def _in_block(self, operation: str, *, abort: bool) -> None:
         async with self._writer.transaction() as tx:
-            for partition in range(self._job["partitions"]):
-                await tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
-            await tx.connection.execute(OPERATIONS.insert().values(id=operation))
-            if abort:
-                raise OnPurpose(operation)
+            await self._both(tx, operation, abort=abort)
+
+    async def _both(self, tx: AsyncTransaction, operation: str, *, abort: bool) -> None:
+        for partition in range(self._job["partitions"]):
+            await tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
+        await tx.connection.execute(OPERATIONS.insert().values(id=operation))
+        if abort:
+            raise OnPurpose(operation)
 
     async def _in_session(self, operation: str, *, abort: bool) -> None:
         async with self._sessions() as session:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Column, Engine, MetaData, Table, Text, create_engine, event, exc
+from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, create_engine, event, exc, text
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import (
@@ -36,9 +36,24 @@ from harness.planting import plant, plant_from_environment
 METADATA = MetaData()
 OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True))
 QUERY = "SELECT id FROM operations"
+DECISIONS = Table(
+    "decisions",
+    METADATA,
+    Column("operation", Text, primary_key=True),
+    Column("transactional_id", Text),
+    Column("incarnation", BigInteger),
+    Column("member", Text),
+)
+"""Of the members of a fleet: under which id each operation was written, and the incarnation that its row had then."""
+_INCARNATION = text("SELECT incarnation FROM dualwrite_state WHERE transactional_id = :id")
+LOSE_CONNECTION = text("SELECT pg_terminate_backend(pg_backend_pid())")
+"""As a statement of a unit: it ends its group."""
 
 UNAVAILABLE, FENCED, LOST = 3, 4, 5
 """Exit codes of a worker that ended as it may: a server did not answer; another owner; and, never, a loss."""
+
+
+_LOOKS_EVERY_S = 0.2
 
 
 class OnPurpose(Exception):
@@ -98,14 +113,24 @@ def settings_of(job: dict) -> dict[str, Any]:
     }
 
 
+def _make_writer(job: dict, engine: Engine) -> DualWriter:
+    if job.get("leased"):
+        return DualWriter.leased(
+            job["transactional_id"], database=engine, lease_timeout_s=job["lease_timeout_s"], **settings_of(job)
+        )
+    return DualWriter(job["transactional_id"], database=engine, **settings_of(job))
+
+
 def _write_in_threads(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
-    with DualWriter(job["transactional_id"], database=engine, **settings_of(job)) as writer:
+    with _make_writer(job, engine) as writer:
         opened()
         threads = job.get("threads", 1)
         with Journal(job["journal"]) as journal, ThreadPoolExecutor(threads) as pool:
             writing = _Writing(job, engine, writer, journal)
             for future in [pool.submit(writing.run, number) for number in range(threads)]:
                 future.result()
+        while "until" in job and not job["until"]():
+            time.sleep(_LOOKS_EVERY_S)
 
 
 class Operations:
@@ -120,11 +145,18 @@ class Operations:
         self._journal = journal
         self.over = False
 
+    def begun(self, operation: str, thread: int) -> None:
+        """Note that an operation begins whose outcome :meth:`noted` waits for."""
+        self._journal.begun(operation, stream=self._stream(thread))
+
+    def _stream(self, thread: int) -> str:
+        return f"{self._job.get('stream', self._job['transactional_id'])}/{thread}"
+
     @contextmanager
     def noted(self, operation: str, thread: int) -> Generator[None]:
         """Note the outcome of the block, in which the operation is written."""
         try:
-            with self._journal.operation(operation, stream=f"{self._job['transactional_id']}/{thread}"):
+            with self._journal.operation(operation, stream=self._stream(thread)):
                 yield
         except (OnPurpose, exc.SQLAlchemyError):
             # Raised by the block itself, the second by its INSERT: the dual write has aborted.
@@ -143,6 +175,14 @@ class Operations:
             # The first thread's names are plain: most tests have one.
             operation = f"{self._job['name']}-{position}" + (f"-{thread}" if thread else "")
             yield operation, position in self._job.get("abort", [])
+            time.sleep(self._job.get("between_s", 0))
+
+    def spoils(self, thread: int, operation: str) -> bool:
+        """Whether this unit ends its group. The process meets its end once that has happened."""
+        is_it = not thread and operation == f"{self._job['name']}-{self._job.get('spoils')}"
+        if is_it:
+            failpoints.arm(self._job["armed_when_spoiled"])
+        return is_it
 
 
 class _Writing:
@@ -157,9 +197,30 @@ class _Writing:
             self._bound = writer.bind(self._sessions)
 
     def run(self, thread: int) -> None:
+        if self._job.get("units_at_once"):
+            self._run_units(thread)
+            return
         for operation, abort in self._operations.of(thread):
             with self._operations.noted(operation, thread):
                 self._one(operation, abort=abort)
+
+    def _run_units(self, thread: int) -> None:
+        """All units of this thread are under way at once."""
+        waiting = []
+        for operation, abort in self._operations.of(thread):
+            self._operations.begun(operation, thread)
+            waiting.append((operation, self._writer.submit(self._unit(operation, thread, abort=abort))))
+        for operation, future in waiting:
+            with self._operations.noted(operation, thread):
+                future.result()
+
+    def _unit(self, operation: str, thread: int, *, abort: bool) -> Callable[[Transaction], None]:
+        def unit(tx: Transaction) -> None:
+            self._both(tx, operation, abort=abort)
+            if self._operations.spoils(thread, operation):
+                tx.connection.execute(LOSE_CONNECTION)
+
+        return unit
 
     def _one(self, operation: str, *, abort: bool) -> None:
         if self._job.get("session"):
@@ -175,8 +236,15 @@ class _Writing:
         for partition in range(self._job.get("partitions", 2)):
             tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
         tx.connection.execute(OPERATIONS.insert().values(id=operation))
+        if self._job.get("leased"):
+            self._note_decision(tx, operation)
         if abort:
             raise OnPurpose(operation)
+
+    def _note_decision(self, tx: Transaction, operation: str) -> None:
+        found = {"operation": operation, "transactional_id": tx.transactional_id, "member": self._job["name"]}
+        incarnation = tx.connection.scalar(_INCARNATION, {"id": tx.transactional_id})
+        tx.connection.execute(DECISIONS.insert().values(incarnation=incarnation, **found))
 
     def _one_in_session(self, operation: str, *, abort: bool) -> None:
         with self._sessions.begin() as session:

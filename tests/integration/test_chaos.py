@@ -17,6 +17,24 @@ KILLED_TWICE = Episode(
     (Step(failpoint="write.decided:2"), Step(failpoint="settle.before_commit"), Step("settle", "settle.retired")),
 )
 RIVALS = Episode("rivals", (Step(failpoint="write.decided:1"), Step("settle"), Step(failpoint="settle.looked"), Step()))
+UNITS = Episode(
+    "killed",
+    (
+        Step(failpoint="group.unit_kept:3", operations=6, abort=(2,)),
+        Step(failpoint="group.unit_begun:2", operations=6, spoils=1),
+        Step(failpoint="group.committed:1", operations=6),
+    ),
+)
+MEMBERS = Episode(
+    "members",
+    (
+        Step("member", "write.decided:2"),
+        Step("member", "lease.heartbeat:2", operations=40),
+        Step("member", "write.completed:2:stop", operations=40, resumed_after_ms=4500),
+        Step("member", operations=60),
+    ),
+)
+LAST_MEMBER = Episode("killed", (Step("last member", operations=2),))
 ANY_MOMENT = Episode("killed", (Step(after_ms=400, operations=50),))
 TASKS = [
     Episode("killed", (Step("task", f"{point}:1", operations=3),))
@@ -43,14 +61,19 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
     episodes = {
         "r0-w0": [ZOMBIE, KILLED_TWICE, SUSPENDED, RIVALS],
         "r0-w1": [KILLED_TWICE, ANY_MOMENT, PAUSED_CLAIM, ANY_MOMENT],
+        "r0-w2": [UNITS],
+        "r0-w3": [UNITS],
         "r0-pool": TASKS,
+        "r0-fleet": [MEMBERS, LAST_MEMBER],
     }
     round_ = Round(
         0,
         "postgresql",
         2,
         episodes,
-        {"r0-w0": 1, "r0-w1": 3, "r0-pool": 1},
+        {"r0-w0": 1, "r0-w1": 3, "r0-w2": 3, "r0-w3": 3, "r0-pool": 1, "r0-fleet": 1},
+        {"r0-w3": "blocks"},
+        ("r0-w2", "r0-w3"),
         broker_kills=[2],
         database_stops=[1, 4],
         broker_suspensions=[3],
@@ -63,7 +86,9 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
     assert results.database_suspensions == 1
     assert results.suspended["postgresql"]["write.recorded"] == 1
     assert results.zombie_count >= 1
-    assert results.kills >= 8
+    assert results.kills >= 14
+    assert results.members >= 1
+    assert results.spoiled >= 1
     assert results.operations["present"] > 0
     assert not (tmp_path / "round").exists(), "the evidence of a clean round is kept"
 

@@ -1,9 +1,11 @@
 """The plan of the kill -9 run: drawn from the seed alone, and every fail point that is not Spark's comes in it."""
 
+import itertools
 from collections import Counter
 
 import pytest
-from chaos.plan import SETTLING, SQLITE_EVERY, TASK, WRITING, make_round
+from chaos.conductor import MEMBER_LEASE_S
+from chaos.plan import GROUPING, LEASING, SETTLING, SQLITE_EVERY, TASK, WRITING, make_round
 
 
 def armed(numbers, seed=1):
@@ -16,6 +18,12 @@ def armed(numbers, seed=1):
     )
 
 
+def steps_of(rounds):
+    for round_ in rounds:
+        for episode in itertools.chain.from_iterable(round_.episodes.values()):
+            yield from episode.steps
+
+
 def test_a_seed_draws_the_same_round_each_time_and_another_seed_another_one():
     assert make_round(1, 3) == make_round(1, 3)
     assert make_round(1, 3) != make_round(2, 3)
@@ -25,6 +33,28 @@ def test_a_seed_draws_the_same_round_each_time_and_another_seed_another_one():
 @pytest.mark.parametrize("numbers", [[0, 1], [SQLITE_EVERY - 1, 2 * SQLITE_EVERY - 1]], ids=["postgresql", "sqlite"])
 def test_two_rounds_arm_every_fail_point_of_writing_claiming_settling_slots_and_ledger(numbers):
     assert {*WRITING, *SETTLING, *TASK} <= set(armed(numbers))
+
+
+def test_a_few_rounds_arm_every_fail_point_of_group_commit_and_of_leases():
+    assert {*GROUPING, *LEASING} <= set(armed([0, 1, 3, 4]))
+    assert {*GROUPING, *LEASING} <= set(armed([2, 5, 8, 11]))
+
+
+def test_groups_are_those_of_threads_and_of_tasks_and_some_die_while_their_units_run_again():
+    rounds = [make_round(1, number) for number in (0, 1, 3, 4)]
+    assert {round_.tasks.get(name, "threads") for round_ in rounds for name in round_.grouped} == {"threads", "blocks"}
+    spoiled = [step for step in steps_of(rounds) if step.spoils is not None]
+    assert len(spoiled) > 10
+    assert not any(step.spoils in step.abort for step in spoiled)
+
+
+def test_members_of_a_fleet_are_killed_and_paused_beyond_their_lease_and_a_last_one_settles():
+    rounds = [make_round(1, number) for number in range(3)]
+    members = [step for step in steps_of(rounds) if step.do == "member"]
+    assert sum(step.resumed_after_ms > 1000 * MEMBER_LEASE_S for step in members) >= 3
+    assert sum(step.failpoint != "" for step in members) > 10
+    for round_ in rounds:
+        assert round_.episodes[f"r{round_.number}-fleet"][-1].steps[0].do == "last member"
 
 
 def test_a_tenth_of_the_killed_processes_is_planned_as_zombies():
@@ -40,5 +70,5 @@ def test_a_tenth_of_the_killed_processes_is_planned_as_zombies():
 
 def test_of_four_writers_one_uses_blocks_in_tasks_and_one_sessions():
     kinds = Counter(kind for number in range(4) for kind in make_round(1, number).tasks.values())
-    writers = sum(len(make_round(1, number).threads) - 1 for number in range(4))
+    writers = sum(len(make_round(1, number).threads) - 2 for number in range(4))
     assert all(kinds[kind] >= writers // 5 for kind in ("blocks", "sessions"))
