@@ -61,11 +61,22 @@ class Spilled:
         """Delete the changes and close. A crash in the middle leaves them uncommitted or deletes them."""
         self._rocks.erase_note()  # first: nothing is copied twice once the store has gone on
         self.close()
-        shutil.rmtree(self._path)
+        self._path.rename(_discarded(self._path))  # RocksDB cannot open a part of a database
+        delete_discarded(self._path)
 
     def close(self) -> None:
         """Close it; the changes stay on disk."""
         self._rocks.close()
+
+
+def delete_discarded(path: Path) -> None:
+    """Delete what `Spilled.discard` of this directory has left when its process died."""
+    if (left := _discarded(path)).exists():
+        shutil.rmtree(left)
+
+
+def _discarded(path: Path) -> Path:
+    return path.with_name(f"{path.name}-discarded")
 
 
 def _change(found: bytes) -> bytes | None:

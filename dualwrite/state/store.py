@@ -18,7 +18,7 @@ from dualwrite.runtime.failpoints import hit
 from dualwrite.state.committed import Committed, as_text, parsed
 from dualwrite.state.rocks import Rocks, put_all
 from dualwrite.state.scans import Change, Entry, Item, Scan, end_of_prefix, merged, merged_changes
-from dualwrite.state.spilled import Spilled
+from dualwrite.state.spilled import Spilled, delete_discarded
 from dualwrite.state.uncommitted import UNCHANGED, Uncommitted
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class KeyValueStore:
         self._rocks = Rocks(self.path / "committed")
         try:
             self._committed = parsed(self._rocks.note(), self.path)
+            delete_discarded(self.path / "uncommitted")
             if (self.path / "uncommitted").exists():
                 self._spilled = Spilled(self.path / "uncommitted")
                 if self._spilled.decision is not None:
