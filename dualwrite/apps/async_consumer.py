@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Message
     from sqlalchemy import Engine
 
+    from dualwrite.state import PartitionStores
     from dualwrite.writing.transaction import Transaction
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class AsyncExactlyOnceConsumer:
         max_messages, linger_s, workers, attempts, dead_letter_topic, transient: As for `ExactlyOnceConsumer`.
         key_deserializer: As for `ExactlyOnceConsumer`. Called in a thread: it may ask a schema registry.
         value_deserializer: Likewise.
+        state: As for `ExactlyOnceConsumer`. Its stores are read and written without awaiting.
 
     Raises:
         ConfigurationError: A setting cannot work, or would break the promise.
@@ -83,6 +85,7 @@ class AsyncExactlyOnceConsumer:
         transient: tuple[type[Exception], ...] = (),
         key_deserializer: Deserializers = None,
         value_deserializer: Deserializers = None,
+        state: PartitionStores | None = None,
     ) -> None:
         self._handler = handler
         self._owns_engine = not isinstance(database, AsyncEngine)
@@ -109,6 +112,7 @@ class AsyncExactlyOnceConsumer:
             transient=transient,
             key_deserializer=key_deserializer,
             value_deserializer=value_deserializer,
+            state=state,
         )
         self.transactional_id = self._member.transactional_id
         self._pool = ThreadPoolExecutor(THREADS + self._member.max_lanes, f"dualwrite {self.transactional_id}")

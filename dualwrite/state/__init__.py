@@ -5,6 +5,7 @@ What belongs here: persistent stores with transactions (KIP-844), and what keeps
 """
 
 from dualwrite.state.committed import Committed
+from dualwrite.state.partitions import PartitionStores
 from dualwrite.state.scans import Scan
 from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
@@ -14,6 +15,7 @@ from dualwrite.state.typed import Timestamped, TimestampedKeyValueStore, WindowS
 __all__ = [
     "Committed",
     "KeyValueStore",
+    "PartitionStores",
     "ProducerBlocks",
     "Scan",
     "Standby",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from typing import Final
 
@@ -78,18 +78,21 @@ class Changelog:
             )
         return f"{found.topic_id}/{self.partition}"
 
-    def describe(self, deadline: Deadline, *, wait_for_end: bool) -> Log:
+    def describe(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> Log:
         """The partition's offsets, and the settings that delete records.
 
         Args:
             deadline: When to give up.
-            wait_for_end: Whether to wait until no transaction is open. Otherwise the end is where the first of them begins.
+            at_least: Where a transaction is open, the end is where the first of them begins, if that is not below this offset.
+                Otherwise it is waited for: the marker of a committed transaction comes a moment after the answer to its commit.
+                None waits until no transaction is open.
+            check: Called meanwhile.
 
         Raises:
             ConfigurationError: A right is missing, or the topic.
             Unavailable: A transaction stays open, or no answer.
         """
-        end = self._stable_end(deadline, wait_for_end=wait_for_end)
+        end = self._stable_end(deadline, at_least, check)
         try:
             start = self._offset(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
             resource = ConfigResource(ResourceType.TOPIC, self.topic)
@@ -106,9 +109,9 @@ class Changelog:
             delete_retention_ms=int(settings["delete.retention.ms"].value),
         )
 
-    def _stable_end(self, deadline: Deadline, *, wait_for_end: bool) -> int:
-        stable = high = -1
+    def _stable_end(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> int:
         while True:
+            check()
             try:
                 # The stable end first: records written in between can only make the two differ.
                 stable = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
@@ -117,7 +120,7 @@ class Changelog:
                 if refused.args[0].code() not in _PASSING or deadline.expired:
                     raise self._mapped(refused) from refused
             else:
-                if stable == high or not wait_for_end:
+                if stable == high or (at_least is not None and stable >= at_least):
                     return stable
                 if deadline.expired:
                     raise Unavailable(f"a transaction stays open in the changelog {self}, from offset {stable} on")
@@ -127,8 +130,10 @@ class Changelog:
         asked = self._admin.list_offsets({self._where: spec}, isolation_level=isolation, request_timeout=_REQUEST_S)
         return int(asked[self._where].result().offset)
 
-    def read(self, start: int, end: int, deadline: Deadline) -> Generator[tuple[list[Change], int], None, None]:
-        """The committed records of the offsets from ``start`` to ``end``, in parts.
+    def read(
+        self, start: int, end: int, deadline: Deadline, check: Callable[[], None]
+    ) -> Generator[tuple[list[Change], int], None, None]:
+        """The committed records of the offsets from ``start`` to ``end``, in parts. Calls ``check`` in between.
 
         Yields:
             Some records, and the offset after the last of them; in the last part ``end``.
@@ -151,6 +156,7 @@ class Changelog:
         with closing(consumer):
             consumer.assign([TopicPartition(self.topic, self.partition, start)])
             while reached < end:
+                check()
                 if deadline.expired:
                     raise Unavailable(f"the changelog {self} was read up to {reached}, not to {end}, in time")
                 changes: list[Change] = []

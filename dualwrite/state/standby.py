@@ -23,6 +23,10 @@ def ignore_progress(reached: int, end: int) -> None:
     """Do nothing."""
 
 
+def do_not_ask() -> None:
+    """Let the work go on."""
+
+
 class Standby:
     """A copy of a task's store, kept warm: it follows the changelog that the task's process writes.
 
@@ -70,7 +74,13 @@ class Standby:
 
 
 def roll_forward(
-    store: KeyValueStore, changelog: Changelog, timeout_s: float, *, wait_for_end: bool, on_progress: OnProgress
+    store: KeyValueStore,
+    changelog: Changelog,
+    timeout_s: float,
+    *,
+    wait_for_end: bool,
+    on_progress: OnProgress,
+    check: Callable[[], None] = do_not_ask,
 ) -> int:
     """Discard uncommitted writes, and apply what is committed in the changelog since the store's last commit.
 
@@ -80,6 +90,7 @@ def roll_forward(
         timeout_s: Limits the call, in seconds.
         wait_for_end: Whether to wait until no transaction is open in the partition.
         on_progress: As for `Standby.catch_up`.
+        check: Called between any two steps; raises to interrupt the call, which leaves the store at the last part committed.
 
     Returns:
         The number of records applied.
@@ -91,13 +102,14 @@ def roll_forward(
     store.recover(0)
     store.follow(changelog.identity())
     began_ms = int(time.time() * 1000)
-    log = changelog.describe(deadline, wait_for_end=wait_for_end)
+    at_least = None if wait_for_end else store.committed.offset or 0
+    log = changelog.describe(deadline, at_least, check)
     require_complete(log)
     start = first_to_read(store.committed, log, began_ms)
     # Deletions may vanish from the log while it is read: the store stays as old as it was until the end is reached.
     as_of_ms = store.committed.at_ms or began_ms
     applied = 0
-    for changes, reached in changelog.read(start, log.end, deadline):
+    for changes, reached in changelog.read(start, log.end, deadline, check):
         store.put_all(changes)
         applied += len(changes)
         store.commit(reached, as_of_ms=began_ms if reached == log.end else as_of_ms)

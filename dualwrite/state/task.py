@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.failpoints import hit
 from dualwrite.state.changelog import Changelog
-from dualwrite.state.standby import OnProgress, ignore_progress, roll_forward
+from dualwrite.state.logged import LoggedStore
+from dualwrite.state.standby import OnProgress, ignore_progress
 from dualwrite.state.store import KeyValueStore
 from dualwrite.writing.transaction import Transaction
-
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError, Message
-
-logger = logging.getLogger(__name__)
 
 Tx = TypeVar("Tx", Transaction, TransactionalProducer)
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -95,15 +89,13 @@ class StateTask(Generic[Tx]):
     ) -> None:
         self._blocks: Blocks[Tx] = blocks
         self.store = store
-        self._changelog = Changelog(kafka, changelog, partition)
-        self._timeout_s = timeout_s
-        self._behind = True
+        self._logged = LoggedStore(store, Changelog(kafka, changelog, partition), timeout_s)
         self._in_use = threading.Lock()
 
     @property
     def behind(self) -> bool:
         """Whether the store must be restored before the next block, which does so."""
-        return self._behind
+        return self._logged.behind
 
     def restore(self, on_progress: OnProgress = ignore_progress) -> int:
         """Bring the store to the changelog's end, as a block does when it must: call it first to see the progress.
@@ -121,12 +113,7 @@ class StateTask(Generic[Tx]):
             IllegalStateError: A block is open.
         """
         with self._alone():
-            return self._restore(on_progress)
-
-    def _restore(self, on_progress: OnProgress = ignore_progress) -> int:
-        applied = roll_forward(self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress)
-        self._behind = False
-        return applied
+            return self._logged.restore(on_progress)
 
     @contextmanager
     def transaction(self) -> Generator[Tx, None, None]:
@@ -141,53 +128,15 @@ class StateTask(Generic[Tx]):
             IllegalStateError: A block is open already, or the writer is in bulk mode.
         """
         with self._alone():
-            if self._behind:
-                self._restore()
-            elif self.store.has_uncommitted:
-                raise IllegalStateError(f"{self.store!r} was written outside of a block")
-            self._behind = True
+            self._logged.begin()
             try:
                 with self._blocks.transaction() as tx:
                     yield tx
-                    logged = self._log(tx)
-                    hit("state.logged")
-                hit("state.before_commit")
-                self._commit(logged)
+                    self._logged.log(tx)
+                self._logged.commit()
             except BaseException:
-                self._discard()
+                self._logged.discard()
                 raise
-
-    def _log(self, tx: Tx) -> _Logged:
-        """Produce the store's changes to the changelog."""
-        logged = _Logged()
-        # The store's keys and values are bytes: the writer's serializers must not touch them.
-        raw = tx.without_serializers if isinstance(tx, Transaction) else tx
-        for key, value in self.store.uncommitted():
-            logged.produced += 1
-            raw.produce(
-                self._changelog.topic,
-                value,
-                key,
-                partition=self._changelog.partition,
-                on_delivery=logged.delivered,
-            )
-        return logged
-
-    def _commit(self, logged: _Logged) -> None:
-        if not logged.produced:
-            self._behind = False
-        elif logged.is_complete:
-            self.store.commit(logged.last + 1)
-            self._behind = False
-        else:  # the changelog knows more than the producer does
-            logger.warning("state store %s: not every offset was reported: it is restored", self.store.path)
-
-    def _discard(self) -> None:
-        """Let reads after a failed block see what is committed. The next block does so itself if this fails."""
-        try:
-            self.store.recover(0)
-        except Exception:
-            logger.exception("state store %s: uncommitted writes could not be discarded", self.store.path)
 
     @contextmanager
     def _alone(self) -> Generator[None, None, None]:
@@ -197,22 +146,3 @@ class StateTask(Generic[Tx]):
             yield
         finally:
             self._in_use.release()
-
-
-class _Logged:
-    """The deliveries of one block's changelog records."""
-
-    def __init__(self) -> None:
-        self.produced = 0
-        self._delivered = 0
-        self.last = -1
-
-    @property
-    def is_complete(self) -> bool:
-        return self._delivered == self.produced
-
-    def delivered(self, error: KafkaError | None, message: Message) -> None:
-        offset = message.offset()
-        if error is None and offset is not None and offset >= 0:
-            self._delivered += 1
-            self.last = max(self.last, offset)

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from sqlalchemy import text
 
 from dualwrite import DualWriter, TransactionalProducer
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.state import KeyValueStore, ProducerBlocks, StateTask
 
 AT_A_TIME = 5
+_NO_COORDINATOR = {
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+}
+"""A broker's first group has none for a moment."""
 TABLE = "CREATE TABLE counted (key text, number integer, PRIMARY KEY (key, number))"
 
 
@@ -32,8 +40,7 @@ def count(job):
         store = stack.enter_context(KeyValueStore(job["directory"], max_memory_bytes=job["memory"]))
         task = StateTask(blocks, store, kafka=job["kafka"], changelog=job["changelog"], partition=0)
         consumer = stack.enter_context(closing(Consumer(settings(job))))
-        (stands,) = consumer.committed([TopicPartition(job["input"], 0)], timeout=30)
-        at = max(0, stands.offset)
+        at = committed_offset(consumer, job["input"])
         consumer.assign([TopicPartition(job["input"], 0, at)])
         while at < job["end"]:
             messages = consumer.consume(min(AT_A_TIME, job["end"] - at), timeout=30)
@@ -44,6 +51,20 @@ def count(job):
                 tx.send_offsets_to_transaction(
                     [TopicPartition(job["input"], 0, at)], consumer.consumer_group_metadata()
                 )
+
+
+def committed_offset(consumer, topic):
+    """Where the group stands in partition 0."""
+    deadline = Deadline(60)
+    while True:
+        try:
+            (stands,) = consumer.committed([TopicPartition(topic, 0)], timeout=60)
+        except KafkaException as error:
+            if error.args[0].code() not in _NO_COORDINATOR or deadline.expired:
+                raise
+            time.sleep(0.05)
+        else:
+            return max(0, stands.offset)
 
 
 def settings(job):

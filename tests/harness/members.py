@@ -19,6 +19,7 @@ from confluent_kafka import Producer
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert, select
 
 from dualwrite import AsyncExactlyOnceConsumer, ExactlyOnceConsumer
+from dualwrite.state import KeyValueStore, PartitionStores
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment
 
@@ -69,6 +70,32 @@ def async_copier(target: str):
     return copy
 
 
+def counting(stores: PartitionStores, target: str):
+    """A handler that counts messages by key, in state stores."""
+
+    def count(tx, messages):
+        for message in messages:
+            tx.produce(target, key=message.key(), value=_one_more(stores.of(message), message.key()))
+
+    return count
+
+
+def async_counting(stores: PartitionStores, target: str):
+    """A handler that counts, as a coroutine function."""
+
+    async def count(tx, messages):
+        for message in messages:
+            await tx.produce(target, key=message.key(), value=_one_more(stores.of(message), message.key()))
+
+    return count
+
+
+def _one_more(store: KeyValueStore, key: bytes) -> str:
+    count = str(int(store.get(key) or 0) + 1)
+    store.put(key, count.encode())
+    return count
+
+
 class AsyncMember:
     """An asynchronous consumer in an event loop of its own, with the methods of the other kind."""
 
@@ -100,11 +127,15 @@ def make_member(
     target: str,
     protocol: str,
     asynchronous: bool = False,
+    state: PartitionStores | None = None,
     **options,
 ) -> ExactlyOnceConsumer | AsyncMember:
-    """A member that copies."""
-    handler = (async_copier if asynchronous else copier)(target)
-    given = {"handler": handler, "consumer": settings_of(protocol), **options}
+    """A member that copies; with state stores, one that counts."""
+    if state is None:
+        handler = (async_copier if asynchronous else copier)(target)
+    else:
+        handler = (async_counting if asynchronous else counting)(state, target)
+    given = {"handler": handler, "consumer": settings_of(protocol), "state": state, **options}
     kind = AsyncMember if asynchronous else ExactlyOnceConsumer
     return kind(group, name, topics=[source], kafka=kafka, database=url, **given)
 
@@ -161,6 +192,9 @@ def main(arguments: Sequence[str]) -> None:
     plant_from_environment()
     options = json.loads(arguments[0])
     idle_s = options.pop("idle_s", 8)
+    if directory := options.pop("directory", None):
+        changelog = options.pop("changelog")
+        options["state"] = PartitionStores(directory, kafka=options["kafka"], changelog=changelog)
     make_member(**options).run(idle_s=idle_s)
 
 

@@ -94,6 +94,11 @@ event 2: killed before the decision; recovery: aborted
 event 3: killed after the decision; recovery: committed
 rows [1, 3], messages [1, 3]
 """,
+    "counting_service.py": """\
+member 0 was killed: True
+member 1 has counted on: UA 552, B6 541, all 3000
+counts equal input: True
+""",
     "running_count.py": """\
 the store stands at offset None, 0 records applied
 killed

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
@@ -178,7 +178,8 @@ def test_after_a_failure_the_next_block_begins_with_what_kafka_has_committed(
     with task_on(tmp_path / "store", changelog) as task:
         write(task, a="1")
         failpoints.arm(f"{point}:1:raise")
-        with pytest.raises(FailpointError):
+        # The transaction stands, whatever becomes of the store's commit: its work must not run again.
+        with nullcontext() if point == "state.committed" else pytest.raises(FailpointError):
             write(task, a="2")
         failpoints.arm("")
         assert task.behind

@@ -15,6 +15,8 @@ from dualwrite.writing.writer import DualWriter
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from dualwrite.state import PartitionStores
+
 T = TypeVar("T")
 
 
@@ -57,6 +59,8 @@ class ExactlyOnceConsumer:
             at once, and again after an abort. A message that it cannot read goes to the dead-letter topic as it was read, or
             stops :meth:`run`; a schema registry out of reach is waited for.
         value_deserializer: Makes the values, likewise.
+        state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic. Close
+            them after :meth:`run`.
 
     Raises:
         ConfigurationError: A setting cannot work, or would break the promise.
@@ -85,6 +89,7 @@ class ExactlyOnceConsumer:
         transient: tuple[type[Exception], ...] = (),
         key_deserializer: Deserializers = None,
         value_deserializer: Deserializers = None,
+        state: PartitionStores | None = None,
     ) -> None:
         made = engine_of(database)
         self._member = Member(
@@ -108,6 +113,7 @@ class ExactlyOnceConsumer:
             transient=transient,
             key_deserializer=key_deserializer,
             value_deserializer=value_deserializer,
+            state=state,
         )
         self.transactional_id = self._member.transactional_id
 

@@ -15,7 +15,7 @@ from dualwrite.apps.consumer.partitions import Partitions
 from dualwrite.apps.consumer.peers import Peers
 from dualwrite.apps.consumer.reading import Reading
 from dualwrite.apps.consumer.settings import consumer_settings
-from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, Working
+from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, State, Working
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -104,6 +104,7 @@ class Member:
         transient: tuple[type[Exception], ...],
         key_deserializer: Deserializers,
         value_deserializer: Deserializers,
+        state: State | None,
     ) -> None:
         if min(max_messages, workers, attempts) < 1 or linger_s < 0 or isinstance(topics, str) or not topics:
             raise ConfigurationError(
@@ -111,6 +112,8 @@ class Member:
             )
         if offsets not in {"kafka", "database"}:
             raise ConfigurationError(f"offsets is 'kafka' or 'database', not {offsets!r}")
+        if state is not None and (len(topics) != 1 or topics[0].startswith("^")):
+            raise ConfigurationError("a consumer with state reads one topic: each of its partitions has a store")
         try:
             self.transactional_id = member_id(group, member)
         except ValueError as error:
@@ -140,6 +143,7 @@ class Member:
             dead_letter_topic,
             transient,
             Deserializing(key_deserializer, value_deserializer),
+            state,
         )
         self._counts: Counts = self._working.counts
         self._lag: Mapping[tuple[str, int], int] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -43,6 +43,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Handler = Callable[["Transaction", Sequence["Message"]], object]
+
+
+class State(Protocol):
+    """The state of a member, by partition: `dualwrite.state.PartitionStores`."""
+
+    def block(
+        self, assignments: Mapping[int, object], check: Callable[[], None]
+    ) -> AbstractContextManager[Callable[[Transaction], None]]:
+        """Surround a transaction. Gives the function to call in it when the handler is done.
+
+        Args:
+            assignments: By the number of each partition, its assignment.
+            check: Raises if the transaction must not begin any more.
+        """
+        ...
+
 
 _PASSING: Final = frozenset(
     {Meaning.GONE, Meaning.BUSY, Meaning.POOL, Meaning.FULL, Meaning.READ_ONLY, Meaning.LOGIN, Meaning.CONFLICT}
@@ -166,6 +182,7 @@ class Working:
         dead_letter_topic: Where messages are set aside; None stops the consumer instead.
         transient: Errors of the handler and of deserializers that do not count: something that they need is out of reach.
         deserializing: Makes the keys and values that the handler gets.
+        state: The member's state stores; None without any.
         counts: The totals.
     """
 
@@ -178,6 +195,7 @@ class Working:
     dead_letter_topic: str | None
     transient: tuple[type[Exception], ...]
     deserializing: Deserializing = field(default_factory=Deserializing)
+    state: State | None = None
     counts: Counts = field(default_factory=Counts)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -261,7 +279,7 @@ class Working:
 
     def _write(self, unit: Unit, part: _Part, to: dict[tuple[str, int], int], at: _Stage) -> None:
         at.writer = self.writer.get()
-        with at.writer.transaction() as tx:
+        with self._state_of(unit) as log, at.writer.transaction() as tx:
             failpoints.hit("consume.begun")
             at.handling = True
             if part.is_dead:
@@ -269,11 +287,22 @@ class Working:
             else:
                 refuse_not_run(self.handler(tx, part.messages), at.writer.transactional_id)
             at.handling = False
+            log(tx)
             failpoints.hit("consume.handled")
             at.moving = True
             self.offsets.move(tx, unit, to)
             failpoints.hit("consume.moved")
             at.moving = False
+
+    def _state_of(self, unit: Unit) -> AbstractContextManager[Callable[[Transaction], None]]:
+        if self.state is None:
+            return nullcontext(lambda _: None)
+
+        def check() -> None:
+            if unit.must_end or self.partitions.closed:
+                raise PartitionLost
+
+        return self.state.block({one.name[1]: one for one in unit.partitions}, check)
 
     def _trouble(self, error: Exception, at: _Stage) -> Trouble:
         if isinstance(error, PartitionLost):

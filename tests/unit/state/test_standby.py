@@ -1,0 +1,140 @@
+"""Stores rolled forward, from a changelog in memory."""
+
+import pytest
+
+from dualwrite import ChangelogDiffers
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.state import KeyValueStore, changelog, standby
+from dualwrite.state.changelog import Changelog
+from dualwrite.state.rolling import Log
+from dualwrite.state.standby import ignore_progress, roll_forward
+
+pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
+
+DAY_MS = 86_400_000
+START_MS = 2_000_000_000_000
+
+
+class InMemory:
+    """A changelog of records, read in parts of two; each part takes a minute."""
+
+    def __init__(self, clock, *records):
+        self.clock, self.records = clock, records
+        self.delete_retention_ms = DAY_MS
+
+    def identity(self):
+        return "id/0"
+
+    def describe(self, _deadline, _at_least, check):
+        check()
+        return Log("log[0]", 0, len(self.records), frozenset({"compact"}), -1, -1, self.delete_retention_ms)
+
+    def read(self, start, end, _deadline, check):
+        for begin in range(start, end, 2):
+            check()
+            self.clock.now_ms += 60_000
+            until = min(begin + 2, end)
+            yield list(self.records[begin:until]), until
+
+
+class Clock:
+    now_ms = START_MS
+
+    def time(self):
+        return self.now_ms / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(standby, "time", made)
+    return made
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KeyValueStore(tmp_path / "store") as store:
+        yield store
+
+
+def rolled(store, log, **more):
+    return roll_forward(store, log, 60, wait_for_end=True, on_progress=ignore_progress, **more)
+
+
+RECORDS = [(b"a", b"1"), (b"b", b"1"), (b"a", None), (b"c", b"1"), (b"b", b"2")]
+
+
+def test_records_are_applied_in_their_order_and_uncommitted_writes_are_gone(store, clock):
+    store.put(b"x", b"uncommitted")
+    assert rolled(store, InMemory(clock, *RECORDS)) == 5
+    assert dict(store.range()) == {b"b": b"2", b"c": b"1"}
+    assert (store.committed.offset, store.committed.changelog) == (5, "id/0")
+    assert rolled(store, InMemory(clock, *RECORDS)) == 0
+
+
+def test_an_interrupted_one_goes_on_where_it_stopped(store, clock):
+    class Interrupted(Exception):
+        pass
+
+    left = [3]
+
+    def check():
+        left[0] -= 1
+        if not left[0]:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        rolled(store, InMemory(clock, *RECORDS), check=check)
+    assert store.committed.offset == 2
+    assert rolled(store, InMemory(clock, *RECORDS)) == 3
+    assert dict(store.range()) == {b"b": b"2", b"c": b"1"}
+
+
+def test_a_store_is_as_old_as_it_was_until_the_end_is_reached(store, clock):
+    """Deletions may vanish from the changelog while it is read."""
+    log = InMemory(clock, *RECORDS)
+    seen = []
+    roll_forward(store, log, 60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
+    assert seen == [START_MS] * 3
+    clock.now_ms = later = START_MS + DAY_MS // 2
+    log.records = [*RECORDS, *RECORDS]
+    seen.clear()
+    roll_forward(store, log, 60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
+    assert seen == [START_MS, START_MS, later]
+
+
+def test_a_store_that_is_at_the_end_becomes_young(store, clock):
+    log = InMemory(clock, *RECORDS)
+    rolled(store, log)
+    clock.now_ms += 10 * DAY_MS
+    rolled(store, log)
+    assert store.committed.at_ms == clock.now_ms
+
+
+def test_a_changelog_that_ends_before_the_store_is_refused_and_nothing_changes(store, clock):
+    rolled(store, InMemory(clock, *RECORDS))
+    with pytest.raises(ChangelogDiffers, match="ends at 3, before the store's offset 5"):
+        rolled(store, InMemory(clock, *RECORDS[:3]))
+    assert dict(store.range()) == {b"b": b"2", b"c": b"1"}
+    assert store.committed.offset == 5
+
+
+@pytest.mark.parametrize(
+    ("at_least", "offsets", "end"),
+    [
+        (None, [(5, 7), (5, 7), (8, 8)], 8),  # a task waits until no transaction is open
+        (0, [(5, 7)], 5),  # a standby does not
+        (5, [(5, 7)], 5),
+        # The marker of the transaction that its store stands after is not written yet.
+        (7, [(5, 7), (8, 8)], 8),
+        (7, [(5, 7), (8, 9)], 8),
+        (7, [(5, 5)], 5),  # truncated
+    ],
+)
+def test_the_end_of_a_changelog_with_open_transactions(monkeypatch, at_least, offsets, end):
+    answers = iter([one for both in offsets for one in both])
+    log = Changelog({"bootstrap.servers": "localhost:1"}, "log", 0)
+    monkeypatch.setattr(log, "_offset", lambda *_: next(answers))
+    monkeypatch.setattr(changelog, "_PAUSE_S", 0)
+    assert log._stable_end(Deadline(10), at_least, lambda: None) == end
+    assert next(answers, None) is None
