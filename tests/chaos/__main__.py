@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--consumers", type=int, default=0, help="how many members of consumer groups to kill, afterwards"
     )
+    parser.add_argument("--state", type=int, default=0, help="how many tasks with state stores to kill, afterwards")
     parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
     parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
@@ -53,10 +54,13 @@ def main() -> int:
         engine=options.engine,
         stop_after_s=options.stop_after_s,
         consumers=options.consumers,
+        states=options.state,
     )
     results = run.run() if options.kills else run.results
     if options.consumers:
         run.consumers(options.consumers)
+    if options.state:
+        run.states(options.state)
     if options.spark:
         run.spark(options.spark)
     sys.stdout.write(f"{len(results.findings)} findings; results: {directory / 'results.json'}\n")

@@ -1,4 +1,4 @@
-"""The jobs of the forked processes: write, settle from outside, work as tasks on leased slots, check."""
+"""The jobs of the forked processes: write, settle from outside, work as tasks on leased slots, count in a store, check."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sqlalchemy import Engine, exc
 
 import chaos.fleets
 import dualwrite.apps.async_consumer  # noqa: F401 - imported once, before the processes are forked
+from chaos.tally import tally
 from dualwrite import (
     CompletionPending,
     DecidedTransactionLost,
@@ -235,6 +236,7 @@ JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {
     "task": task,
     "check": check,
     "consume": consume,
+    "tally": tally,
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from chaos.plot import shares
 from chaos.results import Results
+from chaos.state_page import section as states
+from chaos.state_page import states_of
 from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.testing import Kind
 
@@ -134,6 +136,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *_recovery(figures["recovery"]),
         *_fleets(figures.get("fleets", {})),
         *_consumers(figures.get("consumers", {})),
+        *states(figures.get("states", {})),
         *_spark(figures["spark"]),
         *_mended(),
         *_limits(),
@@ -370,21 +373,24 @@ def picture(figures: Mapping[str, Any]) -> str:
     return shares({SERIES[key]: found["percentiles"] for key, found in figures["recovery"].items()})
 
 
+PARTS = {"consumers": consumers_of, "fleets": fleets_of, "states": states_of}
+"""The parts that one run shows, with what makes its figures."""
+
+
 def main(arguments: Sequence[str]) -> None:
     """Take in the runs, if there are any, and write page and picture."""
     parser = argparse.ArgumentParser(prog="python -m chaos.page", description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the directories of all runs")
-    parser.add_argument("--consumers", type=Path, help="the directory of a run whose consumers' part is shown")
-    parser.add_argument("--fleets", type=Path, help="the directory of a run whose group commit and fleets are shown")
+    for part in PARTS:
+        parser.add_argument(f"--{part}", type=Path, metavar="RUN", help="shows this part of the run")
     options = parser.parse_args(arguments)
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     if options.runs:
         runs = [Results.load(run / "results.json") for run in options.runs]
-        figures = {**summary(runs), **{part: figures.get(part, {}) for part in ("consumers", "fleets")}}
-    if options.consumers:
-        figures["consumers"] = consumers_of(Results.load(options.consumers / "results.json"))
-    if options.fleets:
-        figures["fleets"] = fleets_of(Results.load(options.fleets / "results.json"))
+        figures = {**summary(runs), **{part: figures.get(part, {}) for part in PARTS}}
+    for part, shown_of in PARTS.items():
+        if directory := getattr(options, part):
+            figures[part] = shown_of(Results.load(directory / "results.json"))
     FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(render(figures), encoding="utf-8")
     PICTURE.write_text(picture(figures), encoding="utf-8")

@@ -67,6 +67,7 @@ class Results:
         cpu_s: CPU time of the processes.
         spark: Counts of the Spark part.
         consumers: Counts of the consumers' part.
+        states: Counts of the state stores' part.
         findings: What is wrong.
     """
 
@@ -100,6 +101,7 @@ class Results:
     cpu_s: float = 0
     spark: dict[str, Counter[str]] = field(default_factory=dict)
     consumers: dict[str, Counter[str]] = field(default_factory=dict)
+    states: dict[str, Counter[str]] = field(default_factory=dict)
     findings: list[dict[str, object]] = field(default_factory=list)
 
     @property
@@ -119,7 +121,7 @@ class Results:
     def add(self, other: Results) -> None:
         """Take in the counts of one more round, or of another run."""
         self.rounds = sorted({*self.rounds, *other.rounds})
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states"):
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
@@ -138,7 +140,7 @@ class Results:
 
     @classmethod
     def from_document(cls, document: dict) -> Results:
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states"):
             document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
         for name in ("ended", "zombies_ended", "operations"):
             document[name] = Counter(document[name])

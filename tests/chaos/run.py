@@ -16,6 +16,8 @@ from chaos.plan import KILLS_PER_ROUND, make_round
 from chaos.processes import Forks
 from chaos.results import Results
 from chaos.servers import Servers
+from chaos.states import BROKER as COMPACTING
+from chaos.states import States
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "chaos"
@@ -35,6 +37,7 @@ class Run:
         engine: The producers' engine.
         stop_after_s: No new round begins after that time.
         consumers: How many members of groups :meth:`consumers` will kill, for the command that the page shows.
+        states: How many tasks with state stores :meth:`states` will kill, likewise.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Run:
         engine: str = "native",
         stop_after_s: float = float("inf"),
         consumers: int = 0,
+        states: int = 0,
     ) -> None:
         self._directory = directory
         self._kills = kills
@@ -63,6 +67,7 @@ class Run:
         self._brokers = brokers
         more = (
             (f" CONSUMERS={consumers}" if consumers else "")
+            + (f" STATE={states}" if states else "")
             + (f" BROKERS={brokers}" if brokers > 1 else "")
             + (f" MISTAKE={mistake}" if mistake else "")
         )
@@ -100,6 +105,12 @@ class Run:
         with Servers(properties=BROKER) as servers, Forks(self._directory, self._mistake) as forks:
             Consumers(servers, forks, self._directory, self.results).run(kills)
         self.results.seconds += time.monotonic() - began
+        self.results.save(self._file)
+
+    def states(self, kills: int) -> None:
+        """The state stores' part: kill so many tasks; results are saved after each round of it."""
+        with Servers(properties=COMPACTING) as servers, Forks(self._directory, self._mistake) as forks:
+            States(servers, forks, self._directory, self.results).run(kills)
         self.results.save(self._file)
 
     def _next(self) -> int | None:

@@ -106,7 +106,7 @@ def test_a_handler_that_fails_leaves_its_stores_as_they_were(tmp_path, kafka, pl
 
     with PartitionStores(tmp_path, kafka=kafka, changelog=place["changelog"]) as stores:
         member = ExactlyOnceConsumer(
-            group, "0", topics=[place["source"]], handler=handle, kafka=kafka, engine=place["url"], state=stores,
+            group, "0", topics=[place["source"]], handler=handle, kafka=kafka, database=place["url"], state=stores,
             max_messages=20,
         )  # fmt: skip
         member.run(max_messages=60)
@@ -124,7 +124,7 @@ def test_a_changelog_that_does_not_fit_stops_the_member_before_a_handler_runs(tm
     with PartitionStores(tmp_path, kafka=kafka, changelog=place["changelog"]) as stores:
         member = ExactlyOnceConsumer(
             group, "0", topics=[place["source"]], handler=lambda *_: pytest.fail("it ran"), kafka=kafka,
-            engine=place["url"], state=stores,
+            database=place["url"], state=stores,
         )  # fmt: skip
         with pytest.raises(ChangelogDiffers, match="follows the changelog another/0"):
             member.run()
@@ -135,6 +135,6 @@ def test_a_consumer_with_state_reads_one_topic(tmp_path, topics):
     stores = PartitionStores(tmp_path, kafka={}, changelog="changelog")
     with pytest.raises(ConfigurationError, match="reads one topic"):
         ExactlyOnceConsumer(
-            "group", "0", topics=topics, handler=print, kafka={"bootstrap.servers": "nowhere:1"}, engine="sqlite://",
+            "group", "0", topics=topics, handler=print, kafka={"bootstrap.servers": "nowhere:1"}, database="sqlite://",
             state=stores,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a crash leaves on disk: a part of the last write, or a part of a deleted directory. The store is as before, or as after."""
+"""A crash leaves a part of the last write, or of a deleted directory, on disk: the store is as before, or as after."""
 
 import shutil
 
