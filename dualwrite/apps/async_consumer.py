@@ -20,6 +20,7 @@ from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.waiting import interruptible
 from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql_database import SqlDatabase
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
@@ -97,10 +98,9 @@ class AsyncExactlyOnceConsumer:
             topics=topics,
             handler=self._handle,
             kafka=kafka,
-            engine=own,
+            database=SqlDatabase(own, schema),
             dispose=own.dispose if own is not own_engine else lambda: None,
             make_writer=partial(TaskWriter, asynchronous=self._engine),
-            schema=schema,
             offsets=offsets,
             consumer=consumer,
             writer=writer,

@@ -10,8 +10,9 @@ from dualwrite.apps.async_sessions import AsyncBoundSessions
 from dualwrite.apps.async_transaction import Sessions, session_of_block
 from dualwrite.runtime.waiting import elsewhere
 from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.stores.opening import database_of
+from dualwrite.stores.sql_database import SqlDatabase, sql_of
 from dualwrite.writing import entered
-from dualwrite.writing.connections import borrowed
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class ForTasks(DualWriter):
         """As :meth:`DualWriter.open`, without blocking the event loop."""
         elsewhere(super().open)
         try:
-            with borrowed(None, self._engine_of_blocks) as connection:
-                self._opened().store.check_same_database(connection)
+            with self._database.connect() as connection:
+                self._opened().context.store.check_same_database(connection)
         except BaseException:
             self.close()
             raise
@@ -49,13 +50,14 @@ class ForTasks(DualWriter):
 
     def bind_for_tasks(self, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
         """See :meth:`AsyncDualWriter.bind`."""
+        joins_first, block = self._joined()
         return AsyncBoundSessions(
             self.transactional_id,
             sessions,
-            self._joined_block(),
+            block,
             engine=self._asynchronous,
             opened=opened,
-            joins_first=self._joins_first,
+            joins_first=joins_first,
         )
 
     def groups_of_tasks(self, limits: GroupLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
@@ -75,10 +77,6 @@ class ForTasks(DualWriter):
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)
 
-    @property
-    def _engine_of_blocks(self) -> Engine:
-        return self._asynchronous.sync_engine
-
 
 class TaskWriter(ForTasks):
     """The writer of one transactional id.
@@ -96,11 +94,13 @@ class TaskWriter(ForTasks):
         transactional_id: str,
         asynchronous: AsyncEngine,
         *,
-        database: Engine | str,
+        database: Engine | SqlDatabase,
         session_factory: Callable[..., AsyncSession] = session_of_block,
         **settings: Unpack[CommonSettings],
     ) -> None:
         made = Sessions(asynchronous, session_factory).make
-        super().__init__(transactional_id, database=database, session_factory=made, **settings)
+        own = sql_of(database_of(database, settings.get("schema")), "writers of tasks")
+        both = SqlDatabase(own.engine, own.schema, blocks=asynchronous.sync_engine)
+        super().__init__(transactional_id, database=both, session_factory=made, **settings)
         self._asynchronous = asynchronous
         roll_back_before_closing(asynchronous.sync_engine)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from dualwrite.ports.savepoints import SavepointWatch
     from dualwrite.protocol.observations import Outcome
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import Incident, Participant, StateRow
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
     from dualwrite.runtime.deadline import Deadline
+
+
+Handle: TypeAlias = Any
+"""A dual write works on it: a connection of SQLAlchemy's, or what another database has instead.
+
+:meth:`dualwrite.ports.database.Database.connect` makes it, and only the store of the same database looks inside.
+"""
 
 
 class Claims(Protocol):
@@ -147,7 +152,7 @@ class Records(Protocol):
 class Decisions(Protocol):
     """One dual write's database transaction, on the caller's connection."""
 
-    def check_same_database(self, connection: Connection) -> None:
+    def check_same_database(self, connection: Handle) -> None:
         """Refuse a connection to a database other than that of the rows. The connection is left as it is.
 
         Raises:
@@ -157,14 +162,14 @@ class Decisions(Protocol):
         """
         ...
 
-    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch | None:
+    def watch_savepoints(self, connection: Handle, transactional_id: str) -> SavepointWatch | None:
         """Watch the savepoints of the transaction that :meth:`begin` began, until the watch is finished or stopped.
 
         None if the connection has no savepoints.
         """
         ...
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: Handle) -> None:
         """Begin the database transaction of a dual write on the caller's connection.
 
         On SQLite it takes the write lock. On PostgreSQL nothing is sent yet: the snapshot begins with the next statement.
@@ -180,7 +185,7 @@ class Decisions(Protocol):
 
     def read_incarnation(
         self,
-        connection: Connection,
+        connection: Handle,
         transactional_id: str,
         *,
         namespace: str | None = None,
@@ -206,7 +211,7 @@ class Decisions(Protocol):
 
     def decide(
         self,
-        connection: Connection,
+        connection: Handle,
         transactional_id: str,
         incarnation: int,
         state: PreparedTxnState,
@@ -246,7 +251,7 @@ class Decisions(Protocol):
 
     def hold(
         self,
-        connection: Connection,
+        connection: Handle,
         transactional_id: str,
         incarnation: int,
         *,
@@ -259,7 +264,7 @@ class Decisions(Protocol):
         """
         ...
 
-    def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
+    def run_deferred(self, connection: Handle, transactional_id: str | None = None) -> None:
         """Run now everything that the user's statements have deferred to COMMIT, so that COMMIT has nothing left to run.
 
         Triggers may take any time, and in COMMIT nothing bounds them on older servers. Call it before anything is prepared.
@@ -270,7 +275,7 @@ class Decisions(Protocol):
         ...
 
     def prepare(
-        self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
+        self, connection: Handle, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
         """Instead of :meth:`commit`: prepare the transaction for the decider of the Kafka transaction, which then ends both.
 
@@ -282,7 +287,7 @@ class Decisions(Protocol):
         """
         ...
 
-    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
+    def commit(self, connection: Handle, *, answer_s: float | None = None) -> None:
         """Commit the database transaction. On return it is durable: the decision.
 
         Args:
@@ -297,11 +302,11 @@ class Decisions(Protocol):
         """
         ...
 
-    def rollback(self, connection: Connection) -> None:
+    def rollback(self, connection: Handle) -> None:
         """Roll back what the connection has open, if anything. Never raises: a dead connection is discarded."""
         ...
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: Handle) -> None:
         """Discard the connection, whatever it has open: it must not be used again. Never raises."""
         ...
 

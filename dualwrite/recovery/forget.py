@@ -14,14 +14,13 @@ from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery import recover
 from dualwrite.recovery.servers import rows_of
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.forgetting import Forgetting, before
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.forgetting import before
+from dualwrite.stores.opening import opened
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from dualwrite.ports.database import Database
     from dualwrite.recovery.plan import IdStatus
 
 UNTOUCHED_FOR_S: Final = 30 * 86400.0
@@ -61,7 +60,7 @@ def forget(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    database: Engine | str,
+    database: Engine | Database | str,
     schema: str | None = None,
     prefix: str | None = None,
     untouched_for_s: float = UNTOUCHED_FOR_S,
@@ -95,16 +94,12 @@ def forget(
     """
     if transactional_id is not None and prefix is not None:
         raise TypeError("transactional_id and prefix exclude each other")
-    used = engine_of(database)
-    try:
-        check_schema(used, schema)
-        store, forgetting = SqlStateStore(used, schema=schema), Forgetting(used, schema)
+    with opened(database, schema) as used:
+        store, forgetting = used.store(), used.forgetting()
         now = forgetting.now()
         rows = {row.transactional_id: row for row in rows_of(store, transactional_id, prefix)}
         # Read before Kafka is asked: a row written since then is not deleted.
-        found = recover.status(
-            transactional_id, kafka=kafka, database=used, schema=schema, prefix=prefix, timeout_s=timeout_s
-        )
+        found = recover.status(transactional_id, kafka=kafka, database=used, prefix=prefix, timeout_s=timeout_s)
         unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}
         told = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
         leased = forgetting.leased()
@@ -133,9 +128,6 @@ def forget(
             name=transactional_id,
         )
         return report
-    finally:
-        if used is not database:
-            used.dispose()
 
 
 def _is_unsettled(item: IdStatus) -> bool:

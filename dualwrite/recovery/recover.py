@@ -33,16 +33,17 @@ from dualwrite.recovery.after_restore import (
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
 from dualwrite.recovery.plan import IdStatus, Plan, describe
 from dualwrite.recovery.reported import note_told, untold
-from dualwrite.recovery.servers import connected_coordinator, connected_store, rows_of, whole_writers
+from dualwrite.recovery.servers import connected_coordinator, rows_of, whole_writers
 from dualwrite.recovery.settling.inspect import inspect
 from dualwrite.recovery.settling.settle import Loss, SettleReport, settle
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.jobs.slots import living_leases
-from dualwrite.stores.leases import living_members
+from dualwrite.stores.opening import opened
 from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+    from dualwrite.ports.database import Database
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def status(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    database: Engine | str,
+    database: Engine | Database | str,
     schema: str | None = None,
     prefix: str | None = None,
     timeout_s: float = 60.0,
@@ -101,7 +102,8 @@ def status(
         ConfigurationError: The tables, a row or a right is not as required.
         Unavailable: A server does not answer in time.
     """
-    with connected_store(database, schema) as store, connected_coordinator(kafka) as coordinator:
+    with opened(database, schema) as used, connected_coordinator(kafka) as coordinator:
+        store = used.store()
         return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
 
 
@@ -109,7 +111,7 @@ def recover(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
-    database: Engine | str,
+    database: Engine | Database | str,
     schema: str | None = None,
     prefix: str | None = None,
     open_for_s: float | None = None,
@@ -156,13 +158,14 @@ def recover(
     Source: KIP-939, "recovery recipe".
     """
     observer = observer_if_loaded() if telemetry is None else telemetry
-    with observer.recovering(), connected_store(database, schema) as store:
+    with observer.recovering(), opened(database, schema) as used:
+        store = used.store()
         report = recover_rows(
             lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
             store=store,
             connect=partial(connected_coordinator, kafka),
             open_for_s=_open_for_s(open_for_s, transactional_id),
-            leased=partial(_living, store.engine, schema),
+            leased=used.living,
             dry_run=dry_run,
             after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
             deadline=Deadline(timeout_s),
@@ -178,10 +181,6 @@ def recover(
             for loss in report.losses:
                 observer.lost(loss.as_error())
         return report
-
-
-def _living(engine: Engine, schema: str | None, names: Collection[str]) -> set[str]:
-    return living_leases(engine, names, schema=schema) | living_members(engine, names, schema=schema)
 
 
 def _open_for_s(asked: float | None, transactional_id: str | None) -> float:

@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.protocol.rows import StateRow
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
-
-@contextmanager
-def connected_store(database: Engine | str, schema: str | None) -> Generator[SqlStateStore, None, None]:
-    """The store over an engine, or over one made from a URL for the block.
-
-    Raises:
-        ConfigurationError: The tables are not as required.
-    """
-    used = engine_of(database)
-    try:
-        check_schema(used, schema)
-        yield SqlStateStore(used, schema=schema)
-    finally:
-        if used is not database:
-            used.dispose()
 
 
 @contextmanager

@@ -25,14 +25,17 @@ from dualwrite.recovery.foreign import terminate_without_row
 from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import inspect_rows
 from dualwrite.recovery.reported import note_told
-from dualwrite.recovery.servers import connected_coordinator, connected_store, whole_writers
+from dualwrite.recovery.servers import connected_coordinator, whole_writers
 from dualwrite.recovery.settling.settle import Loss, settle
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.opening import opened
 from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+    from dualwrite.ports.database import Database
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ def terminate(
     transactional_id: str,
     *,
     kafka: Mapping[str, object],
-    database: Engine | str | None = None,
+    database: Engine | Database | str | None = None,
     schema: str | None = None,
     lose_decided: bool = False,
     timeout_s: float = 60.0,
@@ -102,7 +105,8 @@ def terminate(
     with observer.recovering(), connected_coordinator(kafka) as coordinator:
         if database is None:
             return _without_row(transactional_id, coordinator, deadline, lose_decided=lose_decided)
-        with connected_store(database, schema) as store:
+        with opened(database, schema) as used:
+            store = used.store()
             context = OwnerContext(coordinator, store, unique_owner(owner), observer)
             report = terminate_by(context, transactional_id, deadline, lose_decided=lose_decided)
             note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])

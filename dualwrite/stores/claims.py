@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import select, update
 
-from dualwrite.errors import ConfigurationError, Fenced
-from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.rows import in_chunks, read_rows
+from dualwrite.stores.rows import check_claimed, check_guard, in_chunks, read_rows
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -45,9 +43,6 @@ class Claim:
     def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
         """Lock the guard's row until the claim has committed, provided that our owner still holds it.
 
-        A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of
-        our own that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
-
         Args:
             connection: Inside the claim's transaction.
             transactional_id: The guard.
@@ -62,18 +57,7 @@ class Claim:
         state = self._state
         statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
         row = connection.execute(statement.with_for_update(read=not claimed)).one_or_none()
-        if row is None:
-            raise Fenced("the row is gone", transactional_id=transactional_id)
-        if row.owner != self._owner:
-            raise Fenced(
-                f"the row names incarnation {row.incarnation} of {row.owner!r}, our newest is {incarnation}",
-                transactional_id=transactional_id,
-            )
-        if row.incarnation < incarnation:
-            raise gone_back(
-                f"the row names our incarnation {row.incarnation}, although {incarnation} was claimed",
-                transactional_id,
-            )
+        check_guard(None if row is None else (row.incarnation, row.owner), transactional_id, self._owner, incarnation)
 
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
         """Insert missing rows, raise all incarnations, and return the rows in order of id.
@@ -87,7 +71,7 @@ class Claim:
         # Read only after taking the locks: a newer decision may have replaced a state that was read earlier.
         rows = read_rows(self._tables, ids, connection)
         for row in rows:
-            self._check(row)
+            check_claimed(row, self._cluster_id, self._state.fullname)
         return rows
 
     def _lock_or_insert(self, connection: Connection, ids: Sequence[str]) -> None:
@@ -124,13 +108,3 @@ class Claim:
                 .where(state.c.transactional_id == transactional_id, state.c.incarnation < at_least)
                 .values(incarnation=at_least)
             )
-
-    def _check(self, row: StateRow) -> None:
-        if row.prepared.incarnation == row.incarnation:
-            raise ConfigurationError(
-                f"bad row in {self._state.fullname}: the state names an incarnation that the row had not reached",
-                transactional_id=row.transactional_id,
-                next_step="the row was edited: restore it before anything is settled",
-            )
-        if row.cluster_id != self._cluster_id:
-            raise other_cluster(row.cluster_id, self._cluster_id, row.transactional_id)

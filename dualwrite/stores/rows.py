@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from sqlalchemy import select
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.mismatch import gone_back
+from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError
+from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
@@ -146,6 +146,50 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
             str(known.prepared) if shown != known.prepared else None,
             recorded=incarnation == known.incarnation,
         )
+
+
+def check_claimed(row: StateRow, cluster_id: str, table: str) -> None:
+    """Check a row that was claimed just now, before the claim is committed.
+
+    Raises:
+        ConfigurationError: It belongs to another cluster, or its state names an incarnation that it had not reached.
+    """
+    if row.prepared.incarnation == row.incarnation:
+        raise ConfigurationError(
+            f"bad row in {table}: the state names an incarnation that the row had not reached",
+            transactional_id=row.transactional_id,
+            next_step="the row was edited: restore it before anything is settled",
+        )
+    if row.cluster_id != cluster_id:
+        raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
+
+
+def check_guard(found: tuple[int, str] | None, transactional_id: str, owner: str, incarnation: int) -> None:
+    """Check that the guard of a claim is still ours.
+
+    A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of our own
+    that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
+
+    Args:
+        found: The incarnation and the owner that its row names; None if the row is gone.
+        transactional_id: The guard.
+        owner: Our name.
+        incarnation: The incarnation of our newest known claim of it.
+
+    Raises:
+        Fenced: Another owner has claimed the row, or the row is gone.
+        ConfigurationError: The row has an older incarnation.
+    """
+    if found is None:
+        raise Fenced("the row is gone", transactional_id=transactional_id)
+    shown, holder = found
+    if holder != owner:
+        raise Fenced(
+            f"the row names incarnation {shown} of {holder!r}, our newest is {incarnation}",
+            transactional_id=transactional_id,
+        )
+    if shown < incarnation:
+        raise gone_back(f"the row names our incarnation {shown}, although {incarnation} was claimed", transactional_id)
 
 
 def digest(state: PreparedTxnState) -> str:

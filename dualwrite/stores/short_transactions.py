@@ -9,6 +9,7 @@ from sqlalchemy import exc
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
+from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.runtime.waiting import elsewhere
 from dualwrite.stores.dialects.committing import rollback
 from dualwrite.stores.failures import Meaning, map_database_error, meaning_of
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _ATTEMPTS: Final = 5
-PAUSED_OWNER_TIMEOUT_S: Final = 60.0
 LOCK_TIMEOUT_S: Final = 75.0
 """Longer than a paused owner's session can live, so that a process waiting for its lock gets it."""
 

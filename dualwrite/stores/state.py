@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.rows import Participant
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores import participants
@@ -25,7 +26,6 @@ from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_ba
 from dualwrite.stores.same_database import SameDatabase
 from dualwrite.stores.short_transactions import (
     LOCK_TIMEOUT_S,
-    PAUSED_OWNER_TIMEOUT_S,
     ShortTransactions,
     dialect_of,
 )

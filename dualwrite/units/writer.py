@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.ports.database import Database
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class UnitWriter:
         partition: int = 0,
         *,
         kafka: Mapping[str, object],
-        database: Engine | str,
+        database: Engine | Database | str,
         schema: str | None = None,
         part_records: int = 10_000,
         timeout_s: float = 60.0,

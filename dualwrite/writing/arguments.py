@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Required
 
     from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.ports.database import Database
     from dualwrite.ports.observer import Observer
     from dualwrite.protocol.grouping import GroupLimits
     from dualwrite.writing.lanes.losses import OnLoss
@@ -46,7 +47,7 @@ class CommonSettings(TypedDict, total=False):
 class WriterSettings(CommonSettings, total=False):
     """The keyword arguments of `DualWriter`."""
 
-    database: Required[Engine | str]
+    database: Required[Engine | Database | str]
     session_factory: Callable[..., Session]
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dualwrite.errors import IllegalStateError
+from dualwrite.ports.database import SQL, Traits
 from dualwrite.ports.observer import NO_WRITE_OBSERVER, WriteObserver
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.recovery.reported import noting_told
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
+    from dualwrite.ports.store import Handle
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lanes.lane import Lane
 
@@ -39,17 +42,27 @@ def session_of_block(bind: Connection) -> Session:
     return Session(bind=bind, expire_on_commit=False)
 
 
+def no_session(**_: object) -> Session:
+    """In place of the session of a block that joins another session's transaction.
+
+    Raises:
+        IllegalStateError: Always.
+    """
+    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")
+
+
 @contextmanager
 def dual_write(
     lane: Lane,
     context: OwnerContext,
-    connection: Connection,
+    handle: Handle,
     *,
+    traits: Traits = SQL,
     session_factory: Callable[..., Session] = session_of_block,
     margin_s: float,
     timeout_s: float,
     ending: Ending = Ending.COMMIT,
-    permit: Callable[[Connection], None] = lambda _: None,
+    permit: Callable[[Handle], None] = lambda _: None,
     savepoints: bool = True,
     observer: WriteObserver = NO_WRITE_OBSERVER,
     serializing: Serializing = NO_SERIALIZERS,
@@ -59,7 +72,8 @@ def dual_write(
     Args:
         lane: Only this dual write uses it until the block has ended.
         context: The servers.
-        connection: Not inside a transaction.
+        handle: The database's: a connection that is not inside a transaction, or what it has instead.
+        traits: What the kind of database is like.
         session_factory: Makes the ORM session, called with ``bind=connection``.
         margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
         timeout_s: Limits the ending, in seconds.
@@ -76,7 +90,8 @@ def dual_write(
     write = DualWrite(
         lane,
         context,
-        connection,
+        handle,
+        traits=traits,
         session_factory=session_factory,
         margin_s=margin_s,
         timeout_s=timeout_s,
@@ -106,4 +121,4 @@ def dual_write(
             # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
             # the old backend and settles.
             lane.discard()
-            context.store.discard(connection)
+            context.store.discard(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualwrite.errors import (
     DatabaseWentBack,
@@ -17,6 +17,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.ports.database import SQL, Traits
 from dualwrite.ports.observer import NO_WRITE_OBSERVER, WriteObserver
 from dualwrite.protocol.allowance import Allowance, allow
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
+    from dualwrite.ports.store import Handle
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lanes.lane import Lane
 
@@ -59,8 +61,9 @@ class DualWrite:
         self,
         lane: Lane,
         context: OwnerContext,
-        connection: Connection,
+        handle: Handle,
         *,
+        traits: Traits = SQL,
         session_factory: Callable[..., Session],
         margin_s: float,
         timeout_s: float,
@@ -69,7 +72,8 @@ class DualWrite:
     ) -> None:
         self._lane = lane
         self._context = context
-        self._connection = connection
+        self._handle = handle
+        self._traits = traits
         self._session_factory = session_factory
         self._margin_s = margin_s
         self._timeout_s = timeout_s
@@ -102,22 +106,35 @@ class DualWrite:
         """The present state of this dual write."""
         return self._machine.state
 
+    def given(self, name: str) -> Any:
+        """The object that the database gives to the user's code under this name.
+
+        Raises:
+            IllegalStateError: The block has ended, or this kind of database does not have it.
+        """
+        self._machine.apply(WriteEvent.EXECUTE)
+        if name != self._traits.gives:
+            raise self._traits.absent(name)
+        return self._handle if name == SQL.gives else getattr(self._handle, name)
+
     @property
     def connection(self) -> Connection:
         """See :attr:`dualwrite.writing.transaction.Transaction.connection`."""
-        self._machine.apply(WriteEvent.EXECUTE)
-        return self._connection
+        connection: Connection = self.given(SQL.gives)
+        return connection
 
     @property
     def session(self) -> Session:
         """See :attr:`dualwrite.writing.transaction.Transaction.session`."""
         self._machine.apply(WriteEvent.EXECUTE)
+        if self._traits.gives != SQL.gives:
+            raise self._traits.absent("session")
         self.sending.expect_session()
         return self._session.session
 
     def new_session(self, refuse: Callable[[DualWriteError], None], *, savepoint: bool = False) -> OwnSession:
         """An ORM session on the connection; see :class:`OwnSession`."""
-        return OwnSession(self._connection, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
+        return OwnSession(self._handle, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
 
     @property
     def holds(self) -> bool:
@@ -158,16 +175,16 @@ class DualWrite:
         """
         self._refuse_while_lent()
         store = self._context.store
-        store.begin(self._connection)
+        store.begin(self._handle)
         try:
             failpoints.hit("write.begun")
             incarnation = store.read_incarnation(
-                self._connection, self.transactional_id, namespace=self._lane.row.namespace, known=self._lane.row
+                self._handle, self.transactional_id, namespace=self._lane.row.namespace, known=self._lane.row
             )
             if incarnation != self._lane.row.incarnation:
                 raise self._fenced(incarnation)
             if self._uses_savepoints:
-                self.sending.savepoints = store.watch_savepoints(self._connection, self.transactional_id)
+                self.sending.savepoints = store.watch_savepoints(self._handle, self.transactional_id)
             self._machine.apply(WriteEvent.CHECK)
             failpoints.hit("write.checked")
         except DatabaseWentBack as error:
@@ -178,7 +195,7 @@ class DualWrite:
             self.abort()
             raise
 
-    def commit(self, *, permit: Callable[[Connection], None] = lambda _: None) -> None:
+    def commit(self, *, permit: Callable[[Handle], None] = lambda _: None) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
 
         Args:
@@ -216,7 +233,7 @@ class DualWrite:
         if interruption is not None:
             raise interruption
 
-    def hand_over(self, *, prepared: bool = False, permit: Callable[[Connection], None] = lambda _: None) -> None:
+    def hand_over(self, *, prepared: bool = False, permit: Callable[[Handle], None] = lambda _: None) -> None:
         """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
 
         For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
@@ -237,12 +254,12 @@ class DualWrite:
         failpoints.hit("write.body_done")
         try:
             state = self._prepare()
-            permit(self._connection)
+            permit(self._handle)
             answer_s = self._timeout_s / 2
             if prepared:
-                self._context.store.prepare(self._connection, self._lane.row, state, answer_s=answer_s)
+                self._context.store.prepare(self._handle, self._lane.row, state, answer_s=answer_s)
             else:
-                self._context.store.commit(self._connection, answer_s=answer_s)
+                self._context.store.commit(self._handle, answer_s=answer_s)
         except (Unavailable, TransactionInDoubt) as error:
             self.abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -257,14 +274,14 @@ class DualWrite:
         self._session.flush()
         self.sending.finish()
         # While the last messages are on their way. Left to COMMIT, it would take its time after the last check of the clock.
-        self._context.store.run_deferred(self._connection, self.transactional_id)
+        self._context.store.run_deferred(self._handle, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self.sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
         failpoints.hit("write.prepared")
         return state
 
-    def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Connection], None]) -> Deadline:
+    def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Handle], None]) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT."""
         store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
         allowance = None
@@ -272,7 +289,7 @@ class DualWrite:
             allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
             answer = Deadline(allowance.answer_s)
             ours, self._database_transaction = store.decide(
-                self._connection,
+                self._handle,
                 self.transactional_id,
                 incarnation,
                 state,
@@ -284,7 +301,7 @@ class DualWrite:
         else:
             answer = Deadline(deadline.remaining_s() / 2)
             ours, self._database_transaction = store.hold(
-                self._connection,
+                self._handle,
                 self.transactional_id,
                 incarnation,
                 namespace=namespace,
@@ -293,7 +310,7 @@ class DualWrite:
         if not ours:
             raise self._fenced(None)
         # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
-        permit(self._connection)
+        permit(self._handle)
         self._machine.apply(WriteEvent.RECORD)
         failpoints.hit("write.recorded")
         if allowance is not None:
@@ -324,7 +341,7 @@ class DualWrite:
             self.abort()
             raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
-            self._context.store.commit(self._connection, answer_s=answer.remaining_s())
+            self._context.store.commit(self._handle, answer_s=answer.remaining_s())
         except TransactionAborted as error:
             self.abort()
             if (interruption := _interruption(error)) is not None:
@@ -381,7 +398,7 @@ class DualWrite:
 
     def _abort(self) -> None:
         self.sending.stop()
-        self._context.store.rollback(self._connection)
+        self._context.store.rollback(self._handle)
         failpoints.hit("write.rolled_back")
         if self.sending.begun:
             try:

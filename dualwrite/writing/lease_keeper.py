@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from dualwrite.errors import DualWriteError
+from dualwrite.ports.database import Leases
 from dualwrite.protocol.leases import Lease, LeaseTiming, heard
 from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseEvent, LeaseState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.runtime.deadline import now_s
-from dualwrite.stores.leases import Leases
 
 logger = logging.getLogger(__name__)
 

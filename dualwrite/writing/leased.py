@@ -16,16 +16,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.ports.database import Leases
 from dualwrite.protocol.health import Health
 from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.tables.lease_life import LeaseState
-from dualwrite.recovery.claim import OwnerContext, unique_owner
+from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.recover import recover
 from dualwrite.recovery.reported import LOSSES
 from dualwrite.runtime import failpoints
-from dualwrite.stores.leases import Leases
-from dualwrite.stores.schema import check_schema
 from dualwrite.writing import entered
 from dualwrite.writing.lease_keeper import LeaseKeeper
 from dualwrite.writing.writer import DualWriter
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from typing_extensions import Unpack
 
-    from dualwrite.stores.joined import JoinedStore
+    from dualwrite.ports.store import StateStore
     from dualwrite.writing.arguments import WriterSettings
+    from dualwrite.writing.opened import Opened
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LeasedWriter(DualWriter):
     ) -> None:
         check_fleet(fleet)
         super().__init__(fleet, **settings)
-        shared: WriterSettings = {**settings, "database": self._engine}
+        shared: WriterSettings = {**settings, "database": self._database}
         self._make = make or (lambda name: DualWriter(name, **shared))
         self._fleet = fleet
         self._timing = timing
@@ -89,10 +89,10 @@ class LeasedWriter(DualWriter):
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         if os.getpid() != self._pid:
             self._pid = os.getpid()
-            if self._owns_engine:
-                self._engine.dispose(close=False)  # the parent's connections
-        check_schema(self._engine, self._schema)
-        self._leases = Leases(self._engine, self._fleet, schema=self._schema)
+            if self._owns_database:
+                self._database.forked()
+        self._database.check()
+        self._leases = self._database.leases(self._fleet)
         self._keeper = LeaseKeeper(self._leases, self._timing, on_lost=self._note_taken, on_dead=self._help_dead)
         try:
             self._current = self._next(self._keeper)
@@ -114,7 +114,7 @@ class LeasedWriter(DualWriter):
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | None, joined: JoinedStore | None = None
+        self, connection: Connection | psycopg.Connection[Any] | None, joined: StateStore | None = None
     ) -> Generator[Transaction, None, None]:
         writer = self._usable()
         try:
@@ -142,7 +142,7 @@ class LeasedWriter(DualWriter):
             )
         return writer
 
-    def _opened(self) -> OwnerContext:
+    def _opened(self) -> Opened:
         return self._usable()._opened()  # noqa: SLF001 - its own class
 
     def _require_open(self) -> None:
@@ -235,8 +235,7 @@ class LeasedWriter(DualWriter):
                 report = recover(
                     name,
                     kafka=self._kafka,
-                    database=self._engine,
-                    schema=self._schema,
+                    database=self._database,
                     timeout_s=limit_s,
                     owner=self._owner_name,
                     telemetry=self._observer,
@@ -288,8 +287,8 @@ class LeasedWriter(DualWriter):
                 # The heartbeats go on until here: closing may take longer than a lease lasts.
                 self._keeper.give_back(settled=settled)
                 self._keeper.stop()
-            if self._owns_engine:
-                self._engine.dispose()
+            if self._owns_database:
+                self._database.close()
 
     def __repr__(self) -> str:
         if self._current is not None:

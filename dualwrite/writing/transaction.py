@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dualwrite.writing.early import refuse_early
 from dualwrite.writing.serializing import NO_SERIALIZERS, Serializing
@@ -44,6 +44,10 @@ class Write(Protocol):
     @property
     def observer(self) -> WriteObserver:
         """Observes it."""
+        ...
+
+    def given(self, name: str) -> Any:
+        """See :meth:`dualwrite.writing.dual_write.DualWrite.given`."""
         ...
 
     @property
@@ -117,6 +121,24 @@ class Transaction:
             IllegalStateError: The block has ended.
         """
         return self._dual_write.session
+
+    @property
+    def batch(self) -> Any:
+        """The batch that commits with the messages, if the writer's database is RocksDB.
+
+        Raises:
+            IllegalStateError: The block has ended, or the writer has another database.
+        """
+        return self._dual_write.given("batch")
+
+    @property
+    def multi(self) -> Any:
+        """The operations that commit with the messages, if the writer's database is ZooKeeper.
+
+        Raises:
+            IllegalStateError: The block has ended, or the writer has another database.
+        """
+        return self._dual_write.given("multi")
 
     @property
     def without_serializers(self) -> Transaction:

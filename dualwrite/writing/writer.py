@@ -5,71 +5,51 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine
-
-from dualwrite.errors import (
-    DatabaseWentBack,
-    DecidedTransactionLost,
-    DualWriteError,
-    IllegalStateError,
-    OutcomeUnverifiable,
-)
+from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
-from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.leases import LeaseTiming
-from dualwrite.protocol.naming import lane_id
-from dualwrite.recovery.claim import OwnerContext, claim_lanes, unique_owner
-from dualwrite.recovery.reported import LOSSES, noting_told, telling_at_open
+from dualwrite.recovery.claim import unique_owner
+from dualwrite.recovery.reported import LOSSES, noting_told
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.joined import JoinedStore
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.opening import database_of, is_made_here
+from dualwrite.stores.sql_database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
-from dualwrite.writing.block import dual_write, session_of_block
-from dualwrite.writing.connections import borrowed, usable
-from dualwrite.writing.group.groups import Groups, runners_for
+from dualwrite.writing.block import dual_write, no_session, session_of_block
+from dualwrite.writing.group.groups import Groups, limits_for, runners_for
 from dualwrite.writing.group.submitting import Submitting
-from dualwrite.writing.lanes.end_watcher import EndWatcher
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
 from dualwrite.writing.lanes.losses import Losses, OnLoss
-from dualwrite.writing.lanes.turns import Ticket, Turns
-from dualwrite.writing.probe import SeldomAsked
-from dualwrite.writing.redo import Patience, run_again
+from dualwrite.writing.lanes.turns import Ticket
+from dualwrite.writing.opened import Opened, ProducerSettings, require_opened
 from dualwrite.writing.serializing import Serializers, Serializing
 from dualwrite.writing.transaction import Transaction
 from dualwrite.writing.vitals import Vitals
 
 if TYPE_CHECKING:
     import psycopg
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self, Unpack
 
+    from dualwrite.ports.database import Database
     from dualwrite.ports.observer import Observer, WriteObserver
+    from dualwrite.ports.store import StateStore
     from dualwrite.protocol.health import Health
-    from dualwrite.protocol.rows import StateRow
     from dualwrite.writing.arguments import WriterSettings
     from dualwrite.writing.joining import Block
     from dualwrite.writing.sessions import BoundSessions
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-_LANES_FROM_THE_START = 2
-_PROBE_S = 5.0
 
 
 class DualWriter(Submitting):
@@ -90,25 +70,20 @@ class DualWriter(Submitting):
         max_lanes: The maximum number of concurrent transactions.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
         lane_timeout_s: How long a transaction waits for a free lane, in seconds.
-        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds. On
-            PostgreSQL the session of an owner that is paused before its COMMIT ends after this time at the latest, sooner if
-            the broker leaves less.
+        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
+            PostgreSQL also the longest pause between the decision and its COMMIT.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
-        paused_owner_timeout_s: An owner that is paused inside a transaction loses its database session after this time, so
-            that it does not hold its row for ever (PostgreSQL's ``idle_in_transaction_session_timeout``, set for the
-            transaction); None leaves the server's own setting. In seconds.
+        paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
+            that it does not hold its row for ever; None leaves the server's own setting. In seconds.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
         owner: The writer's name for people who read the row; ``user@host:pid`` by default.
         on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
-            block has ended in another way, for instance with `CompletionPending`. Its ``state`` names the transaction. Called
-            in the thread that found it: one in the background, or one that begins a block of its own, which waits for the call
-            and then goes on. An exception that it raises is logged. Without it, or if it has failed, :meth:`close` raises such
-            a loss.
+            block has ended in another way, for instance with `CompletionPending`; in the thread that found it, which may be
+            about to begin a block. Without it, or if it has raised, which is logged, :meth:`close` raises such a loss.
         key_serializer: Makes the keys of ``tx.produce``: ``(object, SerializationContext) -> bytes``, as those of
-            confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by many threads
-            at once.
+            confluent-kafka; or a dictionary with one for each topic that has one. Used by many threads at once.
         value_serializer: Makes the values, likewise.
         groups: When a group of :meth:`submit` takes no more units: a `GroupLimits`.
         telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
@@ -125,7 +100,7 @@ class DualWriter(Submitting):
         transactional_id: str,
         *,
         kafka: Mapping[str, object],
-        database: Engine | str,
+        database: Engine | Database | str,
         schema: str | None = None,
         max_lanes: int = 8,
         timeout_s: float = 60.0,
@@ -145,39 +120,38 @@ class DualWriter(Submitting):
     ) -> None:
         check_arguments(transactional_id, max_lanes)
         self.transactional_id = transactional_id
-        self._config = KafkaConfig.parse(kafka)
-        self._owns_engine = isinstance(database, str)
-        self._engine = engine_of(database)
-        self._schema = schema
-        self._max_lanes = max_lanes
+        self._owns_database = is_made_here(database)
+        self._database = database_of(database, schema)
         self._timeout_s = timeout_s
         self._margin_s = margin_s
         self._paused_owner_timeout_s = paused_owner_timeout_s
         self._session_factory = session_factory
-        self._bulk = bulk
-        self._producer_engine = producer_engine
+        self._producers = ProducerSettings(KafkaConfig.parse(kafka), timeout_s, bulk, producer_engine)
         wanted_engine(producer_engine)
         self._owner = unique_owner(owner)
         self._pid = os.getpid()
-        self._context: OwnerContext | None = None
+        self._connected: Opened | None = None
         self._lanes = Lanes(
             transactional_id,
-            self._new_lane,
+            lambda number: self._opened().lane(number),
             max_lanes=max_lanes,
             timeout_s=timeout_s,
             lane_timeout_s=lane_timeout_s,
             idle_after_s=idle_after_s,
         )
-        self._watcher: EndWatcher | None = None
-        self._claiming = Turns([None])
         self._serializing = Serializing(key_serializer, value_serializer)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
-        self._vitals = Vitals(transactional_id, self._probe)
+        self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
         self._unobserve: Callable[[], None] | None = None
-        self._group_runners = runners_for(self._engine, max_lanes)
+        traits = self._database.traits
+        self._group_runners = runners_for(traits, max_lanes)
         self._groups = Groups(
-            transactional_id, self.transaction, groups, runners=self._group_runners, grouped=self._note_group
+            transactional_id,
+            self.transaction,
+            limits_for(traits, groups),
+            runners=self._group_runners,
+            grouped=self._note_group,
         )
 
     @classmethod
@@ -193,9 +167,8 @@ class DualWriter(Submitting):
 
         ``open()`` takes the lowest free id of ``fleet-0``, ``fleet-1``, ...; heartbeats keep it, and ``close()`` gives it back.
         Live members settle what a dead one has left, and its id is taken again. A member that was paused for longer than the
-        lease may find its id taken: dual writes then raise a retryable `TransactionAborted` until it has taken another one.
-
-        It may be made before a fork and opened in the child.
+        lease may find its id taken: dual writes then raise a retryable `TransactionAborted` until it has taken another one. It
+        may be made before a fork and opened in the child.
 
         Args:
             fleet: The name that all members share. At most 229 characters, without ``#``. No other writer uses its ids.
@@ -226,77 +199,27 @@ class DualWriter(Submitting):
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
-        if self._context is not None or self._lanes.closed:
+        if self._connected is not None or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
-        check_schema(self._engine, self._schema)
-        coordinator = KafkaCoordinator(self._config)
-        store = SqlStateStore(
-            self._engine,
-            schema=self._schema,
-            paused_owner_timeout_s=self._paused_owner_timeout_s,
+        self._database.check()
+        store = self._database.store(paused_owner_timeout_s=self._paused_owner_timeout_s)
+        self._connected = Opened(
+            self.transactional_id,
+            store,
+            self._producers,
+            owner=self._owner,
+            lanes=self._lanes,
+            losses=self._losses,
+            observer=self._observer,
         )
-        self._context = OwnerContext(coordinator, store, self._owner, self._observer)
-        longest_open_s = SeldomAsked(
-            f"dualwrite {self.transactional_id} open transactions",
-            lambda: coordinator.longest_open_s(Deadline(_PROBE_S)),
-            lambda error: logger.debug("could not ask for the oldest open transaction: %s", error),
-        )
-        self._unobserve = self._observer.opened(self.health, longest_open_s)
-        # Its own connections: a broker works through the requests of one connection one by one.
-        asks = KafkaCoordinator(self._config, like=coordinator, one_thread=True)
-        self._watcher = EndWatcher(self.transactional_id, asks, self._lanes.look_again)
+        self._unobserve = self._observer.opened(self.health, self._connected.longest_open_s)
         try:
-            self._claim_all(self._context, Deadline(self._timeout_s))
+            self._lanes.open(self._connected.claim(Deadline(self._timeout_s)))
         except BaseException as error:
             if isinstance(error, LOSSES):
                 self._observer.lost(error)
             self.close()
             raise
-
-    def _claim_all(self, context: OwnerContext, deadline: Deadline) -> None:
-        count = min(_LANES_FROM_THE_START, self._max_lanes)
-        with telling_at_open(context.store, self.transactional_id):
-            rows = claim_lanes(context, self.transactional_id, count, deadline)
-        lanes = [self._new_lane(number) for number in range(count)]
-        for lane in lanes:
-            lane.adopt(rows[lane.transactional_id])
-        try:
-            with ThreadPoolExecutor(len(lanes)) as threads:
-                for future in [threads.submit(lane.ready, deadline) for lane in lanes]:
-                    future.result()
-        except BaseException:
-            for lane in lanes:
-                lane.discard()
-            raise
-        self._lanes.open(lanes)
-
-    def _new_lane(self, number: int) -> Lane:
-        context = self._opened()
-
-        def make_producer(row: StateRow) -> TransactionalProducer:
-            return TransactionalProducer(
-                self._config,
-                row.kafka_id(row.incarnation),
-                coordinator=context.coordinator,
-                incarnation=row.incarnation,
-                # The other half is for settling, if the producer gets no answer.
-                call_timeout_s=self._timeout_s / 2,
-                bulk=self._bulk,
-                engine=self._producer_engine,
-            )
-
-        def first_lane() -> tuple[str, int]:
-            return self.transactional_id, self._lanes.first.row.incarnation
-
-        return Lane(
-            lane_id(self.transactional_id, number),
-            context,
-            make_producer,
-            claiming=self._claiming,
-            guard=first_lane if number else None,
-            watcher=self._watcher,
-            losses=self._losses,
-        )
 
     def transaction(
         self, connection: Connection | psycopg.Connection[Any] | None = None
@@ -304,16 +227,16 @@ class DualWriter(Submitting):
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. It may
-                be a connection of another engine, or of psycopg 3 with ``autocommit=False``, if it leads to the same database,
-                which is checked once for each connection. After `TransactionInDoubt` it is closed.
+            connection: A connection of the engine, not inside a transaction, or of psycopg 3 with ``autocommit=False``; one is
+                taken from the engine if not given. That it leads to the writer's database is checked once for each connection.
+                After `TransactionInDoubt` it is closed.
 
         Returns:
             A context manager, which gives the transaction; it is usable until the block ends.
 
         Raises:
             TransactionAborted: Neither side changed. Also raised when a deadlock or a serialization failure of a statement
-                leaves the block; inside the block that is the driver's own error, which becomes the cause of this one.
+                leaves the block; it is the cause.
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
             CompletionPending: The rows of this block are committed. Do not run the work again: settling completes the messages,
@@ -328,17 +251,16 @@ class DualWriter(Submitting):
             IllegalStateError: The writer is not open, the argument is not a connection or is in a transaction, or this thread
                 is already inside a transaction of this writer.
 
-        Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another,
-        as web frameworks do with dependencies; two threads must not use it at the same time.
+        Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another;
+        two threads must not use it at the same time.
         """
         return self._block(connection)
 
     def bind(self, sessions: sessionmaker[Any] | scoped_session[Any] | type[Session]) -> BoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows.
 
-        The factory is used on as it is: its sessions, those that exist and those to come, need no change. One that produces
-        through the result joins a dual write of this writer; the others are left alone. Bind a factory once, and use the result
-        in every thread; the writer must be open when a session produces.
+        Its sessions need no change. One that produces through the result joins a dual write of this open writer; the others are
+        left alone. Bind a factory once, and use the result in every thread.
 
         Args:
             sessions: A ``sessionmaker``, a ``scoped_session`` of one (Flask-SQLAlchemy's ``db.session``), or a class
@@ -349,44 +271,42 @@ class DualWriter(Submitting):
         """
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
-        return BoundSessions(self.transactional_id, sessions, self._joined_block(), joins_first=self._joins_first)
+        joins_first, block = self._joined()
+        return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
 
-    def _joined_block(self) -> Block:
-        store = JoinedStore(self._engine, schema=self._schema, paused_owner_timeout_s=self._paused_owner_timeout_s)
-        return lambda _, connection: self._block(connection, store)
-
-    @property
-    def _joins_first(self) -> Engine | None:
-        """See :class:`dualwrite.writing.joining.Joining`."""
-        engine = self._engine_of_blocks
-        return engine if engine.dialect.name == "sqlite" else None
+    def _joined(self) -> tuple[Engine | None, Block]:
+        """For sessions: see :class:`dualwrite.writing.joining.Joining`."""
+        sql = sql_of(self._database, "sessions")
+        store = sql.joined_store(paused_owner_timeout_s=self._paused_owner_timeout_s)
+        return sql.joins_first, lambda _, connection: self._block(connection, store)
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | None, joined: JoinedStore | None = None
+        self, connection: Connection | psycopg.Connection[Any] | None, joined: StateStore | None = None
     ) -> Generator[Transaction, None, None]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
-        context = self._opened()
+        context = self._opened().context
         entered.refuse_blocking_a_loop(self.transactional_id)
         entered.refuse_nested(self, self.transactional_id)
         if joined is not None:
             context = replace(context, store=joined)
-        with usable(connection, self._engine) as given:
-            if given is not None and given.engine.pool is not self._engine_of_blocks.pool:
-                context.store.check_same_database(given)
+        database = self._database
+        adopted = nullcontext() if connection is None else database.adopt(connection, context.store)
+        with adopted as given:
             ticket = self._lanes.ticket()
             try:
                 entered.enter(self, ticket)
                 with (
-                    self._observer.writing(self.transactional_id, self._engine.dialect.name) as observed,
+                    self._observer.writing(self.transactional_id, database.traits.name.lower()) as observed,
                     self._taken(ticket, observed) as lane,
                     conflicts_named(lane.transactional_id),
-                    borrowed(given, self._engine_of_blocks) as own,
+                    database.connect() if given is None else nullcontext(given) as handle,
                     dual_write(
                         lane,
                         context,
-                        own,
-                        session_factory=self._session_factory if joined is None else _no_session,
+                        handle,
+                        traits=database.traits,
+                        session_factory=self._session_factory if joined is None else no_session,
                         margin_s=self._margin_s,
                         timeout_s=self._timeout_s,
                         observer=observed,
@@ -396,43 +316,6 @@ class DualWriter(Submitting):
                     yield transaction
             finally:
                 ticket.end()  # the first one may have been interrupted
-
-    def run(
-        self,
-        work: Callable[[Transaction], Result],
-        *,
-        attempts: int = 5,
-        within_s: float | None = None,
-        longest_pause_s: float = 5.0,
-        connection: Connection | psycopg.Connection[Any] | None = None,
-    ) -> Result:
-        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
-
-        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
-        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
-        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
-        and grow. The log names each attempt with its outcome.
-
-        Args:
-            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
-                elsewhere happens once for each attempt.
-            attempts: The maximum number of attempts.
-            within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
-            longest_pause_s: The longest pause between two attempts, in seconds.
-            connection: As for :meth:`transaction`.
-
-        Returns:
-            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
-
-        Raises:
-            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
-            ConfigurationError: An argument cannot work.
-            IllegalStateError: Also if the work is asynchronous, or a generator.
-
-        Every exception of the work is passed on unchanged, after the abort of both sides.
-        """
-        patience = Patience(attempts, within_s, longest_pause_s)
-        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
 
     @contextmanager
     def _taken(self, ticket: Ticket[Kept], observed: WriteObserver) -> Generator[Lane, None, None]:
@@ -449,8 +332,7 @@ class DualWriter(Submitting):
     def health(self) -> Health:
         """Return the writer's knowledge of itself, for probes of a platform, at once. Any thread may call it at any time.
 
-        It asks no server. If the database or Kafka did not answer last, it has them asked in the background, at most once a
-        second, so that a later call shows whether they answer again.
+        If the database or Kafka did not answer last, it has them asked in the background, at most once a second.
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
@@ -458,22 +340,8 @@ class DualWriter(Submitting):
 
     @property
     def ready(self) -> bool:
-        """Whether dual writes are expected to work now: ``health().ready``.
-
-        That is: it is open and not fenced, it has no lane that could not be settled, no loss was reported only in the log, and
-        the database and Kafka answered last. ``health().problems`` says what is not so.
-        """
+        """Whether dual writes are expected to work now: ``health().ready``. ``health().problems`` says what is not so."""
         return self.health().ready
-
-    def _probe(self) -> None:
-        context = self._opened()
-        rows = context.store.read([self.transactional_id])
-        context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
-
-    @property
-    def _engine_of_blocks(self) -> Engine:
-        """The engine of blocks that bring no connection."""
-        return self._engine
 
     def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
@@ -488,21 +356,20 @@ class DualWriter(Submitting):
         """
         if os.getpid() != self._pid:
             return
+        opened = self._connected
         try:
-            with noting_told(self._context.store) if self._context is not None else nullcontext():
+            with noting_told(opened.context.store) if opened is not None else nullcontext():
                 self._groups.close(self._timeout_s)
                 self._lanes.close()
                 self._losses.raise_untold()
         finally:
             if self._unobserve is not None:
                 self._unobserve()
-            if self._watcher is not None:
-                self._watcher.close()
-            if self._context is not None:
-                self._context.coordinator.close()
-                self._context = None
-            if self._owns_engine:
-                self._engine.dispose()
+            if opened is not None:
+                opened.close()
+                self._connected = None
+            if self._owns_database:
+                self._database.close()
 
     def _note_group(self, units: int) -> None:
         self._observer.grouped(self.transactional_id, units)
@@ -510,20 +377,8 @@ class DualWriter(Submitting):
     def _require_open(self) -> None:
         self._opened()
 
-    def _opened(self) -> OwnerContext:
-        if os.getpid() != self._pid:
-            raise IllegalStateError(
-                "the writer was made in another process",
-                transactional_id=self.transactional_id,
-                next_step="a fork cannot share a producer: make a writer in each process, with an id of its own",
-            )
-        if self._context is None:
-            raise IllegalStateError(
-                "the writer is not open",
-                transactional_id=self.transactional_id,
-                next_step="use `with writer:` or open()",
-            )
-        return self._context
+    def _opened(self) -> Opened:
+        return require_opened(self._connected, self.transactional_id, self._pid)
 
     def __enter__(self) -> Self:
         self.open()
@@ -534,7 +389,7 @@ class DualWriter(Submitting):
     ) -> None:
         try:
             self.close()
-        except (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable):
+        except LOSSES:
             if error is None:
                 raise
             logger.exception(
@@ -542,9 +397,5 @@ class DualWriter(Submitting):
             )
 
     def __repr__(self) -> str:
-        shown = "closed" if self._lanes.closed else "open" if self._context else "not open"
+        shown = "closed" if self._lanes.closed else "open" if self._connected else "not open"
         return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
-
-
-def _no_session(**_: object) -> Session:
-    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")

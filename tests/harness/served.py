@@ -23,7 +23,7 @@ from dualwrite.kafka.coordinator.blocking import BlockingTransaction
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery import servers
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing import writer
+from dualwrite.writing import opened
 
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
 __all__ = ["SETTINGS", "TOPIC", "ServedKafka"]
@@ -58,9 +58,9 @@ class ServedKafka(Simulation):
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""
-        patch.setattr(writer, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
+        patch.setattr(opened, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
         patch.setattr(servers, "KafkaCoordinator", lambda _: _Coordinator(self))
-        patch.setattr(writer, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
+        patch.setattr(opened, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
 
 
 class _Coordinator(SimulatedCoordinator):

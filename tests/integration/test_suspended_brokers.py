@@ -39,7 +39,7 @@ from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
-from dualwrite.writing import writer as writer_module
+from dualwrite.writing import opened as opened_module
 from dualwrite.writing.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 
@@ -365,7 +365,7 @@ def cluster():
 
 @pytest.fixture
 def crowd_of(cluster, dualwrite_database, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "ThreadPoolExecutor", Carrying)
+    monkeypatch.setattr(opened_module, "ThreadPoolExecutor", Carrying)
     engine = create_engine(dualwrite_database, pool_size=30, max_overflow=30)
     with engine.connect() as connection:
         upgrade(connection)

@@ -7,8 +7,7 @@ import click
 from dualwrite.apps.cli.connection import database_options
 from dualwrite.apps.cli.exit_codes import ERROR, exit_code_for_errors
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.opening import opened
 
 
 @click.command()
@@ -26,17 +25,14 @@ def acknowledge(*, transactional_id: str, state: str | None, everything: bool, u
     """
     if (state is None) != everything:
         raise click.UsageError("give either STATE or --all")
-    store = SqlStateStore(url, schema=schema)
-    try:
-        check_schema(store.engine, schema)
+    with opened(url, schema) as database:
+        store = database.store()
         if state is not None:
             wanted = [state]
         else:
             found = store.incidents(transactional_id)
             wanted = [item.prepared_transaction_state for item in found if item.transactional_id == transactional_id]
         count = sum(store.acknowledge(transactional_id, PreparedTxnState.from_string(text)) for text in wanted)
-    finally:
-        store.close()
     click.echo(f"{transactional_id}: {count} acknowledged")
     if count == 0:
         raise SystemExit(ERROR)

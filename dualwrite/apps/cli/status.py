@@ -14,9 +14,7 @@ from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.rows import Incident
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.plan import IdStatus, is_young, longest_open_s
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.leases import read_leases
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.opening import opened
 
 
 @click.command()
@@ -54,15 +52,10 @@ def status(
     Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 5 a server does not answer,
     6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they report only those.
     """
-    engine = engine_of(url)
-    try:
-        items = recovery.status(
-            transactional_id, kafka=kafka, database=engine, schema=schema, prefix=prefix, timeout_s=timeout_s
-        )
-        incidents = SqlStateStore(engine, schema=schema).incidents(transactional_id or prefix or "")
-        leases = read_leases(engine, transactional_id, prefix=prefix or "", schema=schema)
-    finally:
-        engine.dispose()
+    with opened(url, schema) as database:
+        items = recovery.status(transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s)
+        incidents = database.store().incidents(transactional_id or prefix or "")
+        leases = database.lease_list(transactional_id, prefix or "")
     known, longest_s = bool(items), longest_open_s(items)
     if problems:
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from dualwrite.apps.consumer.deserializing import Deserializers
 from dualwrite.apps.consumer.member import ConsumerProgress, Member
 from dualwrite.apps.consumer.working import Handler
-from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from dualwrite.ports.database import Database
     from dualwrite.state import PartitionStores
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class ExactlyOnceConsumer:
         topics: Sequence[str],
         handler: Handler,
         kafka: Mapping[str, object],
-        database: Engine | str,
+        database: Engine | Database | str,
         schema: str | None = None,
         offsets: Literal["kafka", "database"] = "kafka",
         consumer: Mapping[str, object] | None = None,
@@ -91,17 +92,16 @@ class ExactlyOnceConsumer:
         value_deserializer: Deserializers = None,
         state: PartitionStores | None = None,
     ) -> None:
-        made = engine_of(database)
+        made = database_of(database, schema)
         self._member = Member(
             group,
             member,
             topics=topics,
             handler=handler,
             kafka=kafka,
-            engine=made,
-            dispose=made.dispose if isinstance(database, str) else lambda: None,
+            database=made,
+            dispose=made.close if is_made_here(database) else lambda: None,
             make_writer=DualWriter,
-            schema=schema,
             offsets=offsets,
             consumer=consumer,
             writer=writer,

@@ -22,11 +22,10 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.consuming import member_id
 from dualwrite.runtime.deadline import now_s
 from dualwrite.stores.consumed import ConsumedOffsets
-from dualwrite.stores.schema import check_schema
+from dualwrite.stores.sql_database import sql_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
+    from dualwrite.ports.database import Database
     from dualwrite.writing.writer import DualWriter
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Member:
     """The part of a consumer that threads and tasks share. Arguments and errors are those of `ExactlyOnceConsumer`.
 
     Args:
-        engine: For threads.
+        database: For threads.
         dispose: Called when :meth:`run` has ended.
         make_writer: Makes the writer, called with its transactional id and arguments of `DualWriter`.
 
@@ -89,10 +88,9 @@ class Member:
         topics: Sequence[str],
         handler: Handler,
         kafka: Mapping[str, object],
-        engine: Engine,
+        database: Database,
         dispose: Callable[[], None],
         make_writer: Callable[..., DualWriter],
-        schema: str | None,
         offsets: str,
         consumer: Mapping[str, object] | None,
         writer: Mapping[str, object] | None,
@@ -122,9 +120,8 @@ class Member:
         self._topics = list(topics)
         self._kafka = dict(kafka)
         self._settings = consumer_settings(kafka, consumer or {}, group=group, client_id=self.transactional_id)
-        self._engine = engine
+        self._database = database
         self._dispose = dispose
-        self._schema = schema
         self._keeps_rows = offsets == "database"
         self._partitions = Partitions(max_messages, linger_s, workers)
         self._count = workers
@@ -149,7 +146,7 @@ class Member:
         self._lag: Mapping[tuple[str, int], int] = {}
 
     def _new_writer(self) -> DualWriter:
-        given = {**self._arguments, "kafka": self._kafka, "database": self._engine, "schema": self._schema}
+        given = {**self._arguments, "kafka": self._kafka, "database": self._database}
         return self._make_writer(self.transactional_id, **given)
 
     @property
@@ -183,15 +180,13 @@ class Member:
         """Join the group, and read until :meth:`stop`. Called once, after :meth:`begin`; it blocks its thread."""
         with ExitStack() as later:
             later.callback(self._dispose)
-            check_schema(self._engine, self._schema)
+            self._database.check()
             offsets = self._make_offsets(later)
             self._working.offsets = offsets
             # Opened before the member joins: peers must not see a member that has something unsettled from its last life.
             later.callback(workers.call, self._working.writer.close)
             workers.call(self._working.writer.get)
-            peers = Peers(
-                self._group, self.transactional_id, kafka=self._kafka, engine=self._engine, schema=self._schema
-            )
+            peers = Peers(self._group, self.transactional_id, kafka=self._kafka, database=self._database)
             reading = Reading(self._settings, self._partitions, offsets, peers, self._stop)
             later.callback(reading.close)
             later.enter_context(self._started(workers))
@@ -205,7 +200,8 @@ class Member:
             return KafkaOffsets()
         coordinator = KafkaCoordinator(KafkaConfig.parse(self._kafka))
         later.callback(coordinator.close)
-        rows = ConsumedOffsets(self._engine, self._schema, self._group, self.transactional_id)
+        sql = sql_of(self._database, 'consumed offsets in the database (offsets="database")')
+        rows = ConsumedOffsets(sql.engine, sql.schema, self._group, self.transactional_id)
         return RowOffsets(rows, coordinator)
 
     @contextmanager

@@ -16,7 +16,7 @@ from dualwrite.recovery.recover import recover, status
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlalchemy import Engine
+    from dualwrite.ports.database import Database
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +30,14 @@ class Peers:
         group: The ``group.id``.
         ours: Our own transactional id and client id.
         kafka: The settings by which the members reach Kafka.
-        engine: The writers' database.
-        schema: The database schema of the library's tables.
+        database: The writers' database.
     """
 
-    def __init__(
-        self, group: str, ours: str, *, kafka: Mapping[str, object], engine: Engine, schema: str | None
-    ) -> None:
+    def __init__(self, group: str, ours: str, *, kafka: Mapping[str, object], database: Database) -> None:
         self._group = group
         self._ours = ours
         self._kafka = kafka
-        self._engine = engine
-        self._schema = schema
+        self._database = database
 
     def settle(self) -> list[str]:
         """Settle what members that are no longer in the group have left open.
@@ -64,8 +60,7 @@ class Peers:
         found = status(
             prefix=member_prefix(self._group),
             kafka=self._kafka,
-            database=self._engine,
-            schema=self._schema,
+            database=self._database,
             timeout_s=_ANSWER_S,
         )
         unsettled = {one.row.transactional_id for one in found if one.needs_recovery}
@@ -78,8 +73,7 @@ class Peers:
             report = recover(
                 name,
                 kafka=self._kafka,
-                database=self._engine,
-                schema=self._schema,
+                database=self._database,
                 timeout_s=_ANSWER_S,
                 owner=self._ours,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -15,6 +15,8 @@ from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.naming import lane_id
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.connections import borrowed, usable
+from dualwrite.stores.sql_database import SqlDatabase
 from dualwrite.testing.memory.lane import MemoryLane
 from dualwrite.testing.memory.log import Log, ProducerRecord, RecordedTransaction, TransactionState
 from dualwrite.testing.memory.places import Place
@@ -23,11 +25,9 @@ from dualwrite.testing.memory.store import dialect_for_tests, is_shared
 from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
 from dualwrite.writing.block import dual_write, session_of_block
-from dualwrite.writing.connections import borrowed, usable
 from dualwrite.writing.group.groups import Groups, runners_for
 from dualwrite.writing.group.submitting import Submitting
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
-from dualwrite.writing.redo import Patience, run_again
 from dualwrite.writing.serializing import Serializers, Serializing
 from dualwrite.writing.vitals import Vitals
 
@@ -110,7 +110,8 @@ class InMemoryWriter(Submitting):
             idle_after_s=_TIMEOUT_S,
         )
         self._vitals = Vitals(transactional_id, lambda: None)
-        runners = 1 if is_shared(self._engine) else runners_for(self._engine, max_lanes)
+        traits = SqlDatabase(self._engine).traits
+        runners = 1 if is_shared(self._engine) else runners_for(traits, max_lanes)
         self._groups = Groups(transactional_id, self.transaction, groups, runners=runners)
 
     @property
@@ -215,7 +216,7 @@ class InMemoryWriter(Submitting):
             self.transactional_id,
             sessions,
             lambda _, connection: self._block(connection, joined=True),
-            joins_first=self._engine if self._engine.dialect.name == "sqlite" else None,
+            joins_first=SqlDatabase(self._engine).joins_first,
         )
 
     @contextmanager
@@ -225,7 +226,7 @@ class InMemoryWriter(Submitting):
         self._require_open()
         entered.refuse_blocking_a_loop(self.transactional_id)
         entered.refuse_nested(self, self.transactional_id)
-        with usable(connection, self._engine) as given:
+        with nullcontext() if connection is None else usable(connection, self._engine) as given:
             if given is not None:
                 first = cast("MemoryLane", self._lanes.first)
                 (first.joined if joined else first.context).store.check_same_database(given)
@@ -236,7 +237,7 @@ class InMemoryWriter(Submitting):
                     with (
                         self._taken(ticket) as lane,
                         conflicts_named(lane.transactional_id),
-                        borrowed(given, self._engine) as own,
+                        borrowed(self._engine) if given is None else nullcontext(given) as own,
                         dual_write(
                             cast("Lane", lane),
                             lane.joined if joined else lane.context,
@@ -271,19 +272,6 @@ class InMemoryWriter(Submitting):
             self._vitals.note(error)
             raise
         self._vitals.note(None)
-
-    def run(
-        self,
-        work: Callable[[Transaction], Result],
-        *,
-        attempts: int = 5,
-        within_s: float | None = None,
-        longest_pause_s: float = 5.0,
-        connection: Connection | psycopg.Connection[Any] | None = None,
-    ) -> Result:
-        """See :meth:`DualWriter.run`. The pauses are real ones; ``longest_pause_s=0`` leaves them out."""
-        patience = Patience(attempts, within_s, longest_pause_s)
-        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
 
     def health(self) -> Health:
         """See :meth:`DualWriter.health`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sqlalchemy import exc
 
@@ -65,6 +65,11 @@ class UnitWrite:
     def observer(self) -> WriteObserver:
         """See :class:`dualwrite.writing.transaction.Write`."""
         return self._write.observer
+
+    def given(self, name: str) -> Any:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        return self._write.given(name)
 
     @property
     def connection(self) -> Connection:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
@@ -18,8 +18,7 @@ from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
+    from dualwrite.ports.database import Traits
     from dualwrite.writing.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -27,9 +26,14 @@ RUNNERS: Final = 2
 """While one group commits, the next one runs."""
 
 
-def runners_for(engine: Engine, max_lanes: int) -> int:
+def runners_for(traits: Traits, max_lanes: int) -> int:
     """How many groups a writer may have at a time: on SQLite one, because there is one write lock."""
-    return 1 if engine.dialect.name == "sqlite" else min(RUNNERS, max_lanes)
+    return min(RUNNERS, max_lanes, traits.blocks or RUNNERS)
+
+
+def limits_for(traits: Traits, limits: GroupLimits) -> GroupLimits:
+    """The limits of a group: without savepoints, no unit of it could be rolled back alone."""
+    return limits if traits.savepoints else replace(limits, units=1)
 
 
 @dataclass(frozen=True)

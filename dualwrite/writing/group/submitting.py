@@ -1,15 +1,20 @@
-"""``submit``: what a writer offers its callers of group commit."""
+"""``run`` and ``submit``: what a writer does with work that it is given, besides its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualwrite.writing import entered
 from dualwrite.writing.group.groups import Groups
+from dualwrite.writing.redo import Patience, run_again
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    import psycopg
+    from sqlalchemy import Connection
 
     from dualwrite.writing.transaction import Transaction
 
@@ -17,10 +22,47 @@ Result = TypeVar("Result")
 
 
 class Submitting:
-    """The part of a writer that takes units of work. The writer sets its attributes."""
+    """The part of a writer that runs work. The writer sets its attributes."""
 
     transactional_id: str
     _groups: Groups
+
+    def run(
+        self,
+        work: Callable[[Transaction], Result],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: Connection | psycopg.Connection[Any] | None = None,
+    ) -> Result:
+        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
+
+        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
+        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
+        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
+        and grow. The log names each attempt with its outcome.
+
+        Args:
+            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
+                elsewhere happens once for each attempt.
+            attempts: The maximum number of attempts.
+            within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
+            longest_pause_s: The longest pause between two attempts, in seconds.
+            connection: As for :meth:`transaction`.
+
+        Returns:
+            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
+
+        Raises:
+            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
+            ConfigurationError: An argument cannot work.
+            IllegalStateError: Also if the work is asynchronous, or a generator.
+
+        Every exception of the work is passed on unchanged, after the abort of both sides.
+        """
+        patience = Patience(attempts, within_s, longest_pause_s)
+        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
 
     def submit(self, work: Callable[[Transaction], Result], *, key: Hashable | None = None) -> Future[Result]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
@@ -55,6 +97,12 @@ class Submitting:
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)
         return self._groups.submit(work, key)
+
+    def transaction(
+        self, connection: Connection | psycopg.Connection[Any] | None = None
+    ) -> AbstractContextManager[Transaction]:
+        """A block around one dual write."""
+        raise NotImplementedError
 
     def _require_open(self) -> None:
         raise NotImplementedError

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores import state
-from dualwrite.stores.claims import Claim
+from dualwrite.stores import claims, state
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.dialects import postgresql
 from dualwrite.stores.dialects.dialect import Standing
@@ -122,7 +121,7 @@ def _without_namespace(real):
 )
 def another_cluster_accepted(patch: pytest.MonkeyPatch) -> None:
     """A claim does not ask whether the bootstrap servers lead to the cluster that the row belongs to."""
-    patch.setattr(Claim, "_check", lambda *_: None)
+    patch.setattr(claims, "check_claimed", lambda *_: None)
 
 
 @mistake(

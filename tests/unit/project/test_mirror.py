@@ -7,7 +7,10 @@ TABLES = (
     "test_machine runs every table of a life over its whole matrix, and compares the diagrams with the documented ones"
 )
 ELSEWHERE = {
-    f"protocol/tables/{name}": TABLES for name in ("batch_life", "lane_life", "lease_life", "write_life", "diagram")
+    **{
+        f"protocol/tables/{name}": TABLES for name in ("batch_life", "lane_life", "lease_life", "write_life", "diagram")
+    },
+    "writing/opened": "test_writer",
 }
 
 

@@ -26,7 +26,9 @@ class Refused(Exception):
 
 def test_a_transaction_shows_none_of_the_verbs_that_end_it():
     assert {name for name in dir(Transaction) if not name.startswith("_")} == {
+        "batch",
         "connection",
+        "multi",
         "prepared",
         "produce",
         "produce_arrow",

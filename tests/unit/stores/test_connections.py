@@ -8,7 +8,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.writing.connections import borrowed, usable
+from dualwrite.stores.connections import borrowed, usable
 
 
 @pytest.fixture
@@ -19,23 +19,21 @@ def engine():
 
 
 def test_sqlalchemys_connections_are_used_as_they_are(engine):
-    with usable(None, engine) as given:
-        assert given is None
     with engine.connect() as connection:
-        with usable(connection, engine) as given, borrowed(given, engine) as own:
-            assert own is given is connection
+        with usable(connection, engine) as given:
+            assert given is connection
         assert not connection.closed
 
 
 def test_without_one_the_engine_lends_one(engine):
-    with borrowed(None, engine) as own:
+    with borrowed(engine) as own:
         assert own.engine is engine
     assert own.closed
 
 
 def test_an_engine_that_cannot_connect_is_an_error_of_ours(tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/missing/rows.db")
-    with pytest.raises((ConfigurationError, Unavailable)), borrowed(None, engine):
+    with pytest.raises((ConfigurationError, Unavailable)), borrowed(engine):
         pass
 
 

@@ -21,21 +21,21 @@ _infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakK
 
 
 @contextmanager
-def usable(given: object, engine: Engine) -> Generator[Connection | None, None, None]:
+def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     """The user's connection as SQLAlchemy's.
 
     Args:
-        given: A connection of SQLAlchemy's, one of psycopg's, or None.
+        given: A connection of SQLAlchemy's, or one of psycopg's.
         engine: The writer's engine.
 
     Yields:
-        The connection; None if none was given. One of psycopg's stays open, unless its transaction is in doubt.
+        The connection. One of psycopg's stays open, unless its transaction is in doubt.
 
     Raises:
         ConfigurationError: The connection is asynchronous, or psycopg's while the writer uses another database.
         IllegalStateError: It is no connection.
     """
-    if given is None or isinstance(given, Connection):
+    if isinstance(given, Connection):
         yield given
     elif _is_psycopg(given):
         with _over(cast("psycopg.Connection[Any]", given), engine) as connection:
@@ -48,15 +48,12 @@ def usable(given: object, engine: Engine) -> Generator[Connection | None, None, 
 
 
 @contextmanager
-def borrowed(connection: Connection | None, engine: Engine) -> Generator[Connection, None, None]:
-    """The connection, or one of the engine's for as long as the block lasts.
+def borrowed(engine: Engine) -> Generator[Connection, None, None]:
+    """A connection of the engine's for as long as the block lasts.
 
     Raises:
         DualWriteError: The engine could not connect.
     """
-    if connection is not None:
-        yield connection
-        return
     try:
         own = engine.connect()
     except exc.SQLAlchemyError as error:

@@ -1,0 +1,76 @@
+"""The database behind what a caller gives: an engine, a URL, or a database itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, cast
+
+from sqlalchemy import URL
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.ports.database import Database
+from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.sql_database import SqlDatabase
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+_OTHERS: Final[dict[str, str]] = {}
+"""By the beginning of its URLs, the class of a database that SQLAlchemy does not know; each has ``from_url``."""
+
+
+def database_of(given: Engine | Database | URL | str, schema: str | None = None) -> Database:
+    """The database itself, or a new one over an engine or a URL. It connects on first use.
+
+    Args:
+        given: The database.
+        schema: The schema of the library's tables, if it is not the default one.
+
+    Raises:
+        ConfigurationError: It is none of these, the URL's driver is not installed, or it has no schemas.
+    """
+    made = _made(given)
+    if made is None:
+        return SqlDatabase(engine_of(cast("Engine | URL | str", given)), schema)
+    if schema not in {None, made.schema}:
+        raise ConfigurationError(
+            f"schema is {schema!r}, and the database is {made.traits.name}", next_step="leave schema out"
+        )
+    return made
+
+
+def _made(given: object) -> Database | None:
+    if isinstance(given, Database):
+        return given
+    if not isinstance(given, str):
+        return None
+    place = _OTHERS.get(given.partition(":")[0])
+    if place is None:
+        return None
+    module, _, name = place.rpartition(".")
+    from_url = cast("Callable[[str], Database]", getattr(import_module(module), name).from_url)
+    return from_url(given)
+
+
+def is_made_here(given: object) -> bool:
+    """Whether :func:`database_of` makes the connections, so that the caller closes the database."""
+    return isinstance(given, (str, URL))
+
+
+@contextmanager
+def opened(given: Engine | Database | URL | str, schema: str | None = None) -> Generator[Database, None, None]:
+    """The database for a block, which closes it if it was made from a URL. Checked.
+
+    Raises:
+        ConfigurationError: It cannot be used, or decide.
+        Unavailable: It does not answer.
+    """
+    database = database_of(given, schema)
+    try:
+        database.check()
+        yield database
+    finally:
+        if is_made_here(given):
+            database.close()
