@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dualwrite.apps.task_writer import ForTasks, TaskWriter
+from dualwrite.apps.task_writer import ForTasks, TaskWriter, with_blocks_of
 from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.writing.leased import LeasedWriter
 
@@ -36,5 +36,6 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
         def make(name: str) -> TaskWriter:
             return TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
 
-        LeasedWriter.__init__(self, fleet, timing, make=make, database=database, **settings)
+        both = with_blocks_of(asynchronous, database, settings.get("schema"))
+        LeasedWriter.__init__(self, fleet, timing, make=make, database=both, **settings)
         self._asynchronous = asynchronous

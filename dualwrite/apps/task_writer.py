@@ -78,6 +78,12 @@ class ForTasks(DualWriter):
         entered.refuse_nested(self, self.transactional_id)
 
 
+def with_blocks_of(asynchronous: AsyncEngine, database: Engine | SqlDatabase, schema: str | None) -> SqlDatabase:
+    """The database for threads, whose blocks run on the asynchronous engine."""
+    own = sql_of(database_of(database, schema), "writers of tasks")
+    return SqlDatabase(own.engine, own.schema, blocks=asynchronous.sync_engine)
+
+
 class TaskWriter(ForTasks):
     """The writer of one transactional id.
 
@@ -99,8 +105,7 @@ class TaskWriter(ForTasks):
         **settings: Unpack[CommonSettings],
     ) -> None:
         made = Sessions(asynchronous, session_factory).make
-        own = sql_of(database_of(database, settings.get("schema")), "writers of tasks")
-        both = SqlDatabase(own.engine, own.schema, blocks=asynchronous.sync_engine)
+        both = with_blocks_of(asynchronous, database, settings.get("schema"))
         super().__init__(transactional_id, database=both, session_factory=made, **settings)
         self._asynchronous = asynchronous
         roll_back_before_closing(asynchronous.sync_engine)

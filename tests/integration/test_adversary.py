@@ -166,7 +166,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
 ):
     """The new owner of the id completes it; we may not read the log that would tell."""
     with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
-        context = writer._opened()
+        context = writer._opened().context
 
         def refuse(*_):
             raise ConfigurationError("Kafka refused to be read")

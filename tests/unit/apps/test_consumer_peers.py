@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
 
 def settle():
-    return Peers("g", "g/ours", kafka=SETTINGS, engine=None, schema=None).settle()
+    return Peers("g", "g/ours", kafka=SETTINGS, database=None).settle()
 
 
 def test_the_dead_are_settled_and_the_members_are_listed_after_their_transactions(asked):

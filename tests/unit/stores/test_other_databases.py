@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from harness.death import mortal
 from harness.dictionary import DictionaryDatabase
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
@@ -191,7 +192,7 @@ def test_a_commit_still_on_its_way_can_no_longer_happen_once_it_was_found_aborte
 
 
 def test_recovery_completes_what_a_dead_owner_has_decided(place, monkeypatch):
-    writer = place.writer(timeout_s=5)
+    writer = mortal(place.writer(timeout_s=5))
     writer.open()
     monkeypatch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)
     with pytest.raises(CompletionPending), writer.transaction() as tx:
@@ -209,7 +210,7 @@ def die(*_: object) -> None:
 
 
 def test_a_loss_is_an_incident_that_a_person_acknowledges(place, monkeypatch):
-    writer = place.writer(timeout_s=5)
+    writer = mortal(place.writer(timeout_s=5))
     writer.open()
     with monkeypatch.context() as patch:
         patch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)

@@ -74,7 +74,7 @@ def test_the_oldest_transaction_in_kafka_is_shown_as_it_was_when_the_brokers_wer
     with shop.writer(telemetry=recorded.telemetry) as writer:
         assert recorded.values(names.KAFKA_OPEN_TIME) == {}  # the first look has them asked
         wait_until(lambda: recorded.values(names.KAFKA_OPEN_TIME) == {("orders",): 0})
-        monkeypatch.setattr(writer._context.coordinator, "longest_open_s", lambda _: 95.0)
+        monkeypatch.setattr(writer._opened().context.coordinator, "longest_open_s", lambda _: 95.0)
         wait_until(lambda: recorded.values(names.KAFKA_OPEN_TIME) == {("orders",): 95})
     assert recorded.values(names.KAFKA_OPEN_TIME) == {}
 

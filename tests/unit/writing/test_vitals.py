@@ -106,9 +106,12 @@ def test_a_writers_probe_asks_both_servers(shop, monkeypatch):
         while not writer.ready:
             threading.Event().wait(0.001)
         asked = []
-        for part, name in ((writer._context.store, "read"), (writer._context.coordinator, "describe")):
+        for part, name in (
+            (writer._opened().context.store, "read"),
+            (writer._opened().context.coordinator, "describe"),
+        ):
             monkeypatch.setattr(part, name, lambda *_, name=name: asked.append(name) or [])
-        writer._probe()
+        writer._opened().probe()
         assert asked == ["read", "describe"]
     assert writer.health().problems == ("the writer is not open",)
 

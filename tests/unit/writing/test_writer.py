@@ -300,8 +300,8 @@ def test_in_a_forked_process_it_refuses_blocks_and_closing_leaves_the_parents_co
 
 def test_it_disposes_of_an_engine_that_it_made_and_of_no_other(shop):
     with shop.writer(database=shop.database.url) as writer:
-        pool = writer._engine.pool
-    assert writer._engine.pool is not pool
+        pool = writer._database.engine.pool
+    assert writer._database.engine.pool is not pool
     own = shop.engine.pool
     with shop.writer():
         pass
