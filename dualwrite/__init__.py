@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dualwrite.recovery.settling.settle import Loss
     from dualwrite.recovery.terminate import TerminationReport, terminate
     from dualwrite.stores.jobs.batches import Batch, read_batches
+    from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
     from dualwrite.telemetry.observer import Telemetry
     from dualwrite.writing.sessions import BoundSessions
     from dualwrite.writing.transaction import Transaction
@@ -89,6 +90,7 @@ __all__ = [
     "TransactionInDoubt",
     "TransactionalProducer",
     "Unavailable",
+    "ZooKeeperDatabase",
     "blocking_transactions",
     "forget",
     "read_batches",
@@ -117,6 +119,7 @@ _LAZY = {
     "TerminationReport": "dualwrite.recovery.terminate",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer.transactional",
+    "ZooKeeperDatabase": "dualwrite.stores.zookeeper.database",
     "blocking_transactions": "dualwrite.recovery.blocking",
     "forget": "dualwrite.recovery.forget",
     "read_batches": "dualwrite.stores.jobs.batches",

@@ -17,7 +17,7 @@ from dualwrite.stores.sql_database import SqlDatabase
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-_OTHERS: Final[dict[str, str]] = {}
+_OTHERS: Final[dict[str, str]] = {"zookeeper": "dualwrite.stores.zookeeper.database.ZooKeeperDatabase"}
 """By the beginning of its URLs, the class of a database that SQLAlchemy does not know; each has ``from_url``."""
 
 

@@ -88,6 +88,13 @@ a worker process was killed: True
 rows:     30
 messages: 30
 """,
+    "zookeeper_flags.py": """\
+changed to green
+not changed to blue: BadVersionError, nothing announced
+killed: True, the flag is red
+recovered: 1 announcement
+flag: red, changes: 2, announced: ['green', 'red']
+""",
     "kip939_recipe.py": """\
 event 1: written; recovery: nothing was ongoing
 event 2: killed before the decision; recovery: aborted

@@ -50,6 +50,10 @@ PLANTED = {
     "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
     "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
+    "zookeeper: the database over its requests": (
+        "stores/zookeeper/session",
+        "dualwrite.stores.zookeeper.keys",
+    ),
     "sinks: engines over the decision on a batch": ("sinks/jobs/complete", "dualwrite.sinks.spark.api"),
     "the decision on a batch needs no writer": ("sinks/jobs/decide", "dualwrite.writing.lanes.lane"),
     "the Spark sinks: two ways over what both share": (

@@ -1,0 +1,37 @@
+"""One dual write's part in ZooKeeper."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dualwrite.stores.keyed.handle import KeyedHandle
+from dualwrite.stores.zookeeper.multi import Multi
+
+if TYPE_CHECKING:
+    from dualwrite.stores.zookeeper.session import Session
+
+
+class ZooKeeperHandle(KeyedHandle):
+    """The user's operations, and the session in which the dual write has begun.
+
+    It decides only in that session: an owner that was paused for longer than the session's time-out finds that it has expired,
+    and decides nothing that Kafka may have aborted meanwhile.
+
+    Raises:
+        ConfigurationError, Unavailable: As the session's requests.
+    """
+
+    def __init__(self, session: Session, jute_maxbuffer: int) -> None:
+        super().__init__()
+        self.multi = Multi(session, jute_maxbuffer)
+        self.alive = session.alive()
+
+    def clear(self) -> None:
+        """Forget the user's operations."""
+        super().clear()
+        self.multi.clear()
+
+    def end(self) -> None:
+        """Take no more of them."""
+        super().end()
+        self.multi.end()
