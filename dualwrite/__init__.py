@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from dualwrite.recovery.settling.settle import Loss
     from dualwrite.recovery.terminate import TerminationReport, terminate
     from dualwrite.stores.jobs.batches import Batch, read_batches
+    from dualwrite.stores.rocksdb.batch import RocksBatch
+    from dualwrite.stores.rocksdb.database import RocksDatabase
     from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
     from dualwrite.telemetry.observer import Telemetry
     from dualwrite.writing.sessions import BoundSessions
@@ -80,6 +82,8 @@ __all__ = [
     "OutcomeUnverifiable",
     "PreparedTxnState",
     "RecoveryReport",
+    "RocksBatch",
+    "RocksDatabase",
     "StoreInUse",
     "StoreTooOld",
     "StoreUnreadable",
@@ -115,6 +119,8 @@ _LAZY = {
     "IdStatus": "dualwrite.recovery.plan",
     "Loss": "dualwrite.recovery.settling.settle",
     "RecoveryReport": "dualwrite.recovery.recover",
+    "RocksBatch": "dualwrite.stores.rocksdb.batch",
+    "RocksDatabase": "dualwrite.stores.rocksdb.database",
     "Telemetry": "dualwrite.telemetry.observer",
     "TerminationReport": "dualwrite.recovery.terminate",
     "Transaction": "dualwrite.writing.transaction",

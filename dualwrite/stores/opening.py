@@ -17,7 +17,10 @@ from dualwrite.stores.sql_database import SqlDatabase
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-_OTHERS: Final[dict[str, str]] = {"zookeeper": "dualwrite.stores.zookeeper.database.ZooKeeperDatabase"}
+_OTHERS: Final[dict[str, str]] = {
+    "rocksdb": "dualwrite.stores.rocksdb.database.RocksDatabase",
+    "zookeeper": "dualwrite.stores.zookeeper.database.ZooKeeperDatabase",
+}
 """By the beginning of its URLs, the class of a database that SQLAlchemy does not know; each has ``from_url``."""
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.savepoints import Message
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
+    from dualwrite.stores.rocksdb.batch import RocksBatch
     from dualwrite.writing.serializing import Bytes
 
 
@@ -123,13 +124,14 @@ class Transaction:
         return self._dual_write.session
 
     @property
-    def batch(self) -> Any:
-        """The batch that commits with the messages, if the writer's database is RocksDB.
+    def batch(self) -> RocksBatch:
+        """The writes of this dual write to RocksDB: a `RocksBatch`.
 
         Raises:
-            IllegalStateError: The block has ended, or the writer has another database.
+            IllegalStateError: The block has ended, or the writer's database is another one.
         """
-        return self._dual_write.given("batch")
+        batch: RocksBatch = self._dual_write.given("batch")
+        return batch
 
     @property
     def multi(self) -> Any:

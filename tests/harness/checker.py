@@ -13,6 +13,7 @@ from pathlib import Path
 from sqlalchemy import create_engine, inspect, select
 
 from dualwrite.runtime.failpoints import ENVIRONMENT
+from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.testing import History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from harness.forking import processes
@@ -88,6 +89,9 @@ class Case:
         return Journal.read(self.journal) if self.journal.exists() else History()
 
     def in_database(self) -> list[str]:
+        if self.url.startswith("rocksdb:"):
+            with RocksDatabase.from_url(self.url) as database:
+                return sorted(str(key) for key in database.rdict.keys())  # noqa: SIM118 - it is no dictionary
         engine = create_engine(self.url)
         try:
             if not inspect(engine).has_table("operations"):

@@ -30,6 +30,7 @@ from dualwrite import (
     Unavailable,
 )
 from dualwrite.runtime import failpoints
+from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 
@@ -79,7 +80,15 @@ def make_durable(engine: Engine) -> None:
             cursor.close()
 
 
-def write(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
+def insert(tx: Transaction, url: str, operation: str) -> None:
+    """Write an operation's row, in a database of any kind."""
+    if url.startswith("rocksdb:"):
+        tx.batch.put(operation, value=True)
+    else:
+        tx.connection.execute(OPERATIONS.insert().values(id=operation))
+
+
+def write(job: dict, engine: Engine | RocksDatabase, tell: Callable[[str], None]) -> int:
     """Open the writer, write the operations, close it. The exit code."""
     started = time.monotonic()
 
@@ -113,7 +122,7 @@ def settings_of(job: dict) -> dict[str, Any]:
     }
 
 
-def _make_writer(job: dict, engine: Engine) -> DualWriter:
+def _make_writer(job: dict, engine: Engine | RocksDatabase) -> DualWriter:
     if job.get("leased"):
         return DualWriter.leased(
             job["transactional_id"], database=engine, lease_timeout_s=job["lease_timeout_s"], **settings_of(job)
@@ -121,7 +130,7 @@ def _make_writer(job: dict, engine: Engine) -> DualWriter:
     return DualWriter(job["transactional_id"], database=engine, **settings_of(job))
 
 
-def _write_in_threads(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
+def _write_in_threads(job: dict, engine: Engine | RocksDatabase, opened: Callable[[], None]) -> None:
     with _make_writer(job, engine) as writer:
         opened()
         threads = job.get("threads", 1)
@@ -188,7 +197,7 @@ class Operations:
 class _Writing:
     """``run`` writes one thread's share."""
 
-    def __init__(self, job: dict, engine: Engine, writer: DualWriter, journal: Journal) -> None:
+    def __init__(self, job: dict, engine: Engine | RocksDatabase, writer: DualWriter, journal: Journal) -> None:
         self._job = job
         self._writer = writer
         self._operations = Operations(job, journal)
@@ -235,7 +244,7 @@ class _Writing:
     def _both(self, tx: Transaction, operation: str, *, abort: bool) -> None:
         for partition in range(self._job.get("partitions", 2)):
             tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
-        tx.connection.execute(OPERATIONS.insert().values(id=operation))
+        insert(tx, self._job["url"], operation)
         if self._job.get("leased"):
             self._note_decision(tx, operation)
         if abort:
@@ -275,9 +284,16 @@ def main() -> int:
 
 def _work(path: Path) -> int:
     job = json.loads(path.read_text(encoding="utf-8"))
+
+    def tell(line: str) -> None:
+        print(line, flush=True)  # noqa: T201 - the parent waits for it
+
+    if job["url"].startswith("rocksdb:"):
+        with RocksDatabase.from_url(job["url"]) as database:
+            return write(job, database, tell)
     engine = make_engine(job["url"])
     METADATA.create_all(engine)
-    return write(job, engine, lambda line: print(line, flush=True))  # noqa: T201 - the parent waits for it
+    return write(job, engine, tell)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from sqlalchemy import create_engine, make_url, select, text, update
 from dualwrite import DualWriter
 from dualwrite.migrations import upgrade
 from dualwrite.runtime import failpoints
+from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing.reading import read_committed
 
@@ -19,6 +20,10 @@ def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
     if request.param == "postgresql":
         return request.getfixturevalue("migrated_database")
+    if request.param == "rocksdb":
+        pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
+        RocksDatabase(tmp_path / "rocks").close()
+        return f"rocksdb://{tmp_path / 'rocks'}"
     found = f"sqlite:///{tmp_path / 'rows.db'}"
     migrated = create_engine(found)
     with migrated.connect() as connection:

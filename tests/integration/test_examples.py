@@ -47,6 +47,14 @@ killed after the database commit: rows [1], Kafka transaction Ongoing
 recovered: ['payments'] rolled forward
 rows [1], messages [1]
 """,
+    "rocksdb_orders.py": """\
+placed order 1: tea
+refused order 2: no cup
+killed: 2 orders in RocksDB, the last one's Kafka transaction is Ongoing
+orders:   {'order/1': 'tea', 'order/3': 'tea'}
+messages: {'order/1': 'tea', 'order/3': 'tea'}
+tea left: 1
+""",
     "offsets_as_rows.py": """\
 member 0 has read 10 messages, and pauses
 member 1 has taken over, and written 20

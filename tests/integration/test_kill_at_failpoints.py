@@ -15,12 +15,15 @@ SETTLE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith(("cla
 DECIDED = {"write.decided", "write.completed"}
 LEFT_BY = ["write.decided", "write.recorded"]
 URLS = ["postgresql", "sqlite"]
+DATABASES = [*URLS, "rocksdb"]
 # One real death on each side of each decision. The search and the model put one at every step.
 WRITERS_IN_EVERY_RUN = {
     ("write.produced", "postgresql"),
     ("write.before_abort", "postgresql"),
     ("write.recorded", "sqlite"),
     ("write.decided", "postgresql"),
+    ("write.recorded", "rocksdb"),
+    ("write.decided", "rocksdb"),
 }
 SESSIONS_IN_EVERY_RUN = {("write.decided", "postgresql")}
 SETTLERS_IN_EVERY_RUN = {
@@ -44,7 +47,7 @@ def aborting(point: str) -> dict:
     [
         pytest.param(point, url, marks=() if (point, url) in WRITERS_IN_EVERY_RUN else pytest.mark.thorough)
         for point in WRITE_POINTS
-        for url in URLS
+        for url in DATABASES
     ],
     indirect=["url"],
 )
@@ -85,7 +88,7 @@ def test_a_process_killed_in_the_commit_of_a_session_then_next_start_makes_both_
         )
         for point in SETTLE_POINTS
         for left_by in LEFT_BY
-        for url in URLS
+        for url in DATABASES
     ],
     indirect=["url"],
 )

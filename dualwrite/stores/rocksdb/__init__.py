@@ -1,4 +1,5 @@
-"""RocksDB, by rocksdict: what all users of one share.
+"""RocksDB, by rocksdict, as the database of dual writes: embedded, one process.
 
-What belongs here: opening a RocksDB, and what its refusals mean. May use: rocksdict at run time, for it comes with an extra.
+What belongs here: opening, settings, the primitives over two column families, ``tx.batch``. May use: what
+:mod:`dualwrite.stores.keyed` may use, and rocksdict at run time, for it comes with an extra.
 """
