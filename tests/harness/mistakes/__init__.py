@@ -8,7 +8,18 @@ environment variable ``DUALWRITE_MISTAKE``, in a whole process::
 ``python -m controls`` (in the directory of the tests) plants each of them and runs the checks that must fail.
 """
 
-from harness.mistakes import consumer, database, handing_over, kafka, native, native_engine, settling, spark, writing
+from harness.mistakes import (
+    consumer,
+    database,
+    handing_over,
+    kafka,
+    native,
+    native_engine,
+    settling,
+    spark,
+    state,
+    writing,
+)
 from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
 from harness.planting import ENVIRONMENT
 
@@ -26,5 +37,6 @@ __all__ = [
     "planted",
     "settling",
     "spark",
+    "state",
     "writing",
 ]
