@@ -21,6 +21,12 @@ def writer_of(transactional_id: str) -> str:
     return transactional_id.partition("#")[0]
 
 
+def is_of_writer(writer: str, name: str) -> bool:
+    """Whether a transactional id, or the Kafka id of one of its incarnations, belongs to that writer."""
+    incarnation = parsed(name)
+    return writer in {writer_of(name), writer_of(incarnation[0]) if incarnation is not None else None}
+
+
 def member_id(fleet: str, number: int) -> str:
     """The transactional id of one member of a fleet."""
     return f"{fleet}-{number}"

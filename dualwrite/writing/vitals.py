@@ -8,6 +8,7 @@ from typing import Final
 
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
 from dualwrite.protocol.health import Health
+from dualwrite.protocol.naming import is_of_writer
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing.lanes.lane_pool import Lanes
 from dualwrite.writing.probe import Probe
@@ -38,9 +39,14 @@ class Vitals:
         self._fenced = False
 
     def note(self, error: DualWriteError | None) -> None:
-        """Note the end of a dual write, which shows whether the servers answered it."""
+        """Note the end of a dual write, which shows whether the servers answered it.
+
+        An error of another writer that has passed through the block says nothing about this one.
+        """
         if error is None:
             self._answered = True
+        elif error.transactional_id is not None and not is_of_writer(self._name, error.transactional_id):
+            return
         elif isinstance(error, Fenced):
             self._fenced = True
         elif isinstance(error, _MISSING) or isinstance(error.__cause__, _MISSING):

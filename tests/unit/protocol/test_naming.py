@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from dualwrite.protocol.naming import (
     is_drawn,
+    is_of_writer,
     kafka_id,
     lane_id,
     may_own,
@@ -24,6 +25,14 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 def test_the_first_lane_has_the_name_itself_and_the_others_a_number():
     assert [lane_id("orders", number) for number in range(3)] == ["orders", "orders#1", "orders#2"]
+
+
+@given(WRITERS, st.integers(0, 9), NUMBERS)
+def test_the_ids_and_kafka_ids_of_a_writer_belong_to_it_and_to_no_other(name, number, incarnation):
+    lane = lane_id(name, number)
+    for known in (lane, kafka_id(lane, "0123456789ab", incarnation)):
+        assert is_of_writer(name, known)
+        assert not is_of_writer(name + "x", known)
 
 
 @given(WRITERS, NUMBERS)

@@ -42,6 +42,27 @@ def test_only_a_missing_answer_makes_it_unready(error, cause, answered):
     assert health(is_open=False).answered is answered or probed.wait(60)
 
 
+@pytest.mark.parametrize("kind", [Fenced, Unavailable])
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        (None, True),
+        ("orders", True),
+        ("orders#3", True),
+        ("orders.0123456789ab.7", True),
+        ("orders#3.0123456789ab.7", True),
+        ("invoices", False),
+        ("invoices#3.0123456789ab.7", False),
+    ],
+)
+def test_an_error_of_another_writer_says_nothing_about_this_one(kind, name, ours):
+    vitals, health = vitals_with(lambda: None)
+    vitals.note(kind("x", transactional_id=name))
+    found = health(is_open=False)
+    assert found.fenced is (ours and kind is Fenced)
+    assert found.answered is not (ours and kind is Unavailable)
+
+
 def test_a_dual_write_that_was_answered_makes_it_ready_again_and_no_probe_is_needed():
     vitals, health = vitals_with(no_probe)
     vitals.note(Unavailable("x"))
