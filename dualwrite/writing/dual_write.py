@@ -370,7 +370,7 @@ class DualWrite:
         elif verdict is DoubtStep.ABORTED:
             self.abort()
             raise _interruption(doubt) or TransactionAborted(
-                "the connection broke during COMMIT; the database has rolled back",
+                f"{doubt.what}; the database has rolled back",
                 transactional_id=self.transactional_id,
             ) from doubt
         elif verdict is DoubtStep.IN_DOUBT:

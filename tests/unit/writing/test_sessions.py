@@ -118,7 +118,7 @@ def test_a_session_is_no_connection_and_its_own_cannot_have_a_second_dual_write(
 def test_a_session_on_the_connection_of_a_block_is_refused_and_the_block_aborts(shop, writer):
     factory = sessionmaker()
     bound = writer.bind(factory)
-    with pytest.raises(TransactionAborted), writer.transaction() as tx:
+    with pytest.raises(TransactionAborted, match="already inside.*rolled back"), writer.transaction() as tx:
         shop.put(tx, 1)
         with factory(bind=tx.connection) as session:
             session.add(Order(id=2))
