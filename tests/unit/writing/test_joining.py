@@ -355,15 +355,16 @@ def test_a_commit_that_is_never_sent_leaves_nothing_behind_for_the_next_session(
 
 
 @pytest.mark.parametrize("end", ["rollback", "close"])
-@pytest.mark.parametrize("on", ["engine", "outer transaction"])
-def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(shop, end, on):
+@pytest.mark.parametrize(("on", "outside"), [("engine", False), ("engine", True), ("connection", False)])
+def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(shop, end, on, outside):
     armed = []
 
-    @event.listens_for(shop.engine, "rollback")
     def refuse(_):
         if armed and armed.pop():
             raise ZeroDivisionError
 
+    if on == "engine":
+        event.listen(shop.engine, "rollback", refuse)
     with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer, shop.engine.connect() as connection:
         factory = sessionmaker()
         bound = writer.bind(factory)
@@ -373,8 +374,10 @@ def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(s
             session.flush()
             bound.produce(session, TOPIC, str(number), partition=0)
 
-        outer = connection.begin() if on == "outer transaction" else None
+        outer = connection.begin() if outside else None
         with factory(bind=connection if outer else shop.engine) as session:
+            if on == "connection":
+                event.listen(session.connection(), "rollback", refuse)
             put(session, 1)
             armed.append(True)
             if outer is None:
