@@ -86,6 +86,14 @@ class Units(Generic[Work]):
         return bool(self._ready)
 
     @property
+    def lone(self) -> Unit[Work] | None:
+        """The unit that a group would consist of if it began now; None if there are none, or several."""
+        if len(self._ready) != 1:
+            return None
+        (waiting,) = self._ready.values()
+        return waiting[0] if len(waiting) == 1 else None
+
+    @property
     def empty(self) -> bool:
         """Whether no unit waits, and none is in a group."""
         return not self._ready and not self._busy
@@ -117,19 +125,28 @@ class Units(Generic[Work]):
             self._busy[key] = self._ready.pop(key, deque())
         return taken
 
+    def take_lone(self) -> None:
+        """Take :attr:`lone`, as :meth:`take` would. If this is interrupted, no other unit is lost, and :meth:`end` is right."""
+        unit = self.lone
+        assert unit is not None
+        del self._ready[unit.key]
+        self._busy[unit.key] = deque()
+
     def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = ()) -> None:
-        """Note that a group has ended.
+        """Note that a group has ended. May be called again if it was interrupted.
 
         Args:
             taken: All of its units.
             again: Those of them that are to run in a later group, in their order: the next ones of their keys.
         """
         for unit in reversed(again):
-            self._busy[unit.key].appendleft(unit)
+            waiting = self._busy.get(unit.key)
+            if waiting is not None and unit not in waiting:
+                waiting.appendleft(unit)
         for key in keys_of(taken):
-            waiting = self._busy.pop(key)
-            if waiting:
+            if waiting := self._busy.get(key):
                 self._ready[key] = waiting
+            self._busy.pop(key, None)
         for key in reversed(keys_of(again)):
             self._ready.move_to_end(key, last=False)
 

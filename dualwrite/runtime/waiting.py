@@ -188,6 +188,11 @@ def blocks_a_loop() -> bool:
     return True
 
 
+def in_own_thread() -> bool:
+    """Whether the code that calls this has its thread for itself: no event loop runs there."""
+    return here() is _blocking and not blocks_a_loop()
+
+
 def interruptible() -> AbstractContextManager[object]:
     """See :meth:`Waiting.interruptible`."""
     return here().interruptible(True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
+from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
+from dualwrite.writing.group.alone import UnitFuture
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
@@ -52,7 +54,9 @@ class Task:
 
     def begin(self) -> bool:
         """See :class:`dualwrite.writing.group.results.Task`."""
-        return self.future.set_running_or_notify_cancel() if not self.future.running() else True
+        if self.future.running():
+            return True
+        return not self.future.done() and self.future.set_running_or_notify_cancel()
 
     def succeed(self, result: object) -> None:
         """See :class:`dualwrite.writing.group.results.Task`."""
@@ -64,7 +68,10 @@ class Task:
 
 
 class Groups:
-    """Runs the units of a writer in groups. Its threads start with the first unit.
+    """Runs the units of a writer in groups.
+
+    Its threads start with the first unit. A unit that waits alone is run by the thread that waits for it, if there is one: the
+    switches to another thread and back would take longer than all else that a unit costs beside a block.
 
     Args:
         name: The writer's transactional id.
@@ -89,25 +96,28 @@ class Groups:
         self._runners = runners
         self._grouped = grouped
         self._units: Units[Task] = Units()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._may_begin = threading.Condition(self._lock)
+        self._emptied = threading.Condition(self._lock)
         self._threads = 0
         self._idle = 0
+        self._begun: list[GroupRun] = []
         self._running: GroupRun | None = None
         self._closed = False
 
     def submit(self, work: Callable[[Transaction], Result], key: Hashable | None) -> Future[Result]:
         """See :meth:`dualwrite.writing.group.submitting.Submitting.submit`."""
-        future: Future[Result] = Future()
+        future: UnitFuture[Result] = UnitFuture(self._run_here)
         unit = Unit(
             Task(work, future, contextvars.copy_context()),
             ("thread", threading.get_ident()) if key is None else ("key", key),
         )
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise closed_error(self._name)
             self._units.add(unit)
             if self._idle:
-                self._changed.notify()
+                self._wake()
             elif self._threads < self._runners:
                 self._threads += 1
                 threading.Thread(target=self._serve, name=f"dualwrite group {self._name}", daemon=True).start()
@@ -119,42 +129,97 @@ class Groups:
         Args:
             within_s: How long to wait, in seconds.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._may_begin.notify_all()
             deadline = Deadline(within_s)
-            self._changed.wait_for(lambda: self._units.empty, deadline.remaining_s())
+            self._emptied.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
-            self._changed.notify_all()
+            self._may_begin.notify_all()
         fail_left(left, self._name)
 
-    def _serve(self) -> None:
-        while (group := self._next()) is not None:
-            self._run(group)
-
-    def _next(self) -> GroupRun | None:
-        """Wait until a group may run, and take its units. None are left once the writer is closed."""
-        with self._changed:
-            self._idle += 1
-            try:
-                self._changed.wait_for(lambda: (self._units.ready and self._running is None) or self._done)
-            finally:
-                self._idle -= 1
-            if not self._units.ready:
-                self._threads -= 1
-                return None
-            self._running = GroupRun(self._name, self._units.take(self._limits.units))
-            return self._running
+    @property
+    def _group_may_begin(self) -> bool:
+        return self._units.ready and self._running is None and len(self._begun) < self._runners
 
     @property
     def _done(self) -> bool:
         return self._closed and self._units.empty
 
+    def _wake(self) -> None:
+        """Wake a thread of this writer if there is something for it to do."""
+        if self._group_may_begin:
+            self._may_begin.notify()
+
+    def _serve(self) -> None:
+        while (group := self._next()) is not None:
+            try:
+                self._run(group)
+            finally:
+                self._end(group)
+
+    def _next(self) -> GroupRun | None:
+        """Wait until a group may begin, and take its units. None are left once the writer is closed."""
+        with self._lock:
+            self._idle += 1
+            try:
+                self._may_begin.wait_for(lambda: self._group_may_begin or self._done)
+            finally:
+                self._idle -= 1
+            if self._done:
+                self._threads -= 1
+                return None
+            self._running = group = GroupRun(self._name, self._units.take(self._limits.units))
+            self._begun.append(group)
+            return group
+
+    def _run_here(self, future: Future[Any]) -> None:
+        """Run the unit of a future in the thread that waits for it, if nothing else is to run with it or before it.
+
+        An interruption (``KeyboardInterrupt``) may come between any two lines; the group still ends.
+        """
+        if self._running is not None or not waiting.in_own_thread() or entered.entered_here():
+            return
+        try:
+            try:
+                self._run_alone(future)
+            finally:
+                self._end_alone(future)
+        finally:
+            self._end_alone(future)
+
+    def _run_alone(self, future: Future[Any]) -> None:
+        try:
+            group = self._begin_alone(future)
+            if group is not None:
+                contextvars.Context().run(self._run, group)  # its own context: the unit has that of submit()
+        except BaseException as error:
+            self._end_alone(future, error)
+            raise
+
+    def _begin_alone(self, future: Future[Any]) -> GroupRun | None:
+        with self._lock:
+            unit = self._units.lone
+            if unit is None or unit.work.future is not future or not self._group_may_begin:
+                return None
+            self._begun.append(group := GroupRun(self._name, [unit]))  # first: after an interruption it will be ended
+            self._running = group
+            self._units.take_lone()
+            return group
+
+    def _end_alone(self, future: Future[Any], error: BaseException | None = None) -> None:
+        with self._lock:
+            for group in [group for group in self._begun if group.taken[0].work.future is future]:
+                if error is not None and not group.again and not future.done():
+                    future.set_exception(error)
+                self._end(group)
+            self._wake()
+
     def _let_next_run(self, group: GroupRun) -> None:
-        with self._changed:
+        with self._lock:
             if self._running is group:
                 self._running = None
-                self._changed.notify()
+                self._wake()
 
     def _run(self, group: GroupRun) -> None:
         told = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
@@ -164,9 +229,19 @@ class Groups:
         for tell in told:
             tell()
         pause(pause_after_s(group.failures))
-        with self._changed:
-            self._units.end(group.taken, group.again)
-            self._changed.notify_all()
+
+    def _end(self, group: GroupRun) -> None:
+        with self._lock:
+            if self._running is group:
+                self._running = None
+            if group in self._begun:
+                self._units.end(group.taken, group.again)
+                self._begun.remove(group)
+            self._wake()
+            if self._units.empty:
+                self._emptied.notify_all()
+                if self._closed:
+                    self._may_begin.notify_all()
 
     def _call(self, task: Task, transaction: Transaction) -> object:
         blocks = entered.entered_here()

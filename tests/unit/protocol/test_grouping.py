@@ -71,6 +71,26 @@ def test_a_unit_that_must_be_alone_is():
     assert [works(units.take(64)) for _ in range(3)] == [[0], [1], [2]]
 
 
+def test_a_lone_unit_is_the_whole_of_the_next_group():
+    units = waiting("a")
+    assert units.lone.work == 0
+    units.add(Unit(1, "a"))
+    assert units.lone is None
+    units = waiting("a", "b")
+    assert units.lone is None
+    first = units.take(1)
+    assert units.lone.work == 1
+    units.take_lone()
+    assert units.lone is None
+    assert not units.ready
+    units.add(Unit(2, "b"))
+    assert not units.ready
+    units.end(first)
+    units.end([Unit(1, "b")])
+    units.end([Unit(1, "b")])
+    assert units.lone.work == 2
+
+
 def test_what_is_drained_is_in_no_group():
     units = waiting("a", "a", "b")
     taken = units.take(1)

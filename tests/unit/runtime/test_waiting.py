@@ -175,3 +175,12 @@ def test_only_a_thread_that_runs_an_event_loop_would_block_it(pool):
 
     assert waiting.blocks_a_loop() is False
     assert asyncio.run(main()) == (True, False, False)
+
+
+def test_a_thread_is_its_own_unless_an_event_loop_runs_in_it(pool):
+    async def main():
+        in_thread = await asyncio.to_thread(waiting.in_own_thread)
+        return waiting.in_own_thread(), in_thread, await run(pool, waiting.in_own_thread)
+
+    assert waiting.in_own_thread() is True
+    assert asyncio.run(main()) == (False, True, False)
