@@ -29,13 +29,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, cast
 
-from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, MigrationStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, exc, inspect
+from sqlalchemy import URL, Connection, Engine, exc, inspect, text
 from sqlalchemy.schema import CreateSchema
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.migrations.resuming import operations_in
+from dualwrite.stores.column_types import MYSQL
 from dualwrite.stores.connecting import kind_of
 from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of
 from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE
@@ -50,12 +51,15 @@ __all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "inc
 HEAD: Final = "head"
 BASE: Final = "base"
 _LOCK: Final = 0x6475616C77726974  # "dualwrit": one migration at a time
+_LOCK_NAME: Final = "dualwrite migrate"  # of the whole server, where the database has no such number
+_LOCK_S: Final = 600
 
 
 def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None = None) -> None:
     """Create the tables, or upgrade them to a revision. Does nothing if they are already there.
 
     Inside a transaction of the caller, the caller commits; otherwise the migrations run in one transaction of their own.
+    MariaDB and MySQL commit each step as it is taken: call it again after an interruption, and it goes on from there.
     Concurrent migrations run one after the other.
 
     Args:
@@ -108,8 +112,8 @@ def sql_script(
     options = _options(schema, fn=_steps(direction, revision), as_sql=True, output_buffer=output, starting_rev=start)
     context = MigrationContext.configure(dialect=dialect, opts=options)
     with _mapped_errors(None, schema), context.begin_transaction():
-        operations = Operations(context)
-        if schema is not None and dialect.name == "postgresql" and direction == "upgrade":
+        operations = operations_in(context, schema)
+        if schema is not None and dialect.name != "sqlite" and direction == "upgrade":
             operations.execute(CreateSchema(schema, if_not_exists=True))
         context.run_migrations(op=operations, schema=schema)
     return output.getvalue()
@@ -128,17 +132,35 @@ def include_own_name(name: str | None, type_: str, parent_names: ParentNames) ->
 
 
 def _migrate(connection: Connection, direction: Direction, revision: str, schema: str | None) -> None:
-    with _mapped_errors(connection.engine, schema), _in_transaction(connection):
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+    with _mapped_errors(connection.engine, schema), _in_transaction(connection), _one_at_a_time(connection):
         if schema is not None and schema not in inspect(connection).get_schema_names():
-            if connection.dialect.name != "postgresql":
+            if connection.dialect.name == "sqlite":
                 raise ConfigurationError(
                     f"there is no schema {schema!r}", next_step="attach the database under that name"
                 )
             connection.execute(CreateSchema(schema))
         context = _context(connection, schema, fn=_steps(direction, revision))
-        context.run_migrations(op=Operations(context), schema=schema)
+        context.run_migrations(op=operations_in(context, schema), schema=schema)
+
+
+@contextmanager
+def _one_at_a_time(connection: Connection) -> Iterator[None]:
+    """Wait for migrations that others run."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+    if connection.dialect.name not in MYSQL:
+        yield
+        return
+    if not connection.scalar(text("SELECT get_lock(:name, :seconds)"), {"name": _LOCK_NAME, "seconds": _LOCK_S}):
+        raise Unavailable(
+            f"another migration has been running for {_LOCK_S} s", next_step="try again when it has ended"
+        )
+    try:
+        yield
+        connection.exec_driver_sql("COMMIT")  # the last step's number, before the next one looks at it
+    finally:
+        if not connection.invalidated:
+            connection.execute(text("SELECT release_lock(:name)"), {"name": _LOCK_NAME})
 
 
 @contextmanager

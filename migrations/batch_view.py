@@ -6,6 +6,8 @@ from typing import Final
 
 from alembic.operations import Operations
 
+from dualwrite.stores.column_types import MYSQL
+
 # In the ledger, row -1 stands for a whole batch decided at once, row -2 for the beginning of a batch.
 _VIEW: Final = """
 {create} VIEW {view} AS
@@ -22,10 +24,10 @@ FROM (
   FROM (
     SELECT sink, batch_id,
       MAX(partition_count) AS partition_count,
-      CAST(SUM(CASE WHEN partition_id = -1 THEN partition_count WHEN partition_id >= 0 THEN 1 ELSE 0 END) AS INTEGER)
+      CAST(SUM(CASE WHEN partition_id = -1 THEN partition_count WHEN partition_id >= 0 THEN 1 ELSE 0 END) AS {integer})
         AS written_partitions,
-      CAST(SUM(row_count) AS BIGINT) AS row_count,
-      CAST(SUM(message_count) AS BIGINT) AS message_count,
+      CAST(SUM(row_count) AS {bigint}) AS row_count,
+      CAST(SUM(message_count) AS {bigint}) AS message_count,
       {started_at} AS started_at,
       MAX(CASE WHEN partition_id >= -1 THEN written_at END) AS last_written_at,
       MAX(completed_at) AS completed_at{failed_max}
@@ -47,8 +49,12 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
     """
     prefix = prefix_of(op, schema)
     view = f"{prefix}dualwrite_batch"
-    create = "CREATE"
-    if op.get_context().dialect.name == "postgresql":
+    create, integer, bigint = "CREATE", "INTEGER", "BIGINT"
+    if op.get_context().dialect.name in MYSQL:
+        create, integer, bigint = "CREATE OR REPLACE", "SIGNED", "SIGNED"
+        ledger = f"{prefix}dualwrite_ledger"
+        seconds = "CAST(timestampdiff(MICROSECOND, started_at, {later}) / 1e6 AS DOUBLE)"
+    elif op.get_context().dialect.name == "postgresql":
         create = "CREATE OR REPLACE" if replace else "CREATE"
         ledger = f"{prefix}dualwrite_ledger"
         seconds = "CAST(EXTRACT(EPOCH FROM {later} - started_at) AS DOUBLE PRECISION)"
@@ -60,6 +66,8 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
     op.execute(
         _VIEW.format(
             create=create,
+            integer=integer,
+            bigint=bigint,
             view=view,
             ledger=ledger,
             decided_after_s=seconds.format(later="decided_at"),
@@ -78,7 +86,8 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
 
 def drop_batch_view(op: Operations, schema: str | None) -> None:
     """Drop the view."""
-    op.execute(f"DROP VIEW {prefix_of(op, schema)}dualwrite_batch")
+    there = "IF EXISTS " if op.get_context().dialect.name in MYSQL else ""  # an interrupted step is taken again
+    op.execute(f"DROP VIEW {there}{prefix_of(op, schema)}dualwrite_batch")
 
 
 def prefix_of(op: Operations, schema: str | None) -> str:

@@ -17,7 +17,7 @@ from harness import class_archive
 from harness.collected import COLLECTED
 from harness.patience import patient
 from harness.planting import plant_from_environment
-from harness.shared_kafka import PLACE, SharedKafka, plugin
+from harness.shared_servers import KAFKA, MARIADB, Shared, plugin, shared_kafka, shared_mariadb
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine
@@ -26,23 +26,29 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
+from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, mariadb_binary
 
-MARKS = {"dualwrite_kafka": pytest.mark.kafka, "dualwrite_postgres": pytest.mark.postgresql, "spark": pytest.mark.spark}
+MARKS = {
+    "dualwrite_kafka": pytest.mark.kafka,
+    "dualwrite_postgres": pytest.mark.postgresql,
+    "dualwrite_mariadb": pytest.mark.mariadb,
+    "spark": pytest.mark.spark,
+}
 TESTS = Path(__file__).parent
 COMPUTING = {"model", "search", "unit"}
 """Folders of tests that need no server, or little of it."""
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
 """Fixtures of servers that the tests of several modules share."""
-SHARED = pytest.StashKey[SharedKafka]()
+SHARED = pytest.StashKey[dict[str, Shared]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     class_archive.use()
     told = getattr(config, "workerinput", {})
-    if PLACE in told:
-        # Registered after the library's own plugin, so that its fixture takes the place of that plugin's.
-        config.pluginmanager.register(plugin(told), "the broker of all workers")
+    if MARIADB in told:
+        # Registered after the library's own plugin, so that its fixtures take the place of that plugin's.
+        config.pluginmanager.register(plugin(told), "the servers of all workers")
     # A busy machine is no failure.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
@@ -52,18 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker, before it starts, where it finds the broker that all workers share."""
-    if os.environ.get("DUALWRITE_TEST_KAFKA"):
-        return
+    """Tell a worker, before it starts, where it finds the servers that all workers share."""
     stash = node.config.stash
     if SHARED not in stash:
-        stash[SHARED] = SharedKafka(len(node.config.getoption("tx")))
-    node.workerinput[PLACE] = stash[SHARED].place
+        stash[SHARED] = {MARIADB: shared_mariadb()}
+        if not os.environ.get("DUALWRITE_TEST_KAFKA"):
+            stash[SHARED][KAFKA] = shared_kafka(len(node.config.getoption("tx")))
+    node.workerinput.update({name: shared.place for name, shared in stash[SHARED].items()})
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if SHARED in config.stash:
-        config.stash[SHARED].close()
+    for shared in config.stash.get(SHARED, {}).values():
+        shared.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -136,6 +142,21 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:
 def _shared_servers(item: pytest.Item) -> list[bool]:
     fixtures = getattr(item, "fixturenames", ())
     return [server not in fixtures for server in SERVERS]
+
+
+@pytest.fixture(scope="session")
+def dualwrite_mariadb(request: pytest.FixtureRequest) -> Iterator[EmbeddedMariaDB]:
+    """The server that all workers share; tests that need one of their own make it."""
+    if mariadb_binary("mariadbd") is None and not os.environ.get(SERVER_VARIABLE):
+        pytest.skip("MariaDB is not installed: apt install mariadb-server")
+    if hasattr(request.config, "workerinput"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SERVER_VARIABLE, request.getfixturevalue("shared_mariadb_url"))
+            server = EmbeddedMariaDB()
+    else:
+        server = EmbeddedMariaDB()
+    with server:
+        yield server
 
 
 @pytest.fixture

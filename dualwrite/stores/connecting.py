@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import URL, Dialect, Engine, create_engine, exc, make_url
+from sqlalchemy import URL, Dialect, Engine, create_engine, event, exc, make_url
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.stores.column_types import MYSQL
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -23,6 +25,7 @@ LIVENESS: Final[Mapping[str, int]] = {
 }
 """libpq settings that detect the loss of a server's machine or network within half a minute, not hours."""
 
+_TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 _AWAITED: Final = {("postgresql", "psycopg"), ("sqlite", "aiosqlite")}
 _AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
@@ -43,7 +46,20 @@ def engine_of(engine: Engine | URL | str) -> Engine:
         raise _no_engine(engine)
     with _refused():
         url = make_url(engine)
-        return create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+        made = create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+    if url.get_driver_name() == "pymysql":
+        event.listen(made, "connect", _keep_alive)
+    return made
+
+
+def _keep_alive(driver: Any, _: object) -> None:
+    """As :data:`LIVENESS`, for PyMySQL, which has no settings for it and leaves it to the system: hours."""
+    own: socket.socket = driver._sock  # noqa: SLF001 - PyMySQL has no other way
+    if own.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    for name, value in _TCP.items():
+        if hasattr(socket, name):
+            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def async_engine_of(engine: object) -> AsyncEngine:
@@ -58,6 +74,8 @@ def async_engine_of(engine: object) -> AsyncEngine:
     if isinstance(engine, (str, URL)):
         with _refused():
             url = _with_driver(make_url(engine), _AWAITING)
+            if url.get_backend_name() in MYSQL:
+                raise _not_awaited(url.get_backend_name(), url.get_driver_name())
             engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
     if not isinstance(engine, AsyncEngine):
         kind = type(engine).__name__
@@ -68,11 +86,15 @@ def async_engine_of(engine: object) -> AsyncEngine:
             else "give a SQLAlchemy AsyncEngine or a database URL",
         )
     if (found := (engine.dialect.name, engine.dialect.driver)) not in _AWAITED:
-        raise ConfigurationError(
-            f"{'+'.join(found)} is not supported by an AsyncDualWriter",
-            next_step="use postgresql+psycopg://... (psycopg 3) or sqlite+aiosqlite:///...",
-        )
+        raise _not_awaited(*found)
     return engine
+
+
+def _not_awaited(database: str, driver: str) -> ConfigurationError:
+    step = "use postgresql+psycopg://... (psycopg 3) or sqlite+aiosqlite:///..."
+    if database in MYSQL:
+        step = "use a DualWriter with mysql+pymysql://... in a thread (asyncio.to_thread)"
+    return ConfigurationError(f"{database}+{driver} is not supported by an AsyncDualWriter", next_step=step)
 
 
 def blocking_twin(engine: AsyncEngine) -> Engine:
@@ -128,6 +150,7 @@ def _refused() -> Generator[None, None, None]:
         # "from None": SQLAlchemy's message may repeat the URL, password included.
         raise ConfigurationError(
             f"the database URL cannot be used: {why}",
-            next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]') or sqlite:///file; in a "
+            next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]'), "
+            "mysql+pymysql://user@host/name (MariaDB and MySQL; pip install 'dualwrite[mariadb]') or sqlite:///file; in a "
             "password, @ is %40 and : is %3A",
         ) from None

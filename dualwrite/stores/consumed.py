@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import ColumnElement, and_, bindparam, case, select, update
 
@@ -93,17 +93,16 @@ class ConsumedOffsets:
             where = {"topic_": topic, "partition_": partition}
             topic_id = ids[topic, partition]
             is_other = and_(table.c.topic_id.is_not(None), table.c.topic_id != topic_id)
-            values: dict[str, object] = {
-                "epoch": table.c.epoch + 1,
-                "owner": self._owner,
-                "updated_at": database_now(),
-            }
+            values: list[tuple[ColumnElement[Any], object]] = [
+                (table.c.epoch, table.c.epoch + 1),
+                (table.c.owner, self._owner),
+                (table.c.updated_at, database_now()),
+            ]
             if topic_id is not None:
-                values |= {
-                    "topic_id": topic_id,
-                    "next_offset": case((is_other, NOTHING_YET), else_=table.c.next_offset),
-                }
-            connection.execute(update(table).where(*self._is_row()).values(**values), where)
+                # In this order: MariaDB and MySQL compute each value from those that the statement has already set.
+                values.append((table.c.next_offset, case((is_other, NOTHING_YET), else_=table.c.next_offset)))
+                values.append((table.c.topic_id, topic_id))
+            connection.execute(update(table).where(*self._is_row()).ordered_values(*values), where)
             found = connection.execute(select(table.c.epoch, table.c.next_offset).where(*self._is_row()), where).one()
             claimed[topic, partition] = ClaimedOffset(found.epoch, found.next_offset)
         return claimed

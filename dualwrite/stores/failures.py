@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc, make_url
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.stores.tables import (
-    BATCH_VIEW,
-    CONSUMED_TABLE,
-    INCIDENT_TABLE,
-    LEASE_TABLE,
-    LEDGER_TABLE,
-    RUN_TABLE,
-    SLOT_TABLE,
-    STATE_TABLE,
-    VERSION_TABLE,
-)
+from dualwrite.stores.grants import grants_to_work
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Engine
@@ -87,9 +77,24 @@ _BY_SQLITE_MESSAGE: Final = {
     "database or disk is full": Meaning.FULL,
 }
 
+# By the error numbers of MariaDB and MySQL: their drivers give no SQLSTATE.
+_BY_NUMBER: Final = {
+    **dict.fromkeys((1146, 1054), Meaning.SCHEMA),
+    **dict.fromkeys((1044, 1142, 1143, 1227, 1370), Meaning.PRIVILEGE),
+    **dict.fromkeys((1290, 1792, 1836), Meaning.READ_ONLY),
+    **dict.fromkeys((1045, 1049, 1130, 1698, 2005, 2061), Meaning.LOGIN),
+    **dict.fromkeys((1020, 1213, 1614, 3101), Meaning.CONFLICT),
+    **dict.fromkeys((1040, 1203, 1205, 1226, 1317, 1969, 3024, 3572), Meaning.BUSY),
+    **dict.fromkeys((1021, 1037, 1038, 1041, 1114), Meaning.FULL),
+    **dict.fromkeys((1264, 1366, 1406, 3819, 4025), Meaning.REJECTED),
+    **dict.fromkeys((1053, 1077, 1079, 1152, 1153, 1158, 1159, 1160, 1161, 1184, 1927), Meaning.GONE),
+    **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2045, 2055, 4031), Meaning.GONE),
+}
 
 # PgBouncer's refusal of BEGIN shows in its text only: its SQLSTATE (08P01) has many meanings.
 _POOLER_WORDS: Final = "transaction blocks not allowed in statement pooling mode"
+
+_MYSQL_DRIVERS: Final = frozenset({"pymysql", "MySQLdb"})
 
 # Django's errors, which wrap the driver's without its SQLSTATE.
 _DJANGO: Final = "django.db.utils"
@@ -104,6 +109,14 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     return state if isinstance(state, str) else None
 
 
+def number_of(error: BaseException | None) -> int | None:
+    """The number of an error of PyMySQL or mysqlclient; None for errors of other drivers."""
+    if error is None or type(error).__module__.partition(".")[0] not in _MYSQL_DRIVERS:
+        return None
+    number = error.args[0] if error.args else None
+    return number if isinstance(number, int) else None
+
+
 def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
     """The meaning of an error, by its code."""
     if isinstance(error, exc.TimeoutError):
@@ -114,6 +127,8 @@ def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
         return _sqlite_meaning(error.orig)
     if _POOLER_WORDS in str(error.orig):
         return Meaning.POOLER
+    if type(error.orig).__module__.partition(".")[0] in _MYSQL_DRIVERS:
+        return _mysql_meaning(error)
     state = sqlstate_of(error.orig)
     if state is None:
         if error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError)):
@@ -133,6 +148,16 @@ def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
     return Meaning.REJECTED if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) else Meaning.OTHER
 
 
+def _mysql_meaning(error: exc.DBAPIError) -> Meaning:
+    number = number_of(error.orig)
+    if number in _BY_NUMBER:
+        return _BY_NUMBER[number]
+    if error.connection_invalidated or isinstance(error, exc.InterfaceError):
+        return Meaning.GONE
+    rejected = (exc.IntegrityError, exc.ProgrammingError, exc.DataError, exc.NotSupportedError)
+    return Meaning.REJECTED if isinstance(error, rejected) else Meaning.OTHER
+
+
 def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
     """A retryable error to replace one of the user's statement, which ended a dual write that aborted on both sides.
 
@@ -146,7 +171,10 @@ def conflict_behind(error: BaseException, transactional_id: str) -> TransactionA
         meaning = meaning_of(error)
         of_sqlite = isinstance(error.orig, sqlite3.Error)
     else:
-        meaning = Meaning.CONFLICT if (sqlstate_of(error) or "").startswith("40") else Meaning.OTHER
+        conflict = (sqlstate_of(error) or "").startswith("40") or _BY_NUMBER.get(
+            number_of(error) or 0
+        ) is Meaning.CONFLICT
+        meaning = Meaning.CONFLICT if conflict else Meaning.OTHER
         of_sqlite = False
     if meaning is not Meaning.CONFLICT and not (of_sqlite and meaning is Meaning.BUSY):
         return None
@@ -161,6 +189,8 @@ def driver_words(error: BaseException) -> str:
     """The driver's message in one line, without details, which may hold values of rows."""
     orig = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     primary = getattr(getattr(orig, "diag", None), "message_primary", None)
+    if number_of(orig) is not None and len(orig.args) > 1:
+        primary = f"{orig.args[1]} ({orig.args[0]})"
     text = primary if isinstance(primary, str) else str(orig)
     return text.strip().partition("\n")[0] or type(orig).__name__
 
@@ -218,7 +248,11 @@ def map_database_error(
             next_step=migrate_advice(None if engine is None else engine.url, schema),
         )
     if meaning is Meaning.PRIVILEGE:
-        return ConfigurationError(what, transactional_id=transactional_id, next_step=_grants(engine, schema))
+        return ConfigurationError(
+            what,
+            transactional_id=transactional_id,
+            next_step=grants_to_work(None if engine is None else engine.url, schema),
+        )
     if meaning in _ADVICE:
         return ConfigurationError(what, transactional_id=transactional_id, next_step=_ADVICE[meaning])
     if meaning is Meaning.CONFLICT:
@@ -248,28 +282,3 @@ _ADVICE: Final = {
     Meaning.POOLER: "a transaction needs one connection to its end: use pool_mode=transaction or session (PgBouncer)",
     Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
 }
-
-
-def grants_to_delete(error: BaseException | None, engine: Engine, schema: str | None) -> str | None:
-    """The GRANTs that allow deleting rows, if the error says that a right is missing."""
-    if not isinstance(error, exc.SQLAlchemyError) or meaning_of(error) is not Meaning.PRIVILEGE:
-        return None
-    prefix = f'"{schema}".' if schema is not None else ""
-    tables = ", ".join(f"{prefix}{name}" for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE))
-    role = "the role" if engine.url.username is None else f'"{engine.url.username}"'
-    locked = f"GRANT UPDATE ON {prefix}{RUN_TABLE} TO {role}"
-    return f"as the owner of the tables: GRANT SELECT, DELETE ON {tables} TO {role}; {locked}"
-
-
-def _grants(engine: Engine | None, schema: str | None) -> str:
-    role = '"the application"' if engine is None or engine.url.username is None else f'"{engine.url.username}"'
-    prefix = f'"{schema}".' if schema is not None else ""
-    usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None else ""
-    written = ", ".join(
-        f"{prefix}{name}"
-        for name in (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE)
-    )
-    return (
-        f"as the owner of the tables: {usage}GRANT SELECT, INSERT, UPDATE ON {written} TO {role}; "
-        f"GRANT SELECT ON {prefix}{VERSION_TABLE}, {prefix}{BATCH_VIEW} TO {role}"
-    )

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select, tuple_, union_all
+from sqlalchemy import ColumnElement, and_, delete, exc, func, or_, select, tuple_, union_all
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.failures import grants_to_delete
+from dualwrite.stores.failures import Meaning, meaning_of
+from dualwrite.stores.grants import grants_to_delete
 from dualwrite.stores.rows import in_chunks
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.tables import declare_tables
@@ -171,8 +172,8 @@ class Forgetting:
             for some in in_chunks(find(connection)):
                 old = select(run.c.sink, run.c.name).where(of_run.in_(some), run.c.begun_at < begun_before)
                 # A transaction that a task handed over, still undecided, locks its run: skip it.
-                free = old.with_for_update(skip_locked=True)
-                deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount
+                free = connection.execute(old.with_for_update(skip_locked=True)).all()
+                deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount if free else 0
             return deleted
 
         if dry_run:
@@ -183,9 +184,10 @@ class Forgetting:
         try:
             return work()
         except ConfigurationError as error:
-            step = grants_to_delete(error.__cause__, self._engine, self._tables.schema)
-            if step is None:
+            cause = error.__cause__
+            if not isinstance(cause, exc.SQLAlchemyError) or meaning_of(cause) is not Meaning.PRIVILEGE:
                 raise
+            step = grants_to_delete(self._engine.url, self._tables.schema)
             raise ConfigurationError(error.what, next_step=step) from error
 
 

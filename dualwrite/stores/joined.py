@@ -36,11 +36,15 @@ class JoinedStore(SqlStateStore):
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.commit`."""
-        committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s, joined=True)
+        try:
+            committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s, joined=True)
+        finally:
+            self._dialect.restore(connection)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         committing.rollback_joined(connection)
+        self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.discard`."""

@@ -87,7 +87,7 @@ class Leases:
             owner=owner,
             lease_until=database_now_plus(timeout_s),
         )
-        return connection.scalar(insert.returning(self._lease.c.number)) is not None
+        return connection.execute(insert).rowcount == 1
 
     def _take_over(self, connection: Connection, name: str, number: int, owner: str, timeout_s: float) -> bool:
         del number
@@ -119,14 +119,13 @@ class Leases:
         """
         lease = self._lease
         renewed = (
-            update(lease)
-            .where(self._of_fleet, lease.c.owner == owner)
-            .values(lease_until=database_now_plus(timeout_s))
-            .returning(lease.c.transactional_id)
+            update(lease).where(self._of_fleet, lease.c.owner == owner).values(lease_until=database_now_plus(timeout_s))
         )
+        ours = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
 
         def work(connection: Connection) -> tuple[Collection[str], Sequence[Lease]]:
-            names = frozenset(connection.scalars(renewed))
+            connection.execute(renewed)
+            names = frozenset(connection.scalars(ours))
             expired = and_(self._of_fleet, lease.c.lease_until <= database_now())
             found = _read(connection, self._tables, expired)
             failpoints.hit("lease.heartbeat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -11,6 +12,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.runtime.waiting import elsewhere
+from dualwrite.stores.column_types import MYSQL
 from dualwrite.stores.dialects.committing import rollback
 from dualwrite.stores.failures import Meaning, map_database_error, meaning_of
 
@@ -25,6 +27,7 @@ Result = TypeVar("Result")
 _ATTEMPTS: Final = 5
 LOCK_TIMEOUT_S: Final = 75.0
 """Longer than a paused owner's session can live, so that a process waiting for its lock gets it."""
+_MARIADB: Final = frozenset(itertools.product(MYSQL, ("pymysql", "mysqldb")))
 
 
 def dialect_of(
@@ -46,8 +49,13 @@ def dialect_of(
         from dualwrite.stores.dialects.sqlite import SQLite  # noqa: PLC0415 - as above
 
         return SQLite()
+    if found in _MARIADB:
+        from dualwrite.stores.dialects.mariadb import MariaDB  # noqa: PLC0415 - as above
+
+        return MariaDB(paused_owner_timeout_s)
     raise ConfigurationError(
-        f"{'+'.join(found)} is not supported", next_step="use postgresql+psycopg://... (psycopg 3) or sqlite:///..."
+        f"{'+'.join(found)} is not supported",
+        next_step="use postgresql+psycopg://... (psycopg 3), mysql+pymysql://... (MariaDB, MySQL) or sqlite:///...",
     )
 
 
@@ -127,6 +135,8 @@ class ShortTransactions:
             except BaseException:
                 rollback(connection)
                 raise
+            finally:
+                self._dialect.restore(connection)
             return result
 
     def _mapped(self, error: exc.SQLAlchemyError) -> DualWriteError:

@@ -45,10 +45,11 @@ _ANSWER_S: Final = 2.0
 
 
 class SqlStateStore:
-    """The rows in the user's database: PostgreSQL (psycopg 3) or SQLite. Implements :class:`dualwrite.ports.store.StateStore`.
+    """The rows in the user's database: PostgreSQL, MariaDB, MySQL or SQLite.
 
-    Methods that take a connection run inside the caller's transaction. The others run in short transactions of their
-    own, on other connections of the engine, at READ COMMITTED, and are retried after a conflict. Thread-safe.
+    Implements :class:`dualwrite.ports.store.StateStore`. Methods that take a connection run inside the caller's
+    transaction. The others run in short transactions of their own, on other connections of the engine, at READ COMMITTED,
+    and are retried after a conflict. Thread-safe.
 
     PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer
     itself handles prepared statements. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer
@@ -94,7 +95,7 @@ class SqlStateStore:
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
         self._start = select(incarnation, prepared, *self._dialect.start_columns())
-        self._decide = (
+        self._decide = self._dialect.deciding(
             update(state)
             .where(*is_ours)
             .values(
@@ -102,13 +103,9 @@ class SqlStateStore:
                 completed=null(),
                 settle_fence=null(),
                 updated_at=database_now(),
-            )
-            .returning(
-                *self._dialect.end_columns(),
-                *self._dialect.limits(
-                    idle_ms=bindparam("idle_ms_", type_=Integer()), within_ms=bindparam("within_ms_", type_=Integer())
-                ),
-            )
+            ),
+            idle_ms=bindparam("idle_ms_", type_=Integer()),
+            within_ms=bindparam("within_ms_", type_=Integer()),
         )
         self._hold = select(*self._dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
 
@@ -201,7 +198,7 @@ class SqlStateStore:
             "within_ms_": _milliseconds(within_s),
         }
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            return self._ended(connection, transactional_id, connection.execute(self._decide, bound).one_or_none())
+            return self._ended(connection, transactional_id, self._dialect.decided(connection, self._decide, bound))
 
     def hold(
         self,
@@ -231,7 +228,10 @@ class SqlStateStore:
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.commit`."""
-        committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
+        try:
+            committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
+        finally:
+            self._dialect.restore(connection)
 
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
@@ -243,6 +243,7 @@ class SqlStateStore:
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         committing.rollback(connection)
+        self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.discard`."""

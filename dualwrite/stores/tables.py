@@ -15,14 +15,12 @@ from sqlalchemy import (
     Integer,
     MetaData,
     PrimaryKeyConstraint,
-    String,
     Table,
-    Text,
     UniqueConstraint,
-    func,
 )
 
-from dualwrite.stores.clock import UtcDateTime
+from dualwrite.stores.clock import UtcDateTime, row_made
+from dualwrite.stores.column_types import TABLE_OPTIONS, ExactString, ExactText
 
 STATE_TABLE: Final = "kafka_transaction_state"
 INCIDENT_TABLE: Final = "dualwrite_incident"
@@ -91,15 +89,15 @@ def _state(metadata: MetaData) -> Table:
     return Table(
         STATE_TABLE,
         metadata,
-        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
-        Column("prepared_transaction_state", Text),
-        Column("namespace", String(32), nullable=False),
+        Column("transactional_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("prepared_transaction_state", ExactText()),
+        Column("namespace", ExactString(32), nullable=False),
         Column("incarnation", BigInteger, nullable=False),
         Column("settled_incarnation", BigInteger, nullable=False),
-        Column("completed", String(16)),
-        Column("cluster_id", String(MAX_ID_LENGTH), nullable=False),
-        Column("owner", Text, nullable=False),
-        Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("completed", ExactString(16)),
+        Column("cluster_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("owner", ExactText(), nullable=False),
+        Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("settle_fence", Integer),
         PrimaryKeyConstraint("transactional_id", name="kafka_transaction_state_pkey"),
         CheckConstraint("incarnation >= 0", name="kafka_transaction_state_incarnation"),
@@ -113,6 +111,7 @@ def _state(metadata: MetaData) -> Table:
             "transactional_id",
             postgresql_ops={"transactional_id": "varchar_pattern_ops"},
         ),
+        **TABLE_OPTIONS,
     )
 
 
@@ -120,17 +119,18 @@ def _incident(metadata: MetaData) -> Table:
     return Table(
         INCIDENT_TABLE,
         metadata,
-        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("transactional_id", ExactString(MAX_ID_LENGTH), nullable=False),
         # The state may exceed the maximum size of an index entry; its digest is the key.
-        Column("state_sha256", String(64), nullable=False),
-        Column("prepared_transaction_state", Text, nullable=False),
-        Column("outcome", String(16), nullable=False),
-        Column("detail", Text, nullable=False),
-        Column("detected_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("state_sha256", ExactString(64), nullable=False),
+        Column("prepared_transaction_state", ExactText(), nullable=False),
+        Column("outcome", ExactString(16), nullable=False),
+        Column("detail", ExactText(), nullable=False),
+        Column("detected_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("acknowledged_at", UtcDateTime()),
         Column("told_at", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", "state_sha256", name="dualwrite_incident_pkey"),
         CheckConstraint("outcome IN ('lost', 'unverifiable')", name="dualwrite_incident_outcome"),
+        **TABLE_OPTIONS,
     )
 
 
@@ -138,16 +138,17 @@ def _slot(metadata: MetaData) -> Table:
     return Table(
         SLOT_TABLE,
         metadata,
-        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
-        Column("pool", String(MAX_ID_LENGTH), nullable=False),
+        Column("transactional_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("pool", ExactString(MAX_ID_LENGTH), nullable=False),
         Column("number", Integer, nullable=False),
-        Column("lease_owner", Text),
+        Column("lease_owner", ExactText()),
         Column("lease_until", UtcDateTime()),
         Column("kept_until", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", name="dualwrite_slot_pkey"),
         UniqueConstraint("pool", "number", name="dualwrite_slot_number"),
         CheckConstraint("number >= 1", name="dualwrite_slot_number_positive"),
         CheckConstraint("(lease_owner IS NULL) = (lease_until IS NULL)", name="dualwrite_slot_lease"),
+        **TABLE_OPTIONS,
     )
 
 
@@ -155,22 +156,23 @@ def _ledger(metadata: MetaData) -> Table:
     return Table(
         LEDGER_TABLE,
         metadata,
-        Column("sink", String(MAX_ID_LENGTH), nullable=False),
-        Column("batch_id", String(MAX_ID_LENGTH), nullable=False),
+        Column("sink", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("batch_id", ExactString(MAX_ID_LENGTH), nullable=False),
         Column("partition_id", Integer, nullable=False),
         Column("row_count", BigInteger, nullable=False),
         Column("message_count", BigInteger, nullable=False),
         Column("partition_count", Integer, nullable=False),
-        Column("written_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("written_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("started_at", UtcDateTime()),
         Column("completed_at", UtcDateTime()),
-        Column("destination", Text),
+        Column("destination", ExactText()),
         Column("rows_digest", BigInteger),
         Column("failed_at", UtcDateTime()),
         PrimaryKeyConstraint("sink", "batch_id", "partition_id", name="dualwrite_ledger_pkey"),
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
         ),
+        **TABLE_OPTIONS,
     )
 
 
@@ -178,11 +180,12 @@ def _run(metadata: MetaData) -> Table:
     return Table(
         RUN_TABLE,
         metadata,
-        Column("sink", String(MAX_ID_LENGTH), nullable=False),
-        Column("name", String(MAX_ID_LENGTH), nullable=False),
-        Column("token", String(32), nullable=False),
+        Column("sink", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("name", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("token", ExactString(32), nullable=False),
         Column("begun_at", UtcDateTime(), nullable=False),
         PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
+        **TABLE_OPTIONS,
     )
 
 
@@ -190,16 +193,17 @@ def _consumed(metadata: MetaData) -> Table:
     return Table(
         CONSUMED_TABLE,
         metadata,
-        Column("group_id", String(MAX_ID_LENGTH), nullable=False),
-        Column("topic", String(MAX_ID_LENGTH), nullable=False),
+        Column("group_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("topic", ExactString(MAX_ID_LENGTH), nullable=False),
         Column("partition_id", Integer, nullable=False),
-        Column("topic_id", String(32)),
+        Column("topic_id", ExactString(32)),
         Column("next_offset", BigInteger, nullable=False),
         Column("epoch", BigInteger, nullable=False),
-        Column("owner", String(MAX_ID_LENGTH), nullable=False),
-        Column("updated_at", UtcDateTime(), nullable=False, server_default=func.now()),
+        Column("owner", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
         CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
+        **TABLE_OPTIONS,
     )
 
 
@@ -207,15 +211,16 @@ def _lease(metadata: MetaData) -> Table:
     return Table(
         LEASE_TABLE,
         metadata,
-        Column("transactional_id", String(MAX_ID_LENGTH), nullable=False),
-        Column("fleet", String(MAX_ID_LENGTH), nullable=False),
+        Column("transactional_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("fleet", ExactString(MAX_ID_LENGTH), nullable=False),
         Column("number", Integer, nullable=False),
-        Column("owner", Text),
+        Column("owner", ExactText()),
         Column("lease_until", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", name="dualwrite_lease_pkey"),
         UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
         CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),
         CheckConstraint("(owner IS NULL) = (lease_until IS NULL)", name="dualwrite_lease_owned"),
+        **TABLE_OPTIONS,
     )
 
 
@@ -224,9 +229,9 @@ def _batch(schema: str | None) -> Table:
     return Table(
         BATCH_VIEW,
         MetaData(schema=schema),
-        Column("sink", String(MAX_ID_LENGTH)),
-        Column("batch_id", String(MAX_ID_LENGTH)),
-        Column("phase", Text),
+        Column("sink", ExactString(MAX_ID_LENGTH)),
+        Column("batch_id", ExactString(MAX_ID_LENGTH)),
+        Column("phase", ExactText()),
         Column("partition_count", Integer),
         Column("written_partitions", Integer),
         Column("row_count", BigInteger),

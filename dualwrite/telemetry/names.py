@@ -47,7 +47,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         MESSAGING_OPERATION: "`send` or `commit_transaction`",
         MESSAGING_TYPE: "`send`",
         MESSAGE_COUNT: "how many messages of that topic were handed to the producer",
-        DATABASE_SYSTEM: "`postgresql` or `sqlite`",
+        DATABASE_SYSTEM: "`postgresql`, `mysql`, `mariadb` or `sqlite`, as in the engine's URL",
         DATABASE_OPERATION: "`COMMIT`",
     }
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dualwrite.testing.proxy.postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
     from dualwrite.testing.servers.kafka import EmbeddedKafka
+    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
     from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
     from dualwrite.testing.verdict import Finding, Kind, Verdict
@@ -29,6 +30,7 @@ __all__ = [
     "Api",
     "Checker",
     "EmbeddedKafka",
+    "EmbeddedMariaDB",
     "EmbeddedPostgres",
     "EmbeddedZooKeeper",
     "Finding",
@@ -52,6 +54,7 @@ _HOMES = {
     "Api": "dualwrite.testing.proxy.kafka",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
+    "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",
     "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
     "EmbeddedZooKeeper": "dualwrite.testing.servers.zookeeper",
     "Finding": "dualwrite.testing.verdict",

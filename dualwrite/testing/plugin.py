@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dualwrite import DualWriter
     from dualwrite.testing.servers.kafka import EmbeddedKafka
+    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
     from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
 
@@ -47,6 +48,15 @@ def dualwrite_zookeeper() -> Iterator[EmbeddedZooKeeper]:
     from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper  # noqa: PLC0415 - import only on demand
 
     with EmbeddedZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def dualwrite_mariadb() -> Iterator[EmbeddedMariaDB]:
+    """A MariaDB server for the session: the installed one started, or the one of ``DUALWRITE_TEST_MARIADB``."""
+    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB  # noqa: PLC0415 - import only on demand
+
+    with EmbeddedMariaDB() as server:
         yield server
 
 

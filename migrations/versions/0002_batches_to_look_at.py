@@ -6,6 +6,7 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 
 from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
+from dualwrite.stores.clock import UtcDateTime
 
 revision = "0002"
 down_revision = "0001"
@@ -15,7 +16,7 @@ depends_on = None
 
 def upgrade(op: Operations, schema: str | None) -> None:
     for name in ("started_at", "completed_at"):
-        op.add_column("dualwrite_ledger", sa.Column(name, sa.DateTime(timezone=True)), schema=schema)
+        op.add_column("dualwrite_ledger", sa.Column(name, UtcDateTime()), schema=schema)
     create_batch_view(op, schema, failed=False)
 
 

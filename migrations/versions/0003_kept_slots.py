@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
+from dualwrite.stores.clock import UtcDateTime
+
 revision = "0003"
 down_revision = "0002"
 branch_labels = None
@@ -12,7 +14,7 @@ depends_on = None
 
 
 def upgrade(op: Operations, schema: str | None) -> None:
-    op.add_column("dualwrite_slot", sa.Column("kept_until", sa.DateTime(timezone=True)), schema=schema)
+    op.add_column("dualwrite_slot", sa.Column("kept_until", UtcDateTime()), schema=schema)
 
 
 def downgrade(op: Operations, schema: str | None) -> None:

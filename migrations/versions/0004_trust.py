@@ -10,6 +10,8 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 
 from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
+from dualwrite.stores.clock import UtcDateTime, row_made
+from dualwrite.stores.column_types import ExactString, ExactText
 
 revision = "0004"
 down_revision = "0003"
@@ -20,16 +22,16 @@ depends_on = None
 def upgrade(op: Operations, schema: str | None) -> None:
     op.create_table(
         "dualwrite_run",
-        sa.Column("sink", sa.String(255), nullable=False),
-        sa.Column("name", sa.String(255), nullable=False),
-        sa.Column("token", sa.String(32), nullable=False),
-        sa.Column("begun_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("sink", ExactString(255), nullable=False),
+        sa.Column("name", ExactString(255), nullable=False),
+        sa.Column("token", ExactString(32), nullable=False),
+        sa.Column("begun_at", UtcDateTime(), nullable=False),
         sa.PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
         schema=schema,
     )
-    op.add_column("dualwrite_ledger", sa.Column("destination", sa.Text), schema=schema)
+    op.add_column("dualwrite_ledger", sa.Column("destination", ExactText()), schema=schema)
     op.add_column("dualwrite_ledger", sa.Column("rows_digest", sa.BigInteger), schema=schema)
-    op.add_column("dualwrite_ledger", sa.Column("failed_at", sa.DateTime(timezone=True)), schema=schema)
+    op.add_column("dualwrite_ledger", sa.Column("failed_at", UtcDateTime()), schema=schema)
     create_batch_view(op, schema, failed=True, replace=True)
     op.create_index(
         "kafka_transaction_state_names",
@@ -38,18 +40,18 @@ def upgrade(op: Operations, schema: str | None) -> None:
         schema=schema,
         postgresql_ops={"transactional_id": "varchar_pattern_ops"},
     )
-    op.add_column("dualwrite_incident", sa.Column("told_at", sa.DateTime(timezone=True)), schema=schema)
+    op.add_column("dualwrite_incident", sa.Column("told_at", UtcDateTime()), schema=schema)
     op.add_column("kafka_transaction_state", sa.Column("settle_fence", sa.Integer), schema=schema)
     op.create_table(
         "dualwrite_consumed",
-        sa.Column("group_id", sa.String(255), nullable=False),
-        sa.Column("topic", sa.String(255), nullable=False),
+        sa.Column("group_id", ExactString(255), nullable=False),
+        sa.Column("topic", ExactString(255), nullable=False),
         sa.Column("partition_id", sa.Integer, nullable=False),
-        sa.Column("topic_id", sa.String(32)),
+        sa.Column("topic_id", ExactString(32)),
         sa.Column("next_offset", sa.BigInteger, nullable=False),
         sa.Column("epoch", sa.BigInteger, nullable=False),
-        sa.Column("owner", sa.String(255), nullable=False),
-        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.Column("owner", ExactString(255), nullable=False),
+        sa.Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         sa.PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
         sa.CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
         schema=schema,

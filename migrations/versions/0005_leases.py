@@ -5,6 +5,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
+from dualwrite.stores.clock import UtcDateTime
+from dualwrite.stores.column_types import ExactString, ExactText
+
 revision = "0005"
 down_revision = "0004"
 branch_labels = None
@@ -14,11 +17,11 @@ depends_on = None
 def upgrade(op: Operations, schema: str | None) -> None:
     op.create_table(
         "dualwrite_lease",
-        sa.Column("transactional_id", sa.String(255), nullable=False),
-        sa.Column("fleet", sa.String(255), nullable=False),
+        sa.Column("transactional_id", ExactString(255), nullable=False),
+        sa.Column("fleet", ExactString(255), nullable=False),
         sa.Column("number", sa.Integer, nullable=False),
-        sa.Column("owner", sa.Text),
-        sa.Column("lease_until", sa.DateTime(timezone=True)),
+        sa.Column("owner", ExactText()),
+        sa.Column("lease_until", UtcDateTime()),
         sa.PrimaryKeyConstraint("transactional_id", name="dualwrite_lease_pkey"),
         sa.UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
         sa.CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),

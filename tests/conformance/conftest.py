@@ -6,13 +6,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.databases import ODD_SCHEMA, Database, emptied, prepare, sqlite_url
+from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url
 from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
+from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers import postgresql_binaries
+
+MARIADB_IN_THOROUGH_RUNS = (
+    "test_batches.py",
+    "test_records.py",
+    "test_ledger.py",
+    "test_more_ids",
+    "test_the_names_of_one",
+)
+"""Tests in which MariaDB does as other databases do, and those that take it long."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        chosen = "conformance" in item.nodeid and "[mariadb]" in item.nodeid
+        if chosen and any(name in item.nodeid for name in MARIADB_IN_THOROUGH_RUNS):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +39,27 @@ def postgres_url(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
     dualwrite_postgres.drop_database(make_url(url).database or "")
 
 
+@pytest.fixture(scope="module")
+def mariadb_url(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[str]:
+    url = dualwrite_mariadb.create_database()
+    yield url
+    dualwrite_mariadb.drop_database(make_url(url).database or "")
+
+
+@pytest.fixture
+def mariadb(mariadb_url: str) -> Iterator[Database]:
+    made = prepare_mariadb(mariadb_url)
+    yield made
+    made.dispose()
+
+
 @pytest.fixture(
     params=[
         # Without a schema: SQLite here, PostgreSQL in the integration tests.
         pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.thorough]),
         pytest.param("postgresql with schema", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+        pytest.param("mariadb with schema", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
         "sqlite",
     ]
 )
@@ -35,7 +68,10 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
         made = prepare("sqlite", sqlite_url(tmp_path))
     else:
         schema = ODD_SCHEMA if "schema" in request.param else None
-        made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")), schema)
+        if request.param.startswith("mariadb"):
+            made = prepare_mariadb(request.getfixturevalue("mariadb_url"), schema)
+        else:
+            made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")), schema)
     yield made
     made.dispose()
 

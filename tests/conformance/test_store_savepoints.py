@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import psycopg
+import pymysql
 import pytest
-from harness.databases import Database
+from harness.databases import Database, run_raw
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
@@ -33,9 +34,7 @@ class DualWrite:
 
     def execute_unseen(self, statement: str) -> None:
         """A statement of the user's on the driver's connection."""
-        driver = self.connection.connection.driver_connection
-        assert driver is not None
-        driver.execute(statement)
+        run_raw(self.connection.connection.driver_connection, statement)
 
     def produce(self, number: int, *, row: bool = True) -> None:
         if row:
@@ -93,8 +92,8 @@ def begin_postgres(postgres: Database) -> Begin:
     return lambda: dual_write(store)
 
 
-on_each = pytest.mark.parametrize("database", ["postgresql", "sqlite"], indirect=True)
-REFUSED = (exc.DBAPIError, psycopg.Error, sqlite3.Error)
+on_each = pytest.mark.parametrize("database", ["postgresql", "mariadb", "sqlite"], indirect=True)
+REFUSED = (exc.DBAPIError, psycopg.Error, pymysql.err.MySQLError, sqlite3.Error)
 Step = tuple[str, bool]
 """A statement, or ``produce``; and whether it is seen."""
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, Row, create_engine, event, text
+from sqlalchemy import Engine, Row, bindparam, create_engine, event, make_url, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateSchema, DropSchema
 
 import dualwrite.migrations
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import Tables, declare_tables
+from dualwrite.stores.tables import BATCH_VIEW, VERSION_TABLE, Tables, declare_tables
 from harness import patience
 
 CLUSTER = "cluster-one"
@@ -64,7 +66,8 @@ class Database:
 
     @property
     def state_table(self) -> str:
-        prefix = "" if self.schema is None else '"' + self.schema.replace('"', '""') + '".'
+        quote = "`" if self.kind == "mariadb" else '"'
+        prefix = "" if self.schema is None else quote + self.schema.replace(quote, quote * 2) + quote + "."
         return f"{prefix}kafka_transaction_state"
 
     def set_state(self, transactional_id: str, state: str | None) -> None:
@@ -87,9 +90,9 @@ def prepare(kind: str, url: str, schema: str | None = None) -> Database:
     with database.engine().connect() as connection:
         dualwrite.migrations.upgrade(connection, schema=schema)
     database.execute("CREATE TABLE customer (id INTEGER PRIMARY KEY)")
+    deferred = "" if kind == "mariadb" else " DEFERRABLE INITIALLY DEFERRED"
     database.execute(
-        "CREATE TABLE orders (id INTEGER PRIMARY KEY,"
-        " customer INTEGER REFERENCES customer (id) DEFERRABLE INITIALLY DEFERRED)"
+        f"CREATE TABLE orders (id INTEGER PRIMARY KEY, customer INTEGER REFERENCES customer (id){deferred})"
     )
     return database
 
@@ -97,6 +100,8 @@ def prepare(kind: str, url: str, schema: str | None = None) -> Database:
 def age(engine: Engine, *, days: float = 40) -> None:
     """Let the rows of the library be that old, as time does."""
     when = "now() - make_interval(secs => 86400 * :days)"
+    if engine.dialect.name in {"mysql", "mariadb"}:
+        when = "utc_timestamp(6) - INTERVAL :days DAY"
     if engine.dialect.name == "sqlite":
         when = "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || :days || ' days')"
     with engine.begin() as connection:
@@ -106,6 +111,49 @@ def age(engine: Engine, *, days: float = 40) -> None:
             {"days": days},
         )
         connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
+
+
+_columns: dict[tuple[str, str | None], Sequence[Any]] = {}
+"""The columns of the databases that tests share."""
+
+
+def prepare_mariadb(url: str, schema: str | None = None) -> Database:
+    """The database as new, without the sessions of former tests: its tables are made again only if a test changed them."""
+    name = make_url(url).database
+    engine = create_engine(url.replace(f"/{name}", "/"), isolation_level="AUTOCOMMIT")
+    both = {"schemas": [name, schema]}
+    found = text(
+        "SELECT table_schema, table_name, column_name, is_nullable, "
+        "(SELECT engine FROM information_schema.tables AS t WHERE t.table_schema = c.table_schema AND t.table_name = c.table_name) "
+        "FROM information_schema.columns AS c "
+        "WHERE table_schema IN :schemas ORDER BY 1, 2, ordinal_position"
+    ).bindparams(bindparam("schemas", expanding=True))
+    with engine.connect() as connection:
+        others = text("SELECT id FROM information_schema.processlist WHERE db = :name AND id <> connection_id()")
+        for (number,) in connection.execute(others, {"name": name}).all():
+            with suppress(OperationalError):  # it has just ended
+                connection.execute(text(f"KILL {number}"))
+        columns = connection.execute(found, both).all()
+        if columns and _columns.get((url, schema)) == columns:
+            connection.execute(text("SET foreign_key_checks = 0"))
+            for holder, table in {(row[0], row[1]) for row in columns if row[1] not in {BATCH_VIEW, VERSION_TABLE}}:
+                connection.execute(text(f"DELETE FROM `{holder}`.`{table}`"))
+            made = Database("mariadb", url, schema)
+            made.engine()
+        else:
+            for one in (ODD_SCHEMA, name):
+                connection.execute(text(f"DROP DATABASE IF EXISTS `{one}`"))
+            connection.execute(text(f"CREATE DATABASE `{name}`"))
+            made = prepare("mariadb", url, schema)
+            _columns[url, schema] = connection.execute(found, both).all()
+    engine.dispose()
+    return made
+
+
+def run_raw(driver: Any, statement: str) -> None:
+    """Execute a statement on the driver's connection."""
+    with closing(driver.cursor()) as cursor:
+        cursor.execute(statement)
 
 
 def sqlite_url(path: Path) -> str:

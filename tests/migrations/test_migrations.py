@@ -29,6 +29,9 @@ in_each = pytest.mark.parametrize(
     [
         pytest.param("postgresql", None, marks=[pytest.mark.postgresql, pytest.mark.thorough]),
         pytest.param("postgresql", "side", marks=pytest.mark.postgresql),
+        # In every run: test_migrations_mariadb.py.
+        pytest.param("mariadb", None, marks=[pytest.mark.mariadb, pytest.mark.thorough]),
+        pytest.param("mariadb", "side", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
         ("sqlite", None),
         pytest.param("sqlite", "side", marks=pytest.mark.thorough),
     ],
@@ -47,6 +50,10 @@ def attach(driver: Any, _: object) -> None:
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     if request.param == "postgresql":
         made = create_engine(request.getfixturevalue("dualwrite_database"))
+    elif request.param == "mariadb":
+        server = request.getfixturevalue("dualwrite_mariadb")
+        server.drop_database("side")
+        made = create_engine(server.create_database())
     else:
         made = create_engine(f"sqlite:///{tmp_path / 'test.db'}")
         event.listen(made, "connect", attach)
@@ -131,7 +138,8 @@ class TestEverySchema:
         migrations.upgrade(connection, "0001", schema=schema)
         with connection.begin():
             connection.execute(
-                text(f"INSERT INTO {prefix}dualwrite_ledger VALUES ('s', 'b', -1, 5, 6, 2, :at)"), {"at": AT}
+                text(f"INSERT INTO {prefix}dualwrite_ledger VALUES ('s', 'b', -1, 5, 6, 2, :at)"),
+                {"at": AT.removesuffix("+00:00") if connection.dialect.name == "mysql" else AT},
             )
         migrations.upgrade(connection, schema=schema)
         (batch,) = connection.execute(declare_tables(schema).batch.select()).mappings()
@@ -159,6 +167,8 @@ class TestEverySchema:
             connection.rollback()
 
     def test_the_callers_transaction_decides(self, connection: Connection, schema: str | None) -> None:
+        if connection.dialect.name == "mysql":
+            pytest.skip("MariaDB commits each step: test_migrations_mariadb.py")
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("BEGIN")
         connection.execute(text("CREATE TABLE own (id INTEGER)"))
@@ -168,6 +178,8 @@ class TestEverySchema:
         assert not tables_of(connection, schema) & {*OWN_TABLES, "own"}
 
     def test_what_fails_leaves_nothing(self, connection: Connection, engine: Engine, schema: str | None) -> None:
+        if connection.dialect.name == "mysql":
+            pytest.skip("MariaDB commits each step: test_migrations_mariadb.py")
         if schema is not None and engine.dialect.name == "postgresql":
             connection.execute(text("CREATE SCHEMA side"))
         prefix = "" if schema is None else "side."
@@ -178,8 +190,11 @@ class TestEverySchema:
         assert tables_of(connection, schema) == {"dualwrite_ledger"}
 
     def test_the_script_does_the_same(self, engine: Engine, connection: Connection, schema: str | None) -> None:
-        up = migrations.sql_script(engine.url, schema=schema)
-        down = migrations.sql_script(engine.url, "base", start=SCHEMA_REVISION, schema=schema, direction="downgrade")
+        url = engine.url
+        if connection.dialect.name == "mysql":  # nothing connects: the URL says which of the two it is
+            url = url.set(drivername="mariadb+pymysql")
+        up = migrations.sql_script(url, schema=schema)
+        down = migrations.sql_script(url, "base", start=SCHEMA_REVISION, schema=schema, direction="downgrade")
         migrations.upgrade(connection, schema=schema)
         migrated = reflected(connection, schema)
         connection.rollback()
@@ -202,6 +217,12 @@ def run_script(engine: Engine, script: str) -> None:
         url = make_url(engine.url).set(drivername="postgresql").render_as_string(hide_password=False)
         with psycopg.connect(url, autocommit=True) as driver:
             driver.execute(script.encode())
+        return
+    if engine.dialect.name == "mysql":
+        with engine.connect() as connection:
+            for statement in script.split(";\n"):
+                if statement.strip():
+                    connection.exec_driver_sql(statement.replace("%", "%%"))
         return
     with sqlite3.connect(engine.url.database or "") as driver:
         attach(driver, None)

@@ -1,16 +1,16 @@
-"""The protocol that hides the differences between databases. The adapters are ``postgresql`` and ``sqlite``."""
+"""The protocol that hides the differences between databases. The adapters are ``postgresql``, ``mariadb``, ``sqlite``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Insert, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
@@ -107,16 +107,40 @@ class Dialect(Protocol):
         """
         ...
 
-    def limits(
-        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
-    ) -> Sequence[ColumnElement[object]]:
-        """Columns that a decision's statement returns beside :meth:`end_columns`, to limit the rest of the transaction.
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """The statement that records a decision, from the UPDATE of its row.
 
         Args:
+            update: The UPDATE.
             idle_ms: The server ends the session after this time without a statement; NULL keeps the current limit.
             within_ms: The server ends the transaction after this time, even during COMMIT; NULL keeps the current
                 limit.
         """
+        ...
+
+    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+        """Execute the statement of :meth:`deciding`, and return the values for :meth:`check_end`; None if no row matched.
+
+        Args:
+            connection: Inside the transaction.
+            update: The statement.
+            bound: Its values, ``idle_ms_`` and ``within_ms_`` among them.
+        """
+        ...
+
+    def refuse(self, connection: Connection, statement: str) -> None:
+        """Refuse a statement of the user's that would end the dual write's transaction, before it is sent.
+
+        Raises:
+            IllegalStateError: It would.
+            TransactionAborted: The database has rolled back the transaction, and would execute it in another one.
+        """
+        ...
+
+    def restore(self, connection: Connection) -> None:
+        """Set the session's settings back, once the transaction has ended. Never raises."""
         ...
 
     def run_deferred(self, connection: Connection) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, func, literal_column, select, text
 from sqlalchemy.dialects import postgresql
@@ -25,7 +25,7 @@ from dualwrite.stores.failures import sqlstate_of
 from dualwrite.stores.participants import PREFIX
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Insert, Table
+    from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.dialects.witness import Witness
@@ -264,11 +264,23 @@ class PostgreSQL:
             literal_column(_DURABLE),
         ]
 
-    def limits(
-        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
-    ) -> Sequence[ColumnElement[object]]:
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
-        return [_lower_idle_limit(idle_ms), _limit_transaction(within_ms)]
+        return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
+
+    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
+        return connection.execute(update, bound).one_or_none()
+
+    def refuse(self, connection: Connection, statement: str) -> None:
+        """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
+        del connection, statement
+
+    def restore(self, connection: Connection) -> None:
+        """Nothing: no setting outlives the transaction."""
+        del connection
 
     def run_deferred(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. No ``statement_timeout`` would limit them during COMMIT."""
@@ -315,7 +327,7 @@ class PostgreSQL:
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return postgresql.insert(table).on_conflict_do_nothing()
+        return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""

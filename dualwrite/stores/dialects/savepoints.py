@@ -267,6 +267,7 @@ class SavepointWatch:
     def before(self, statement: str, *, many: bool) -> None:
         """Note that the connection is about to execute a statement, perhaps many times."""
         self._judge_unanswered()
+        self._dialect.refuse(self._connection, statement)
         self._unanswered = statement
         self._witness.expect(many=many)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.witness import SqliteWitness
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Insert, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.dialects.witness import Witness
@@ -141,12 +141,24 @@ class SQLite:
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
         return None
 
-    def limits(
-        self, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
-    ) -> Sequence[ColumnElement[object]]:
-        """Nothing: no server exists that could end a paused process's transaction."""
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. No server could end a paused process's transaction."""
         del idle_ms, within_ms
-        return []
+        return update.returning(*self.end_columns())
+
+    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
+        return connection.execute(update, bound).one_or_none()
+
+    def refuse(self, connection: Connection, statement: str) -> None:
+        """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
+        del connection, statement
+
+    def restore(self, connection: Connection) -> None:
+        """Nothing: no setting outlives the transaction."""
+        del connection
 
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
@@ -187,7 +199,7 @@ class SQLite:
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return sqlite.insert(table).on_conflict_do_nothing()
+        return sqlite.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""

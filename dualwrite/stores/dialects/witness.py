@@ -28,8 +28,10 @@ _DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
 class Witness(Protocol):
     """The witness of one dual write."""
 
-    doubtful: bool
-    """Whether a statement may have run past SQLAlchemy since the last :meth:`keep`."""
+    @property
+    def doubtful(self) -> bool:
+        """Whether a statement may have run past SQLAlchemy since the last :meth:`keep`."""
+        ...
 
     def expect(self, *, many: bool) -> None:
         """Note that SQLAlchemy is about to execute a statement, perhaps many times."""

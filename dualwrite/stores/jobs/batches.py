@@ -72,7 +72,7 @@ def read_batches(
         Unavailable: The database does not answer.
     """
     view = declare_tables(schema).batch
-    newest_first = view.c.started_at.desc().nulls_last(), view.c.decided_at.desc().nulls_last()
+    newest_first = [by for at in (view.c.started_at, view.c.decided_at) for by in (at.is_(None), at.desc())]
     statement = select(view).order_by(*newest_first, view.c.sink, view.c.batch_id).limit(limit)
     if sink is not None:
         statement = statement.where(view.c.sink == sink)

@@ -227,11 +227,11 @@ class Ledger:
         first = insert.values(
             sink=sink, batch_id=batch_id, partition_id=BEGUN, row_count=0, message_count=0, written_at=database_now(),
             destination=destination.text(), partition_count=partition_count,
-        ).returning(self._ledger.c.partition_id)  # fmt: skip
+        )  # fmt: skip
         recorded = self._recorded(connection, bound)
         entry = next_entry(recorded, destination)
         if entry is Entry.FIRST:
-            if connection.execute(first).one_or_none() is not None:
+            if connection.execute(first).rowcount == 1:
                 failpoints.hit("ledger.begun")
                 return
             recorded = self._recorded(connection, bound)  # another run was faster
@@ -342,10 +342,9 @@ class Ledger:
             dialect_of(connection.engine)
             .insert_if_missing(self._ledger)
             .values(written_at=database_now())  # the column's default is the time when the transaction began
-            .returning(self._ledger.c.partition_id)
         )
         with self._on(connection):
-            inserted = connection.execute(statement, row).one_or_none() is not None
+            inserted = connection.execute(statement, row).rowcount == 1
         if inserted:
             failpoints.hit("ledger.inserted")
         return inserted

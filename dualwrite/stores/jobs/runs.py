@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, exc, select, tuple_, update
+from sqlalchemy import and_, exc, select, update
 
 from dualwrite.errors import Fenced
 from dualwrite.stores.clock import database_now
@@ -88,25 +88,18 @@ class Runs:
             Unavailable: The database does not answer.
         """
         run = self._run
-        free = (
-            select(run.c.sink, run.c.name)
-            .where(run.c.sink == sink, run.c.name == name)
-            .with_for_update(skip_locked=True)
-        )
-        replace = (
-            update(run)
-            .where(tuple_(run.c.sink, run.c.name).in_(free))
-            .values(token=secrets.token_hex(16), begun_at=database_now())
-            .returning(run.c.token)
-        )
+        of_batch = (run.c.sink == sink, run.c.name == name)
+        free = select(run.c.token).where(*of_batch).with_for_update(skip_locked=True)
+        token = secrets.token_hex(16)
 
-        def work(connection: Connection) -> str | None:
+        def work(connection: Connection) -> bool:
             self._add(connection, sink, name)
-            token: str | None = connection.execute(replace).scalar_one_or_none()
-            return token
+            if connection.execute(free).one_or_none() is None:
+                return False
+            connection.execute(update(run).where(*of_batch).values(token=token, begun_at=database_now()))
+            return True
 
-        token = self._own.run(work)
-        return None if token is None else Run(sink, name, token)
+        return Run(sink, name, token) if self._own.run(work) else None
 
     def require(self, connection: Connection, run: Run) -> None:
         """Let a task continue if it belongs to this run. Call it inside the task's transaction.

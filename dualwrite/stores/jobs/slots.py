@@ -15,8 +15,8 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Executable,
     Float,
+    Update,
     and_,
     bindparam,
     case,
@@ -101,7 +101,9 @@ class SlotPool:
                 lease_until=database_now_plus(bindparam("ttl_", type_=Float)),
                 kept_until=null(),
             )
-            .returning(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
+        )
+        self._found = select(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until).where(
+            slot.c.transactional_id == bindparam("id_")
         )
 
     def close(self) -> None:
@@ -166,8 +168,14 @@ class SlotPool:
                     raise self._all_leased()
         if transactional_id is None:
             return None
-        row = connection.execute(self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s}).one_or_none()
-        return None if row is None else Lease(row[0], self.pool, row[1], row[2])
+        return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
+
+    def _change(self, connection: Connection, statement: Update, bound: Mapping[str, object]) -> Lease | None:
+        """The lease after a change; None if the statement found nothing to change."""
+        if connection.execute(statement, bound).rowcount != 1:
+            return None
+        row = connection.execute(self._found, bound).one()  # locked by the change
+        return Lease(row[0], self.pool, row[1], row[2])
 
     def _all_leased(self) -> Unavailable:
         return Unavailable(
@@ -178,11 +186,9 @@ class SlotPool:
     def _add(self, connection: Connection, number: int) -> str | None:
         slot = self._slot
         transactional_id = f"{self.pool}#{number}"
-        made = connection.scalar(
-            self._dialect.insert_if_missing(slot).returning(slot.c.transactional_id),
-            {"transactional_id": transactional_id, "pool": self.pool, "number": number},
-        )
-        return None if made is None else transactional_id
+        row = {"transactional_id": transactional_id, "pool": self.pool, "number": number}
+        made = connection.execute(self._dialect.insert_if_missing(slot), row).rowcount == 1
+        return transactional_id if made else None
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
         """Extend a lease to ``ttl_s`` seconds from now, even an expired one, unless another worker has taken the slot.
@@ -217,8 +223,8 @@ class SlotPool:
         ]
 
         def work(connection: Connection) -> Sequence[Lease]:
-            rows = [connection.execute(statement, values).one_or_none() for values in bound]
-            return [Lease(row[0], self.pool, row[1], row[2]) for row in rows if row is not None]
+            taken = [self._change(connection, statement, values) for values in bound]
+            return [one for one in taken if one is not None]
 
         return self._own.run(work) if bound else []
 
@@ -233,16 +239,15 @@ class SlotPool:
             update(slot)
             .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
             .values(lease_until=bindparam("until_", type_=slot.c.lease_until.type))
-            .returning(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
         )
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
         return self._changed(lease, statement, bound)
 
-    def _changed(self, lease: Lease, statement: Executable, bound: Mapping[str, object]) -> Lease:
-        row = self._own.run(lambda connection: connection.execute(statement, bound).one_or_none())
-        if row is None:
+    def _changed(self, lease: Lease, statement: Update, bound: Mapping[str, object]) -> Lease:
+        changed = self._own.run(lambda connection: self._change(connection, statement, bound))
+        if changed is None:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
-        return Lease(row[0], self.pool, row[1], row[2])
+        return changed
 
     def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
         """Give back slots. Does nothing for a slot whose holder has changed.

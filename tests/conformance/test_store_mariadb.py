@@ -1,0 +1,481 @@
+"""Behaviour of MariaDB alone: what ends a transaction unseen, what its settings must be, how it compares texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness.databases import Database, Thread, prepare, prepared, run_raw
+from harness.patience import wait_until
+from sqlalchemy import Connection, create_engine, exc, make_url, text
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.joined import JoinedStore
+from dualwrite.stores.leases import Leases
+from dualwrite.stores.state import SqlStateStore
+from dualwrite.testing import EmbeddedMariaDB
+
+
+@pytest.fixture
+def database(mariadb: Database) -> Database:
+    return mariadb
+
+
+def begin(database: Database, store: SqlStateStore, connection: Connection) -> None:
+    """A dual write with a row, by the newest owner."""
+    database.claim(store, "orders")
+    store.begin(connection)
+    store.read_incarnation(connection, "orders")
+    connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
+
+
+def orders(database: Database) -> list[int]:
+    return [row[0] for row in database.query("SELECT id FROM orders ORDER BY id")]
+
+
+def incarnation(store: SqlStateStore) -> int:
+    return store.read(["orders"])[0].incarnation
+
+
+DDL = [
+    "CREATE TABLE more (id INT)",
+    "  /* a comment */ ALTER TABLE orders ADD COLUMN more INT",
+    "-- a comment\nTRUNCATE customer",
+    "/*! DROP TABLE customer */",
+    "# a comment\nrename table customer to clients",
+    "GRANT SELECT ON orders TO reader",
+    "LOCK TABLES orders WRITE",
+    "ANALYZE TABLE orders",
+]
+
+
+@pytest.mark.parametrize("statement", DDL)
+def test_ddl_is_refused_before_it_is_sent(
+    database: Database, store: SqlStateStore, connection: Connection, statement: str
+) -> None:
+    begin(database, store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    with pytest.raises(IllegalStateError, match="it was not sent"):
+        connection.exec_driver_sql(statement)
+    watch.stop()
+    store.rollback(connection)
+    assert orders(database) == []
+
+
+@pytest.mark.parametrize("statement", ["COMMIT", "begin", "START TRANSACTION", "Rollback work", "SET autocommit = 1"])
+def test_an_end_sent_as_text_is_refused(
+    database: Database, store: SqlStateStore, connection: Connection, statement: str
+) -> None:
+    begin(database, store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    with pytest.raises(IllegalStateError, match="sent as text"):
+        connection.exec_driver_sql(statement)
+    watch.stop()
+    store.rollback(connection)
+    assert orders(database) == []
+
+
+def test_temporary_tables_and_ordinary_statements_pass(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    for statement in (
+        "CREATE TEMPORARY TABLE begin_with (commit_id INT)",
+        "CREATE OR REPLACE TEMPORARY TABLE begin_with (commit_id INT)",
+        "INSERT INTO begin_with SELECT id FROM orders",
+        "SET @alter = 1",
+        "SET autocommit = 0",
+        "ANALYZE FORMAT=JSON SELECT 1",
+        "DROP TEMPORARY TABLE begin_with",
+    ):
+        connection.exec_driver_sql(statement)
+    watch.finish()
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    store.commit(connection)
+    assert orders(database) == [1]
+
+
+@pytest.mark.parametrize("statement", ["CREATE TABLE IF NOT EXISTS orders (id INT)", "COMMIT", "ROLLBACK"])
+def test_an_end_past_sqlalchemy_is_noticed_before_the_decision(
+    database: Database, store: SqlStateStore, connection: Connection, statement: str
+) -> None:
+    begin(database, store, connection)
+    run_raw(connection.connection.dbapi_connection, statement)
+    connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    with pytest.raises(IllegalStateError, match="ended inside it.*DDL.*stays"):
+        store.decide(connection, "orders", 1, prepared(1))
+    store.rollback(connection)
+    assert orders(database) == ([] if statement == "ROLLBACK" else [1])
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def deadlock(database: Database, connection: Connection) -> None:
+    """Make the connection's next lock a deadlock, of which it is the victim."""
+    database.execute("INSERT INTO customer (id) VALUES (1), (2), (3), (4), (5), (6)")
+    connection.execute(text("SELECT id FROM customer WHERE id = 1 FOR UPDATE")).all()
+    other = database.engine().connect()
+    # InnoDB rolls back the one that has changed fewer rows.
+    other.execute(text("UPDATE customer SET id = id + 100 WHERE id > 1"))
+    waiting = Thread(lambda: other.execute(text("SELECT id FROM customer WHERE id = 1 FOR UPDATE")).all())
+    waits = "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
+    wait_until(lambda: database.query(waits)[0][0])
+    try:
+        connection.execute(text("SELECT id FROM customer WHERE id > 1 FOR UPDATE")).all()
+    finally:
+        waiting.result()
+        other.rollback()
+        other.close()
+
+
+def test_after_a_deadlock_nothing_more_is_sent(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    with pytest.raises(exc.OperationalError, match="Deadlock"):
+        deadlock(database, connection)
+    with pytest.raises(TransactionAborted, match="rolled back the whole transaction: Deadlock") as caught:
+        connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    assert caught.value.retryable
+    watch.stop()
+    store.rollback(connection)
+    assert orders(database) == []
+
+
+def test_a_deadlock_in_a_savepoint_leaves_no_savepoint_to_go_back_to(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    with pytest.raises(TransactionAborted, match="Deadlock") as caught, connection.begin_nested():
+        deadlock(database, connection)
+    assert caught.value.retryable
+    watch.stop()
+    store.rollback(connection)
+
+
+def test_a_deadlock_that_nobody_watched_is_noticed_at_the_decision(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    with pytest.raises(exc.OperationalError, match="Deadlock"):
+        deadlock(database, connection)
+    connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    with pytest.raises(TransactionAborted, match="Deadlock"):
+        store.decide(connection, "orders", 1, prepared(1))
+    with pytest.raises(TransactionAborted):
+        store.commit(connection)
+    assert orders(database) == []
+    store.begin(connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    store.commit(connection)
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_a_claim_in_the_meantime_fences_at_every_level(database: Database, level: str) -> None:
+    store = database.store(database.engine(isolation_level=level))
+    newer = database.store()
+    with store.engine.connect() as connection:
+        if level == "SERIALIZABLE":  # a SELECT locks there: the claim would wait for this transaction
+            database.claim(newer, "orders")
+            store.begin(connection)
+            database.claim(newer, "orders")
+        else:
+            begin(database, store, connection)
+            database.claim(newer, "orders")
+            assert store.read_incarnation(connection, "orders") == (2 if level == "READ COMMITTED" else 1)
+        assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
+        assert store.hold(connection, "orders", 1) == (False, None)
+        store.rollback(connection)
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_a_claim_that_the_snapshot_does_not_see_is_a_conflict(database: Database) -> None:
+    """As MariaDB 11.6 and newer have it by default."""
+    store, newer = database.store(database.engine()), database.store()
+    with store.engine.connect() as connection:
+        connection.exec_driver_sql("SET SESSION innodb_snapshot_isolation = ON")
+        connection.commit()
+        begin(database, store, connection)
+        database.claim(newer, "orders")
+        with pytest.raises(TransactionAborted, match="changed since last read") as caught:
+            store.decide(connection, "orders", 1, prepared(1))
+        assert caught.value.retryable
+        store.rollback(connection)
+        connection.exec_driver_sql("SET SESSION innodb_snapshot_isolation = OFF")
+    assert orders(database) == []
+
+
+def test_a_claim_waits_for_a_decision_and_no_longer_than_it_may(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    hasty = database.store(lock_timeout_s=1)
+    with pytest.raises(Unavailable, match="lock"):
+        database.claim(hasty, "orders")
+    assert hasty.read(["orders"])[0].incarnation == 1
+    patient = Thread(lambda: database.claim(database.store(), "orders"))
+    store.commit(connection)
+    assert patient.result().prepared == prepared(1)
+
+
+def test_a_claim_does_not_wait_for_the_rows_of_others(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    """Even if the table is so small that a scan looks cheaper than its index."""
+    store.claim(["a", "b", "orders"], owner="me", cluster_id="cluster-one")
+    store.begin(connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    hasty = database.store(lock_timeout_s=1)
+    rows = hasty.claim(["a", "b", "c"], owner="me", cluster_id="cluster-one")
+    assert [row.incarnation for row in rows] == [2, 2, 1]
+    hasty.while_locked(["a", "b"], lambda: None, Deadline(1))
+    store.rollback(connection)
+
+
+def test_the_lost_answer_of_a_commit_is_found_under_the_lock(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    asking = Thread(lambda: database.store().read_locked("orders", Deadline(60)))
+    driver: Any = connection.connection.dbapi_connection
+    real = driver._read_ok_packet
+
+    def lose() -> None:
+        real()
+        raise OSError("no answer")
+
+    driver._read_ok_packet = lose
+    with pytest.raises(TransactionInDoubt):
+        store.commit(connection)
+    assert asking.result().prepared == prepared(1)
+    assert store.transaction_verdict("1") is DatabaseVerdict.UNKNOWN
+
+
+def test_a_session_that_was_killed_before_its_commit_is_in_doubt_and_has_not_committed(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    (number,) = connection.exec_driver_sql("SELECT connection_id()").one()
+    database.execute(f"KILL {number}")
+    with pytest.raises(TransactionInDoubt):
+        store.commit(connection)
+    assert not database.store().read_locked("orders", Deadline(60)).prepared.has_transaction
+    assert orders(database) == []
+
+
+def test_an_answer_that_does_not_come_in_time_is_in_doubt(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    begin(database, store, connection)
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    driver: Any = connection.connection.dbapi_connection
+    driver._execute_command = lambda *_: None  # COMMIT is swallowed
+    with pytest.raises(TransactionInDoubt, match="Lost connection"):
+        store.commit(connection, answer_s=0.2)
+    assert not database.store().read_locked("orders", Deadline(60)).prepared.has_transaction
+
+
+def test_a_paused_owner_loses_its_session_and_its_lock(database: Database) -> None:
+    store = database.store(paused_owner_timeout_s=1)
+    with store.engine.connect() as connection:
+        begin(database, store, connection)
+        assert store.decide(connection, "orders", 1, prepared(1))[0]
+        assert database.claim(database.store(lock_timeout_s=60), "orders").incarnation == 2
+        with pytest.raises(TransactionInDoubt):
+            store.commit(connection)
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_the_time_before_commit_is_limited_more_tightly_and_afterwards_as_before(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    idle = "SELECT @@session.idle_transaction_timeout, @@session.idle_write_transaction_timeout"
+    connection.exec_driver_sql("SET SESSION idle_transaction_timeout = 40")
+    connection.commit()
+    for end in (store.commit, store.rollback):
+        begin(database, store, connection)
+        assert connection.exec_driver_sql(idle).one() == (40, 60)
+        assert store.decide(connection, "orders", incarnation(store), prepared(incarnation(store)), idle_s=7.5)[0]
+        assert connection.exec_driver_sql(idle).one() == (7, 7)
+        end(connection)
+        assert connection.exec_driver_sql(idle).one() == (40, 0)
+        connection.rollback()
+        database.execute("DELETE FROM orders")
+    pooled = "SELECT @@session.innodb_lock_wait_timeout"
+    with store.engine.connect() as other:
+        assert other.exec_driver_sql(pooled).scalar() == 50
+    assert connection.exec_driver_sql(pooled).scalar() == 50
+
+
+NAMES = [
+    "orders",
+    "Orders",
+    "orders ",
+    "\u00f6rders",
+    "o\u0308rders",
+    "order\u00df",
+    "orderss",
+    "\U0001f600",
+    "\U0001f601",
+]
+
+
+def test_ids_that_differ_only_a_little_are_different(database: Database, store: SqlStateStore) -> None:
+    for number, name in enumerate(NAMES, start=1):
+        store.claim([name] * number, owner="me", cluster_id="cluster-one")
+    store.claim(NAMES, owner="me", cluster_id="cluster-one")
+    assert {row.transactional_id: row.incarnation for row in store.read(NAMES)} == dict.fromkeys(NAMES, 2)
+    assert [row.transactional_id for row in store.find("Ord")] == ["Orders"]
+    assert [row.transactional_id for row in store.find("orders ")] == ["orders "]
+    assert store.find("order_") == store.find("order%") == []
+
+
+def test_the_longest_ids_can_be_keys(database: Database, store: SqlStateStore) -> None:
+    name = "\U0001f600" * 255
+    assert store.claim([name], owner="me", cluster_id="cluster-one")[0].transactional_id == name
+    with pytest.raises(ConfigurationError, match="255"):
+        store.claim([name + "x"], owner="me", cluster_id="cluster-one")
+
+
+def test_a_free_lease_is_found_beside_one_that_another_member_is_taking(database: Database) -> None:
+    leases = Leases(database.engine(), "fleet")
+    first = leases.take("one", 60)
+    leases.give_back(first, "one", settled=True)
+    with database.engine().connect() as other:
+        other.execute(
+            text("SELECT * FROM dualwrite_lease WHERE transactional_id = :id FOR UPDATE"), {"id": first}
+        ).all()
+        second = leases.take("two", 60)
+        assert second != first
+    assert leases.take("three", 60) == first
+
+
+def test_a_connection_that_cannot_carry_every_id_is_refused(database: Database) -> None:
+    store = database.store(database.engine(connect_args={"charset": "latin1"}))
+    with pytest.raises(ConfigurationError, match="latin1"):
+        database.claim(store, "orders")
+
+
+def test_a_session_begun_at_repeatable_read_is_joined_before_its_first_statement(database: Database) -> None:
+    for level, late in [("REPEATABLE READ", False), ("READ COMMITTED", True)]:
+        store = JoinedStore(database.engine(isolation_level=level))
+        database.claim(store, "orders")
+        with store.engine.begin() as connection:
+            if late:
+                connection.execute(text("SELECT * FROM orders")).all()
+            store.begin(connection)
+            store.rollback(connection)
+    with database.engine(isolation_level="REPEATABLE READ").begin() as connection:
+        connection.execute(text("SELECT * FROM orders")).all()
+        with pytest.raises(IllegalStateError, match=r"REPEATABLE READ.*join\(session\).*READ COMMITTED"):
+            JoinedStore(database.engine()).begin(connection)
+
+
+def test_tables_in_another_engine_are_refused(database: Database, store: SqlStateStore) -> None:
+    database.execute("ALTER TABLE dualwrite_incident ENGINE=Aria")
+    with pytest.raises(ConfigurationError, match=r"dualwrite_incident is in the engine Aria.*ENGINE=InnoDB"):
+        database.claim(store, "orders")
+
+
+def test_missing_rights_are_granted_by_what_the_error_says(database: Database) -> None:
+    name = make_url(database.url).database
+    database.execute("CREATE OR REPLACE USER poor IDENTIFIED BY 'poor'")
+    database.execute(f"GRANT SELECT ON `{name}`.orders TO poor")
+    url = make_url(database.url).set(username="poor", password="poor")
+    store = SqlStateStore(create_engine(url))
+    try:
+        with pytest.raises(ConfigurationError, match="GRANT") as caught:
+            database.claim(store, "orders")
+        assert caught.value.next_step is not None
+        for statement in caught.value.next_step.partition(": ")[2].split("; "):
+            database.execute(statement)
+        row = database.claim(store, "orders")
+        store.mark_settled({"orders": 1})
+        store.engine.dispose()  # a right to the whole database counts from the next connection on
+        with store.engine.connect() as connection:
+            store.begin(connection)
+            watch = store.watch_savepoints(connection, "orders")
+            run_raw(connection.connection.dbapi_connection, "SAVEPOINT unseen")
+            watch.add(lambda _: None)
+            watch.finish()
+            assert store.decide(connection, "orders", row.incarnation, prepared(1))[0]
+            store.commit(connection)
+    finally:
+        store.engine.dispose()
+        database.execute("DROP USER poor")
+
+
+@pytest.fixture(scope="module")
+def logging_server(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[EmbeddedMariaDB]:
+    """A server of its own, with a binary log, as primaries have it."""
+    with EmbeddedMariaDB({"log-bin": "binlog", "sync-binlog": "1"}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def logging_database(logging_server: EmbeddedMariaDB) -> Iterator[Database]:
+    made = prepare("mariadb", logging_server.create_database())
+    yield made
+    made.dispose()
+
+
+@pytest.mark.parametrize(
+    ("change", "back", "words"),
+    [
+        (
+            "innodb_flush_log_at_trx_commit = 2",
+            "innodb_flush_log_at_trx_commit = 1",
+            "SET GLOBAL innodb_flush_log_at_trx_commit = 1",
+        ),
+        ("sync_binlog = 0", "sync_binlog = 1", "SET GLOBAL sync_binlog = 1"),
+        ("read_only = 1", "read_only = 0", "connect to the primary"),
+    ],
+)
+def test_settings_that_lose_commits_are_refused(logging_database: Database, change: str, back: str, words: str) -> None:
+    database = logging_database
+    store = database.store()
+    database.claim(store, "orders")
+    database.execute(f"SET GLOBAL {change}")
+    try:
+        with pytest.raises(ConfigurationError, match=words):
+            database.claim(database.store(), "orders")
+        with store.engine.connect() as connection:
+            store.begin(connection)
+            with pytest.raises(ConfigurationError, match=words):
+                store.read_incarnation(connection, "orders")
+            store.rollback(connection)
+    finally:
+        database.execute(f"SET GLOBAL {back}")
+
+
+def test_a_server_that_is_killed_keeps_what_it_has_committed(
+    logging_server: EmbeddedMariaDB, logging_database: Database
+) -> None:
+    database = logging_database
+    store = database.store()
+    row = database.claim(store, "orders")
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
+        assert store.decide(connection, "orders", row.incarnation, prepared(row.incarnation))[0]
+        store.commit(connection)
+        store.begin(connection)
+        connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+        assert store.decide(connection, "orders", row.incarnation, prepared(row.incarnation, 2))[0]
+        logging_server.kill()
+        with pytest.raises(TransactionInDoubt):
+            store.commit(connection)
+    with pytest.raises(Unavailable):
+        store.read(["orders"])
+    logging_server.start()
+    database.dispose()
+    assert store.read(["orders"])[0].prepared == prepared(row.incarnation)
+    assert orders(database) == [1]

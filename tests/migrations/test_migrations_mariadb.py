@@ -1,0 +1,95 @@
+"""Migrations on MariaDB, which commits each of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from harness.databases import Thread
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+
+from dualwrite import migrations
+from dualwrite.stores.schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE, declare_tables
+from dualwrite.testing import EmbeddedMariaDB
+
+
+@pytest.fixture
+def engine(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[Engine]:
+    made = create_engine(dualwrite_mariadb.create_database())
+    yield made
+    made.dispose()
+    dualwrite_mariadb.drop_database(made.url.database or "")
+
+
+def differences(connection: Connection) -> Any:
+    options = {"compare_server_default": True, "include_name": migrations.include_own_name}
+    return compare_metadata(MigrationContext.configure(connection, opts=options), declare_tables().metadata)
+
+
+class _Interrupted(Exception):
+    """Stands for a process that is killed."""
+
+
+def test_an_upgrade_that_is_interrupted_again_and_again_goes_on_where_it_was(engine: Engine) -> None:
+    changes = 0
+
+    def interrupt(_: Connection, __: object, statement: str, *___: object) -> None:
+        nonlocal changes
+        if statement.split(maxsplit=1)[0] in {"CREATE", "ALTER"}:
+            changes += 1
+            if changes % 4 == 0:
+                raise _Interrupted
+
+    event.listen(engine, "before_cursor_execute", interrupt)
+    interrupted = 0
+    while True:
+        with engine.connect() as connection:
+            try:
+                migrations.upgrade(connection)
+                break
+            except _Interrupted:
+                interrupted += 1
+    assert interrupted > 4
+    event.remove(engine, "before_cursor_execute", interrupt)
+    check_schema(engine)
+    with engine.connect() as connection:
+        assert set(inspect(connection).get_table_names()) == OWN_TABLES
+        assert differences(connection) == []
+        made = connection.execute(
+            text(
+                "SELECT DISTINCT engine FROM information_schema.tables "
+                "WHERE table_schema = database() AND table_type = 'BASE TABLE' AND table_name <> :version"
+            ),
+            {"version": VERSION_TABLE},
+        ).scalars()
+        assert list(made) == ["InnoDB"]
+        connection.rollback()
+        migrations.downgrade(connection, "base")
+        assert inspect(connection).get_table_names() == [VERSION_TABLE]
+
+
+def test_what_is_printed_makes_the_same_tables(engine: Engine) -> None:
+    for statement in migrations.sql_script(engine.url.set(drivername="mariadb+pymysql")).split(";\n"):
+        if statement.strip():
+            with engine.connect() as connection:
+                connection.exec_driver_sql(statement.replace("%", "%%"))
+                connection.commit()
+    check_schema(engine)
+    with engine.connect() as connection:
+        assert differences(connection) == []
+
+
+def test_two_at_once_wait_for_each_other(engine: Engine) -> None:
+    def upgrade() -> None:
+        with engine.connect() as connection:
+            migrations.upgrade(connection)
+
+    for upgrading in [Thread(upgrade) for _ in range(2)]:
+        upgrading.result()
+    check_schema(engine)
+    with engine.connect() as connection:
+        assert migrations.current_revision(connection) == SCHEMA_REVISION
