@@ -114,9 +114,9 @@ def test_a_failed_write_is_resolved_by_opening_the_database_again(database, writ
 def test_a_failed_write_of_the_users_own_rdict_stays_in_doubt_until_it_is_opened_again(
     tmp_path, kafka, write, both, written
 ):
-    db = rocksdict.Rdict(str(tmp_path / "db"))
+    db = Failing(rocksdict.Rdict(str(tmp_path / "db")), written=written, entries=2)
     with (
-        RocksDatabase(Failing(db, written=written, entries=2)) as database,
+        RocksDatabase(db) as database,
         DualWriter("orders", kafka=kafka, database=database, timeout_s=5) as writer,
         pytest.raises(TransactionInDoubt),
     ):

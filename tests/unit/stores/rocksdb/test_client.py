@@ -118,8 +118,8 @@ def test_after_a_failed_write_the_database_is_opened_again_and_shows_what_became
 
 @pytest.mark.parametrize("written", [True, False])
 def test_after_a_failed_write_a_database_of_the_users_own_answers_no_more(path, written):
-    db = rocksdict.Rdict(str(path))
-    client = Client(Failing(db, written=written))
+    db = Failing(rocksdict.Rdict(str(path)), written=written)
+    client = Client(db)
     with pytest.raises(WriteFailedError):
         put(client, "b", 2)
     for call in (lambda: client.get("b"), lambda: client.items("ours", b""), lambda: put(client, "c", 3)):

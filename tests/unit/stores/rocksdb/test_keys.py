@@ -117,6 +117,21 @@ def test_a_decision_whose_write_fails_is_in_doubt_until_it_is_looked_up(database
     assert (A in keys.get([A]), database.rdict.get(b"order")) == ((True, b"1") if written else (False, None))
 
 
+def test_an_interrupted_decision_is_in_doubt_and_the_database_stays_usable(database, keys, handle):
+    class Interrupted(Failing):
+        def write(self, batch, options):
+            self._db.write(batch, options)
+            raise KeyboardInterrupt
+
+    client, db = database._client, database._client._db
+    client._db = Interrupted(db, written=True)
+    with pytest.raises(TransactionInDoubt) as caught:
+        keys.commit(handle, [Change(A, None, b"1")], answer_s=1)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert A in keys.get([A])
+    client._db = db
+
+
 def test_a_claim_whose_write_fails_is_unavailable(database, keys):
     database._client._db = Failing(database._client._db, written=True)
     with pytest.raises(Unavailable, match="could not write"):
