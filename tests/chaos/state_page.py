@@ -41,7 +41,7 @@ def section(states: Mapping[str, Any]) -> list[str]:
         "write rows by a `DualWriter`, too. Each reads messages that count or delete a key, publishes each value, and moves the "
         "group's offset, all in one transaction; then it dies at its fail point, or at any moment. The next one restores, and "
         "compares before it goes on: the store, a replay of the changelog's committed records by another reader, and the input up "
-        "to the group's offset must make the same state. Some begin with another directory: an older copy, that of a standby that "
+        "to the group's offset must make the same state; where a task dies before that, the next one compares. Some begin with another directory: an older copy, that of a standby that "
         "has followed meanwhile, or an empty one. The broker compacts the changelogs all the time. The last task of each also "
         "compares all messages, and all rows, with the input.",
         "",

@@ -6,6 +6,7 @@ from chaos.plan import Episode, Round, Step
 from chaos.processes import Forks
 from chaos.results import Results
 from chaos.servers import Servers
+from chaos.states import States
 
 pytestmark = pytest.mark.slow
 
@@ -126,3 +127,16 @@ def test_a_mistaken_product_is_found_out(arena, tmp_path, number, mistake, datab
         ).run()
     assert {finding["kind"] for finding in results.findings} & {"lost", "torn", "twice", "undone"}
     assert (directory / "journal").exists(), "the evidence is gone"
+
+
+@pytest.mark.parametrize("mistake", [pytest.param("", marks=pytest.mark.thorough), "deletions_not_logged"])
+def test_state_stores_equal_their_changelogs_unless_the_product_is_mistaken(arena, tmp_path, mistake):
+    servers, _ = arena
+    results = Results("", 0)
+    with Forks(tmp_path, mistake) as forks:
+        States(servers, forks, tmp_path, results).run(8)
+    if mistake:
+        assert {finding["kind"] for finding in results.findings} == {"differs"}
+    else:
+        assert results.findings == []
+        assert results.states["counted"]["inputs"] > 0

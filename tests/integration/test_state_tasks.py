@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -14,6 +15,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from harness.counting import TABLE
+from harness.patience import wait_until
 from harness.places import ROOT
 from sqlalchemy import create_engine, text
 
@@ -255,6 +257,57 @@ def test_an_empty_directory_is_built_from_the_whole_changelog_and_a_kill_loses_n
         reached = task.store.committed.offset
         assert task.restore(lambda *progress: seen.append(progress)) == max(0, 100 - reached)
         assert len(everything(task.store)) == 100
+
+
+def test_a_compacted_changelog_makes_the_same_state(tmp_path, mortal_kafka):
+    kafka = mortal_kafka.client_config()
+    at_once = {"segment.ms": "100", "min.cleanable.dirty.ratio": "0.001", "max.compaction.lag.ms": "200"}
+    name = f"changelog-{secrets.token_hex(4)}"
+    mortal_kafka.create_topic(name, 1, {"cleanup.policy": "compact", **at_once})
+
+    @contextmanager
+    def opened(directory):
+        with TransactionalProducer(kafka, name) as producer, KeyValueStore(tmp_path / directory) as store:
+            producer.init_transactions()
+            yield StateTask(ProducerBlocks(producer), store, kafka=kafka, changelog=name, partition=0)
+
+    with opened("store") as task:
+        write(task, a="1", b="1", gone="1")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    expected = {"a": "1", "c": "1"}
+
+    def compacted():
+        expected["turn"] = str(int(expected.get("turn", 0)) + 1)
+        with opened("store") as task:  # each turn rolls a segment: only what is older than the newest one is compacted
+            write(task, b=None, gone=None, c="1", turn=expected["turn"])
+        time.sleep(0.2)  # the age that segment.ms asks for
+        return all(record.value != b"1" or record.key in {b"a", b"c"} for record in read_committed(kafka, name))
+
+    wait_until(compacted)
+    for directory in ("copy", "empty", "store"):
+        with opened(directory) as task:
+            task.restore()
+            assert everything(task.store) == replayed(kafka, name) == expected
+
+
+def test_a_changelog_that_ends_before_the_store_is_refused(tmp_path, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+        task.store.commit(1000)  # as a store is whose changelog was truncated
+    with task_on(tmp_path / "store", changelog) as task:
+        with pytest.raises(ChangelogDiffers, match="truncated, or has lost"):
+            write(task, a="2")
+        assert everything(task.store) == {"a": "1"}
+
+
+def test_a_task_becomes_a_standby_at_once(tmp_path, kafka, task_on, changelog):
+    """The marker of its last commit may be missing still: its store is not ahead of the changelog for that."""
+    with task_on(tmp_path / "store", changelog) as task:
+        standby = Standby(task.store, kafka=kafka, changelog=changelog, partition=0)
+        for number in range(5):
+            write(task, a=str(number))
+            assert standby.catch_up() == 0
+        assert everything(task.store) == {"a": "4"}
 
 
 def test_a_standby_follows_and_takes_over(tmp_path, kafka, kafka_id, task_on, changelog):

@@ -52,8 +52,8 @@ class Mistake:
 
 
 MISTAKES: dict[str, Mistake] = {}
-_OF_NATIVE = frozenset({"native", "native_engine"})
-"""The modules of mistakes that only the native engine can make; the checks of the others show them through librdkafka."""
+_OF_NATIVE = frozenset({"native", "native_engine", "state"})
+"""The modules of mistakes that only the native engine can make, or none; the checks of the others show them through librdkafka."""
 
 
 def mistake(*checks: Check) -> Callable[[Plant], Plant]:

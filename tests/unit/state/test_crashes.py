@@ -69,3 +69,23 @@ def test_a_process_that_dies_while_it_deletes_spilled_writes_leaves_a_store_that
             assert dict(store.range()) == BEFORE | ({b"changed": b"new"} if committed else {})
             assert store.committed.offset == (7 if committed else 3)
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["committed"]
+
+
+def test_a_deleted_directory_that_a_power_failure_brings_back_is_not_committed_again(tmp_path, monkeypatch):
+    """A file system need not keep the order in which directories and files become durable."""
+    real = spilled.shutil.rmtree
+
+    def keep(directory):
+        shutil.copytree(directory, tmp_path / "kept")
+        real(directory)
+
+    with KeyValueStore(tmp_path / "store", max_memory_bytes=0) as store:
+        store.put(b"changed", b"old")
+        monkeypatch.setattr(spilled.shutil, "rmtree", keep)
+        store.commit(3)
+        monkeypatch.undo()
+        store.put(b"changed", b"new")
+        store.commit(7)
+    shutil.copytree(tmp_path / "kept", tmp_path / "store" / "uncommitted")
+    with KeyValueStore(tmp_path / "store") as store:
+        assert (store.get(b"changed"), store.committed.offset) == (b"new", 7)
