@@ -81,6 +81,44 @@ def test_what_was_decided_is_completed_by_whoever_comes_next(spark, numbers, wri
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize(
+    ("former", "latter"),
+    [("native", "librdkafka"), pytest.param("librdkafka", "native", marks=pytest.mark.thorough)],
+)
+@pytest.mark.parametrize("leg", ["prepared", pytest.param("staging", marks=pytest.mark.thorough)])
+def test_a_driver_with_the_other_producer_engine_undoes_and_completes_what_the_last_one_has_left(
+    spark, numbers, write, leg, former, latter
+):
+    """The sink's setting was changed between two runs, each time when a driver had died."""
+    dies = {"source": "armed", "databaseLeg": leg, "inAbort": "claim.before"}
+    first, second = numbered(spark).where("id < 50"), numbered(spark).where("id >= 50")
+    with pytest.raises(SPARKS_ERRORS):
+        write(first, **dies, batchId="1", producerEngine=former, inCommit="batch.recorded")
+    assert numbers.rows() == []
+    with pytest.raises(SPARKS_ERRORS):
+        write(first, **dies, batchId="1", producerEngine=latter, inCommit="batch.decided")
+    assert {row.prepared.engine.value for row in slots(numbers) if row.completed is None} == {latter}
+    write(first, batchId="1", databaseLeg=leg, producerEngine=former)
+    assert len(numbers.rows()) == 50
+    assert numbers.rows() == numbers.messages()
+    write(second, batchId="2", databaseLeg=leg, producerEngine=former)
+    with pytest.raises(SPARKS_ERRORS):
+        write(second, **dies, batchId="3", producerEngine=former, inCommit="batch.decided")
+    recover(open_for_s=0, kafka=numbers.kafka, database=numbers.url)  # of no engine
+    write(second, batchId="3", databaseLeg=leg, producerEngine=latter)
+    assert len(numbers.rows()) == 2 * ROWS - 50
+    assert numbers.rows() == numbers.messages()
+    nothing_is_left(numbers)
+
+
+def slots(case):
+    """The rows of the sink's slots."""
+    engine = create_engine(case.url)
+    found = SqlStateStore(engine).find(f"{case.sink}.spark#")
+    engine.dispose()
+    return found
+
+
 def test_what_a_late_task_has_prepared_is_undone(spark, numbers, write):
     write(numbered(spark), batchId="1")
     engine = create_engine(numbers.url)

@@ -6,13 +6,14 @@ import pytest
 from harness.page_examples import example, run_example
 from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
-from harness.spark_source import ArmedSource, write_by, write_with
+from harness.spark_source import ArmedSource, options, write_by, write_with
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.sinks.spark import foreach_partition, register, write_batch
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.driver import plan
 from dualwrite.units import BatchReader
 
@@ -56,12 +57,16 @@ def test_a_batch_is_announced_once_when_it_is_complete(spark, numbers, unit_topi
         assert batches(later) == [("2", second)]
 
 
+def failing(spark):
+    """Rows of which the last one cannot be computed."""
+    fails = functions.when(functions.col("id") == ROWS - 1, functions.raise_error(functions.lit("bad row")))
+    return numbered(spark).withColumn("name", fails.otherwise(functions.col("name")))
+
+
 def test_a_batch_that_is_written_in_part_is_not_visible_until_all_of_it_is(spark, numbers, unit_topic, reader):
-    failing = functions.when(functions.col("id") == ROWS - 1, functions.raise_error(functions.lit("bad row")))
-    bad = numbered(spark).withColumn("name", failing.otherwise(functions.col("name")))
     settings = {**numbers.settings, "unit_topic": unit_topic}
     with pytest.raises((*SPARKS_ERRORS, Exception), match="bad row"):
-        write_batch(bad, batch_id="1", **settings)
+        write_batch(failing(spark), batch_id="1", **settings)
     [seen] = numbers.batches()
     assert 0 < seen.written_partitions < PARTITIONS
     assert len(numbers.messages()) > 0
@@ -107,6 +112,119 @@ def test_a_batch_is_not_announced_while_another_one_of_the_sink_is_at_work(
     numbers.execute("UPDATE dualwrite_slot SET lease_owner = NULL, lease_until = NULL")
     write_batch(df, batch_id="2", **settings)
     assert batches(reader) == [("2", list(range(10, 20)))]
+
+
+def test_a_driver_that_was_paused_before_it_announces_finds_a_part_of_the_next_batch(
+    spark, numbers, unit_topic, reader
+):
+    settings, passed = {**numbers.settings, "unit_topic": unit_topic}, []
+
+    def next_driver(name):
+        passed.append(name)
+        if name == "claim.before" and passed.count("unit.batch") == 1 and "next" not in passed:
+            passed.append("next")
+            with pytest.raises((*SPARKS_ERRORS, Exception), match="bad row"):
+                write_batch(failing(spark), batch_id="2", **settings)
+
+    with (
+        failpoints.watched(next_driver),
+        pytest.raises(ConfigurationError, match="batch '2' of the same sink is written in part"),
+    ):
+        write_batch(numbered(spark, 10, 1), batch_id="1", **settings)
+    assert batches(reader) == []
+
+
+FILES = 3
+
+
+@pytest.fixture
+def start(spark, numbers, unit_topic, tmp_path):
+    """Start a query over files of ten rows each, one file in a micro-batch; with a fail point where it decides."""
+    register(spark)
+    spark.dataSource.register(ArmedSource)
+    source = str(tmp_path / "source")
+    for number in range(FILES):
+        numbered(spark, 10 * (number + 1), 1).where(f"id >= {10 * number}").write.mode("append").parquet(source)
+
+    def start(way, point=""):
+        rows = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1").parquet(source)
+        stream = rows.repartition(2).writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        if way == "foreach_batch":
+            failpoints.arm(point)
+            stream = stream.foreachBatch(foreach_batch(**numbers.settings, unit_topic=unit_topic))
+        else:
+            more = {"databaseLeg": way, "unitTopic": unit_topic, "inCommit": point}
+            stream = stream.format("armed").options(**options(numbers, **more))
+        return stream.trigger(availableNow=True).start()
+
+    yield start
+    failpoints.arm("")
+
+
+def of_files(query):
+    """The micro-batches of a query, each with the rows of its file."""
+    return [(f"{query.id}/{number}", list(range(10 * number, 10 * number + 10))) for number in range(FILES)]
+
+
+@pytest.mark.parametrize("way", ["staging", "foreach_batch", pytest.param("prepared", marks=pytest.mark.thorough)])
+def test_each_micro_batch_of_a_stream_is_announced_and_a_restart_announces_nothing(numbers, reader, start, way):
+    first = start(way)
+    first.awaitTermination()
+    assert batches(reader) == of_files(first)
+    start(way).awaitTermination()
+    assert batches(reader) == []
+    numbers.verify(10 * FILES)
+
+
+POINTS = ["unit.batch", "claim.initialized", "unit.ending", "write.decided", "unit.ended"]
+
+
+@pytest.mark.parametrize(
+    ("way", "point"),
+    [
+        ("foreach_batch", "unit.batch:2:raise"),
+        *(pytest.param("foreach_batch", f"{point}:2:raise", marks=pytest.mark.thorough) for point in POINTS[2:]),
+        ("staging", "unit.batch"),
+        *(
+            pytest.param(way, point, marks=pytest.mark.thorough)
+            for way in ("staging", "prepared")
+            for point in POINTS
+            if (way, point) != ("staging", "unit.batch")
+        ),
+    ],
+)
+def test_a_stream_that_dies_while_it_announces_a_micro_batch_announces_it_when_it_is_run_again(
+    numbers, reader, start, way, point
+):
+    """Every micro-batch of it once, in their order: none is left out, and none comes with the next one."""
+    dying = start(way, point)
+    with pytest.raises(StreamingQueryException):
+        dying.awaitTermination()
+    failpoints.arm("")
+    seen = batches(reader)
+    assert seen == of_files(dying)[: len(seen)]
+    assert len(seen) < FILES
+    again = start(way)
+    again.awaitTermination()
+    assert seen + batches(reader) == of_files(again)
+    numbers.verify(10 * FILES)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("leg", ["staging", "prepared"])
+def test_a_batch_whose_announcing_process_is_killed_is_announced_by_the_next_run(
+    spark, numbers, unit_topic, reader, leg, point
+):
+    register(spark)
+    spark.dataSource.register(ArmedSource)
+    given = {"source": "armed", "batchId": "1", "unitTopic": unit_topic, "databaseLeg": leg}
+    with pytest.raises(SPARKS_ERRORS):
+        write_with(numbers, numbered(spark), inCommit=point, **given)
+    seen = batches(reader)
+    write_with(numbers, numbered(spark), **given)
+    assert seen + batches(reader) == [("1", list(range(ROWS)))]
+    numbers.verify()
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(spark, numbers):

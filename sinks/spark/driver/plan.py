@@ -137,12 +137,6 @@ class DriverSide:
         if options.unit_topic is None or options.topic is None:
             return
         failpoints.hit("unit.batch")
-        other = batch_in_part(self._engine, options.sink, self._batch_id, schema=options.schema)
-        if other is not None:
-            raise ConfigurationError(
-                f"{self.name} is written, but not announced: batch {other!r} of the same sink is written in part",
-                next_step=f"run batch {other!r} until it is written, then this one again",
-            )
         announce_batch(
             self._batch_id,
             options.topic,
@@ -158,9 +152,18 @@ class DriverSide:
     def _other_batches(self) -> Mapping[str, object]:
         """By slot, its newest decision: another one once another batch of the sink has decided anything.
 
+        A driver that was paused may find tasks of the next one, or what they have written before it looks at their slots.
+
         Raises:
-            ConfigurationError: Tasks of another batch are at work. Its unit would show a part of that batch.
+            ConfigurationError: Tasks of another batch are at work, or it is written in part. The unit would show that part.
         """
+        options = self._options
+        other = batch_in_part(self._engine, options.sink, self._batch_id, schema=options.schema)
+        if other is not None:
+            raise ConfigurationError(
+                f"{self.name} is written, but not announced: batch {other!r} of the same sink is written in part",
+                next_step=f"run batch {other!r} until it is written, then this one again",
+            )
         deadline = Deadline(_OTHERS_S)
         while held := self._pool.held_by(""):
             if deadline.expired:

@@ -19,6 +19,7 @@ from harness.mistakes import (
     settling,
     spark,
     state,
+    units,
     writing,
 )
 from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
@@ -40,5 +41,6 @@ __all__ = [
     "settling",
     "spark",
     "state",
+    "units",
     "writing",
 ]

@@ -1,0 +1,78 @@
+"""Mistakes about atomic units: their writer, and the units of Spark's batches. PySpark is imported where one is planted."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualwrite.protocol.tables.unit_life import UnitWriterEvent
+from dualwrite.units import announcing, writer
+from harness.mistakes.registry import Check, mistake
+
+_UNITS = "integration/test_units.py::"
+_TOPIC = "integration/test_unit_topic.py::"
+
+
+@mistake(
+    Check(
+        f"{_UNITS}test_a_second_writer_fences_the_first_whose_unit_is_aborted",
+        "holds '(begin|part|end)', which cannot stand there",
+    )
+)
+def unfinished_unit_not_aborted(patch: pytest.MonkeyPatch) -> None:
+    """A writer of units does not look whether the log ends inside a unit."""
+    patch.setattr(writer, "found_at_the_end", lambda _: UnitWriterEvent.FIND_ENDED)
+
+
+@mistake(Check(f"{_TOPIC}test_a_batch_that_is_written_in_part_is_not_visible_until_all_of_it_is", "DID NOT RAISE"))
+def batch_announced_beside_another(patch: pytest.MonkeyPatch) -> None:
+    """A Spark driver announces its batch although another one of the sink is written in part."""
+    from dualwrite.sinks.spark.driver.plan import DriverSide
+
+    patch.setattr(DriverSide, "_other_batches", lambda _: {})
+
+
+@mistake(
+    Check(f"{_TOPIC}test_a_driver_that_was_paused_before_it_announces_finds_a_part_of_the_next_batch", "DID NOT RAISE")
+)
+def other_batches_looked_for_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A Spark driver looks for other batches of its sink before it owns the unit topic, and not afterwards."""
+    from dualwrite.sinks.spark.driver.plan import DriverSide
+
+    real_announce, real_others = DriverSide.announce, DriverSide._other_batches
+
+    def announce(self):
+        found = real_others(self)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "_other_batches", lambda: found, raising=False)
+            real_announce(self)
+
+    patch.setattr(DriverSide, "announce", announce)
+
+
+@mistake(
+    Check(
+        f"{_TOPIC}test_a_stream_that_dies_while_it_announces_a_micro_batch_announces_it_when_it_is_run_again"
+        "[staging-unit.batch]",
+        "assert .* ==|At index|/1",
+    )
+)
+def written_batch_not_announced(patch: pytest.MonkeyPatch) -> None:
+    """A Spark driver announces only a batch that this run has written: the one whose driver died before that comes later."""
+    from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+
+    def decide(self, layout, prepared, **options):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "announce", lambda: None, raising=False)
+            written = real(self, layout, prepared, **options)
+        if written:
+            self.announce()
+        return written
+
+    real = WholeBatch.decide
+    patch.setattr(WholeBatch, "decide", decide)
+
+
+@mistake(Check(f"{_TOPIC}test_a_batch_is_announced_once_when_it_is_complete[write_batch]", "assert"))
+def unit_of_all_that_the_topic_holds(patch: pytest.MonkeyPatch) -> None:
+    """A batch's unit begins where the topic does, not where the last unit ended."""
+    patch.setattr(announcing, "last_ranges", lambda *_: None)
