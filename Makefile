@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -97,6 +97,9 @@ ARENAS ?= 1
 BROKERS ?= 1
 chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 ENGINE=native CONSUMERS=300 STATE=1000 (N=10000 on one broker: about an hour)
 	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(CONSUMERS),--consumers $(CONSUMERS)) $(if $(STATE),--state $(STATE)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
+
+units: archive ## kill writers of units, and look at what readers see: make units N=300 SEED=1 ENGINE=native (five minutes)
+	cd tests && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))

@@ -29,6 +29,7 @@ from benchmarks import (
     steps,
     telemetry,
     threads,
+    units,
 )
 from benchmarks.servers import machine, servers
 
@@ -56,6 +57,7 @@ PARTS = {
     "async": Part(async_tasks.run, {"tasks": (1, 20), "rounds": 1, "slice_s": 1.0}),
     "group": Part(group.run, {"threads": (1, 20), "rounds": 1, "slice_s": 1.0}),
     "consumer": Part(consumer.run, {"messages": 3000, "rounds": 1, "seconds": 3.0, "per_second": 50}),
+    "units": Part(units.run, {"records": 2000, "rounds": 1, "large": 5000}),
     "network": Part(network.run, {"operations": 5, "warm_up": 2, "counted": 10}),
     "known_end": Part(known_end.run, {"operations": 20, "rounds": 1, "seconds": 0.3}),
     "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),

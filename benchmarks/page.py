@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pipelined, records, spark_page
+from benchmarks import pipelined, records, spark_page, units
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -65,6 +65,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "async": _async,
         "group": _group,
         "consumer": _consumer,
+        "units": units.section,
         "known_end": _known_end,
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,

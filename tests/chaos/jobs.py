@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.hanging import abort_hanging
 from harness.members import METADATA as COPIES
 from harness.members import make_member
+from harness.unit_worker import write_units
 from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABLE, make_engine, write
 from sqlalchemy import Engine, exc
 
@@ -237,6 +238,7 @@ JOBS: dict[str, Callable[[dict, Engine, Tell], int]] = {
     "check": check,
     "consume": consume,
     "tally": tally,
+    "units": write_units,
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chaos import units_page
 from chaos.plot import shares
 from chaos.results import Results
 from chaos.state_page import section as states
@@ -137,6 +138,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *_fleets(figures.get("fleets", {})),
         *_consumers(figures.get("consumers", {})),
         *states(figures.get("states", {})),
+        *units_page.section(),
         *_spark(figures["spark"]),
         *_mended(),
         *_limits(),
