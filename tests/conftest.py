@@ -15,12 +15,13 @@ import psycopg
 import pytest
 from harness import class_archive
 from harness.collected import COLLECTED
+from harness.databases import prepare_mariadb
 from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.shared_servers import KAFKA, MARIADB, Shared, plugin, shared_kafka, shared_mariadb
 from harness.users import USERS
 from hypothesis import settings
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -289,6 +290,21 @@ def migrated_database(dualwrite_postgres: EmbeddedPostgres, migrated_template: s
         connection.execute(f"CREATE DATABASE {name} TEMPLATE {migrated_template}")
     yield dualwrite_postgres.url_of(name)
     dualwrite_postgres.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def mariadb_of_session(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[str]:
+    """A database that tests use one after the other: its tables take longer to make than to empty."""
+    url = dualwrite_mariadb.create_database()
+    yield url
+    dualwrite_mariadb.drop_database(make_url(url).database or "")
+
+
+@pytest.fixture
+def migrated_mariadb(mariadb_of_session: str) -> str:
+    """The SQLAlchemy URL of a migrated database of MariaDB without rows."""
+    prepare_mariadb(mariadb_of_session, own_tables=False).dispose()
+    return mariadb_of_session
 
 
 @pytest.fixture

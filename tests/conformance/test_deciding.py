@@ -37,7 +37,7 @@ from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores import opening
 
 BY_URL = {"rocksdb", "zookeeper"}
-MARKS = {"postgresql": pytest.mark.postgresql}
+MARKS = {"postgresql": pytest.mark.postgresql, "mariadb": pytest.mark.mariadb}
 THERE = [name for name in KINDS if name not in BY_URL or name in opening._OTHERS]
 
 

@@ -18,7 +18,7 @@ import dualwrite.migrations
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import BATCH_VIEW, VERSION_TABLE, Tables, declare_tables
+from dualwrite.stores.tables import BATCH_VIEW, OWN_TABLES, VERSION_TABLE, Tables, declare_tables
 from harness import patience
 
 CLUSTER = "cluster-one"
@@ -85,10 +85,12 @@ class Database:
             engine.dispose()
 
 
-def prepare(kind: str, url: str, schema: str | None = None) -> Database:
+def prepare(kind: str, url: str, schema: str | None = None, *, own_tables: bool = True) -> Database:
     database = Database(kind, url, schema)
     with database.engine().connect() as connection:
         dualwrite.migrations.upgrade(connection, schema=schema)
+    if not own_tables:
+        return database
     database.execute("CREATE TABLE customer (id INTEGER PRIMARY KEY)")
     deferred = "" if kind == "mariadb" else " DEFERRABLE INITIALLY DEFERRED"
     database.execute(
@@ -117,8 +119,11 @@ _columns: dict[tuple[str, str | None], Sequence[Any]] = {}
 """The columns of the databases that tests share."""
 
 
-def prepare_mariadb(url: str, schema: str | None = None) -> Database:
-    """The database as new, without the sessions of former tests: its tables are made again only if a test changed them."""
+def prepare_mariadb(url: str, schema: str | None = None, *, own_tables: bool = True) -> Database:
+    """The database as new, without the sessions of former tests: its tables are made again only if a test changed them.
+
+    Without tables of a user's own, those that a test has made go.
+    """
     name = make_url(url).database
     engine = create_engine(url.replace(f"/{name}", "/"), isolation_level="AUTOCOMMIT")
     both = {"schemas": [name, schema]}
@@ -134,6 +139,11 @@ def prepare_mariadb(url: str, schema: str | None = None) -> Database:
             with suppress(OperationalError):  # it has just ended
                 connection.execute(text(f"KILL {number}"))
         columns = connection.execute(found, both).all()
+        if not own_tables:
+            connection.execute(text("SET foreign_key_checks = 0"))
+            for holder, table in {(row[0], row[1]) for row in columns if row[1] not in {*OWN_TABLES, BATCH_VIEW}}:
+                connection.execute(text(f"DROP TABLE `{holder}`.`{table}`"))
+            columns = [row for row in columns if row[1] in {*OWN_TABLES, BATCH_VIEW}]
         if columns and _columns.get((url, schema)) == columns:
             connection.execute(text("SET foreign_key_checks = 0"))
             for holder, table in {(row[0], row[1]) for row in columns if row[1] not in {BATCH_VIEW, VERSION_TABLE}}:
@@ -144,7 +154,7 @@ def prepare_mariadb(url: str, schema: str | None = None) -> Database:
             for one in (ODD_SCHEMA, name):
                 connection.execute(text(f"DROP DATABASE IF EXISTS `{one}`"))
             connection.execute(text(f"CREATE DATABASE `{name}`"))
-            made = prepare("mariadb", url, schema)
+            made = prepare("mariadb", url, schema, own_tables=own_tables)
             _columns[url, schema] = connection.execute(found, both).all()
     engine.dispose()
     return made

@@ -19,7 +19,7 @@ from sqlalchemy import NullPool, create_engine, text
 
 from dualwrite.ports.database import Database
 from dualwrite.stores.opening import database_of
-from harness.databases import CLUSTER, emptied, prepare, prepared, sqlite_url
+from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase
 
 POINTS: Final = ("claimed", "begun", "decided", "committed")
@@ -71,6 +71,14 @@ class PostgreSQLServer(Sql):
     def make(self, request: Any, path: Path) -> str:
         del path
         made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")))
+        made.dispose()
+        return made.url
+
+
+class MariaDBServer(Sql):
+    def make(self, request: Any, path: Path) -> str:
+        del path
+        made = prepare_mariadb(request.getfixturevalue("mariadb_url"))
         made.dispose()
         return made.url
 
@@ -149,6 +157,7 @@ def _kazoo(hosts: str) -> Iterator[Any]:
 KINDS: Final[dict[str, Kind]] = {
     "sqlite": SQLiteFile(),
     "postgresql": PostgreSQLServer(),
+    "mariadb": MariaDBServer(),
     "dictionary": InDictionary(),
     "rocksdb": RocksDBDirectory(),
     "zookeeper": ZooKeeperTree(),

@@ -11,7 +11,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from dualwrite import DualWriter
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-on_both = pytest.mark.parametrize("url", ["postgresql", "sqlite"], indirect=True)
+_MARIADB = pytest.param("mariadb", marks=[pytest.mark.mariadb, pytest.mark.thorough])
+on_both = pytest.mark.parametrize("url", ["postgresql", "sqlite", _MARIADB], indirect=True)
 """For what a database may do in a way of its own. What says neither is tried on SQLite by ``--thorough`` alone."""
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, create_engine, event, exc, text
+from sqlalchemy import BigInteger, Column, Engine, MetaData, String, Table, Text, create_engine, event, exc, text
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import (
@@ -35,12 +35,13 @@ from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 
 METADATA = MetaData()
-OPERATIONS = Table("operations", METADATA, Column("id", Text, primary_key=True))
+_NAME = Text().with_variant(String(255), "mysql")  # no key may be a TEXT there
+OPERATIONS = Table("operations", METADATA, Column("id", _NAME, primary_key=True))
 QUERY = "SELECT id FROM operations"
 DECISIONS = Table(
     "decisions",
     METADATA,
-    Column("operation", Text, primary_key=True),
+    Column("operation", _NAME, primary_key=True),
     Column("transactional_id", Text),
     Column("incarnation", BigInteger),
     Column("member", Text),

@@ -20,6 +20,8 @@ def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
     if request.param == "postgresql":
         return request.getfixturevalue("migrated_database")
+    if request.param == "mariadb":
+        return request.getfixturevalue("migrated_mariadb")
     if request.param == "rocksdb":
         pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
         RocksDatabase(tmp_path / "rocks").close()

@@ -55,6 +55,13 @@ orders:   {'order/1': 'tea', 'order/3': 'tea'}
 messages: {'order/1': 'tea', 'order/3': 'tea'}
 tea left: 1
 """,
+    "mariadb_orders.py": """\
+placed: rows {1: 'tea'}, messages {1: 'tea'}
+refused: ALTER would have committed the rows of the dual write without its messages: it was not sent
+aborted: rows {1: 'tea'}, messages {1: 'tea'}
+killed after the database commit: Kafka transaction Ongoing
+recovered: rows {1: 'tea', 2: 'pot'}, messages {1: 'tea', 2: 'pot'}
+""",
     "offsets_as_rows.py": """\
 member 0 has read 10 messages, and pauses
 member 1 has taken over, and written 20
@@ -127,8 +134,12 @@ messages equal input: True
 
 
 @pytest.mark.parametrize("example", PRINTED)
-def test_example_prints_what_it_shows(example, dualwrite_kafka, dualwrite_postgres):
+def test_example_prints_what_it_shows(request, example, dualwrite_kafka, dualwrite_postgres):
+    mariadb = {}
+    if example.startswith("mariadb"):
+        mariadb = {"DUALWRITE_TEST_MARIADB": request.getfixturevalue("dualwrite_mariadb").url}
     servers = {
+        **mariadb,
         "DUALWRITE_TEST_KAFKA": dualwrite_kafka.bootstrap_servers,
         "DUALWRITE_TEST_POSTGRES": dualwrite_postgres.url,
     }

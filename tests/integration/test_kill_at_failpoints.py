@@ -15,13 +15,15 @@ SETTLE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith(("cla
 DECIDED = {"write.decided", "write.completed"}
 LEFT_BY = ["write.decided", "write.recorded"]
 URLS = ["postgresql", "sqlite"]
-DATABASES = [*URLS, "rocksdb"]
+DATABASES = [*URLS, "mariadb", "rocksdb"]
 # One real death on each side of each decision. The search and the model put one at every step.
 WRITERS_IN_EVERY_RUN = {
     ("write.produced", "postgresql"),
     ("write.before_abort", "postgresql"),
     ("write.recorded", "sqlite"),
     ("write.decided", "postgresql"),
+    ("write.recorded", "mariadb"),
+    ("write.decided", "mariadb"),
     ("write.recorded", "rocksdb"),
     ("write.decided", "rocksdb"),
 }

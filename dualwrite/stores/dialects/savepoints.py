@@ -201,6 +201,7 @@ class SavepointWatch:
         driver = committing.driver_of(self._connection)
         if driver is None or self._dialect.standing(driver) is Standing.BROKEN:
             raise Unavailable("a unit of the group has lost the database connection", transactional_id=self._id)
+        self._dialect.refuse(self._connection, "")  # after a deadlock, MariaDB has nothing of the group left
         transaction = self._connection.get_transaction()
         if transaction is None or not transaction.is_active:
             raise TransactionAborted(

@@ -1,0 +1,232 @@
+"""Dual writes on MariaDB: what it does in a way of its own must not come between rows and messages."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pymysql
+import pytest
+from harness.orders import Order
+from sqlalchemy import create_engine, insert, select, text, update
+from sqlalchemy.orm import sessionmaker
+
+from dualwrite import (
+    AsyncDualWriter,
+    ConfigurationError,
+    DualWriter,
+    IllegalStateError,
+    TransactionAborted,
+    recover,
+)
+from dualwrite.testing import EmbeddedMariaDB, read_committed
+
+pytestmark = [pytest.mark.mariadb, pytest.mark.parametrize("url", ["mariadb"], indirect=True)]
+
+
+@pytest.fixture
+def write(dualwrite_topic):
+    def write(tx, number):
+        tx.produce(dualwrite_topic, value=str(number))
+        tx.connection.execute(insert(Order.__table__).values(id=number))
+
+    return write
+
+
+def test_each_block_is_on_both_sides_or_on_neither(writer, write, dualwrite_topic, both):
+    with writer.transaction() as tx:
+        write(tx, 1)
+        with pytest.raises(KeyError), tx.connection.begin_nested():
+            write(tx, 2)
+            raise KeyError
+        with tx.session.begin_nested():
+            tx.session.add(Order(id=3))
+            tx.produce(dualwrite_topic, value="3")
+    with pytest.raises(ValueError, match="no"), writer.transaction() as tx:
+        write(tx, 4)
+        raise ValueError("no")
+    assert both() == ([1, 3], [1, 3])
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_ddl_in_the_block_sends_no_message(writer, write, both, past):
+    with pytest.raises(IllegalStateError, match="DDL"), writer.transaction() as tx:
+        write(tx, 1)
+        if past:
+            with tx.connection.connection.cursor() as cursor:
+                cursor.execute("CREATE TABLE more (id INT)")
+        else:
+            tx.connection.execute(text("CREATE TABLE more (id INT)"))
+    # Nothing takes back what the server has committed: the error says that it stays.
+    assert both() == ([1] if past else [], [])
+
+
+def test_a_deadlock_of_two_dual_writes_is_survived_by_running_one_again(
+    kafka, engine, write, dualwrite_topic, both, caplog
+):
+    caplog.set_level("INFO", "dualwrite.writing.redo")
+    with engine.begin() as connection:
+        connection.execute(insert(Order.__table__), [{"id": -1}, {"id": -2}])
+    both_hold_one = threading.Barrier(2)
+    with DualWriter("orders", kafka=kafka, database=engine) as writer:
+
+        def run(number, first, second):
+            runs = []
+
+            def work(tx):
+                runs.append(tx)
+                tx.connection.execute(update(Order).where(Order.id == first).values(note=str(number)))
+                write(tx, number)
+                if len(runs) == 1:
+                    both_hold_one.wait(120)
+                with tx.connection.begin_nested():  # which the deadlock takes away, too
+                    tx.connection.execute(update(Order).where(Order.id == second).values(note=str(number)))
+
+            writer.run(work)
+
+        threads = [threading.Thread(target=run, args=args) for args in ((1, -1, -2), (2, -2, -1))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum("Deadlock found" in record.getMessage() for record in caplog.records) >= 1
+    assert both() == ([-2, -1, 1, 2], [1, 2])
+
+
+def test_a_deadlock_in_a_group_runs_its_units_again(writer, engine, write, both):
+    with engine.begin() as connection:
+        connection.execute(insert(Order.__table__), [{"id": -1}, {"id": -2}])
+    held, met = threading.Event(), threading.Event()
+
+    def other():
+        with engine.begin() as connection:
+            connection.execute(update(Order).where(Order.id == -2).values(note="other " * 1000))
+            connection.execute(insert(Order.__table__), [{"id": -number} for number in range(10, 60)])
+            held.set()
+            met.wait(120)
+            connection.execute(update(Order).where(Order.id == -1).values(note="other"))
+            connection.rollback()
+
+    def first(tx):
+        write(tx, 1)
+
+    runs = []
+
+    def victim(tx):
+        runs.append(tx)
+        write(tx, 2)
+        if len(runs) == 1:
+            tx.connection.execute(update(Order).where(Order.id == -1).values(note="ours"))
+            held.wait(120)
+            threading.Timer(0.3, met.set).start()
+            tx.connection.execute(update(Order).where(Order.id == -2).values(note="ours"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with together(writer):
+        futures = [writer.submit(work, key=key) for key, work in enumerate((first, victim))]
+    for future in futures:
+        future.exception(120)
+    thread.join()
+    rows, messages = both()
+    assert [number for number in rows if number > 0] == messages
+    assert 1 in messages
+
+
+@contextmanager
+def together(writer):
+    """The units that are submitted here become one group."""
+    may_go, begun = threading.Event(), threading.Event()
+
+    def blocking(_):
+        begun.set()
+        may_go.wait(60)
+
+    future = writer.submit(blocking, key="first of a test")
+    begun.wait(60)
+    yield
+    may_go.set()
+    future.result(60)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_the_lost_answer_of_a_commit_is_resolved_by_the_row(writer, write, both, monkeypatch, arrives):
+    sent = []
+
+    class Lossy:
+        def __init__(self, driver):
+            self.execute, self.read = driver._execute_command, driver._read_ok_packet
+            driver._execute_command, driver._read_ok_packet = self.command, self.ok
+
+        def command(self, number, statement):
+            self.lost = statement == "COMMIT"
+            sent.append(self.lost)
+            if arrives or not self.lost:
+                self.execute(number, statement)
+
+        def ok(self):
+            if arrives or not self.lost:
+                self.read()
+            if self.lost:
+                raise pymysql.err.OperationalError(2013, "Lost connection to MySQL server during query")
+
+    try:
+        with writer.transaction() as tx:
+            write(tx, 1)
+            Lossy(tx.connection.connection.dbapi_connection)
+        outcome = [1]
+    except TransactionAborted:
+        outcome = []
+    assert any(sent)
+    assert outcome == ([1] if arrives else [])
+    assert both() == (outcome, outcome)
+
+
+def test_a_session_of_the_applications_joins_before_its_first_statement(writer, engine, dualwrite_topic, both):
+    factory = sessionmaker(engine)
+    bound = writer.bind(factory)
+    with factory() as session:
+        bound.produce(session, dualwrite_topic, value="1")
+        session.add(Order(id=1))
+        session.commit()
+    assert both() == ([1], [1])
+
+
+@pytest.mark.thorough
+def test_a_server_that_is_killed_and_comes_back(url, kafka, dualwrite_topic):
+    """Whatever it had committed is completed; the rest is on neither side."""
+    import dualwrite.migrations
+
+    with EmbeddedMariaDB({"sync-binlog": "1"}) as server:
+        engine = create_engine(server.create_database(), pool_pre_ping=True)
+        with engine.connect() as connection:
+            dualwrite.migrations.upgrade(connection)
+        Order.__table__.create(engine)
+        with DualWriter("orders-killed", kafka=kafka, database=engine) as writer:
+            done = []
+            for number in range(6):
+                try:
+                    with writer.transaction() as tx:
+                        tx.produce(dualwrite_topic, value=str(number))
+                        tx.connection.execute(insert(Order.__table__).values(id=number))
+                        if number == 2:
+                            server.kill()
+                except Exception:  # noqa: BLE001 - compared below
+                    server.start()
+                    continue
+                done.append(number)
+        recover(kafka=kafka, database=engine, open_for_s=0)
+        with engine.connect() as connection:
+            rows = sorted(connection.execute(select(Order.id)).scalars())
+        assert rows == sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
+        assert set(done) <= set(rows)
+        assert {0, 1} <= set(rows)
+        assert 2 not in rows
+        engine.dispose()
+
+
+def test_asynchronous_drivers_are_refused(url, kafka):
+    with pytest.raises(ConfigurationError, match=r"not supported by an AsyncDualWriter.*to_thread"):
+        AsyncDualWriter("orders", kafka=kafka, database=url)
+    with pytest.raises(ConfigurationError, match=r"not supported by an AsyncDualWriter.*to_thread"):
+        AsyncDualWriter("orders", kafka=kafka, database=url.replace("pymysql", "aiomysql"))
