@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import psycopg
 import pymysql
 import pytest
-from harness.databases import Database, run_raw
+from harness.databases import Database, prepared, run_raw
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
@@ -258,3 +258,26 @@ def test_where_nothing_runs_past_sqlalchemy_a_message_costs_no_statement(begin_p
         event.remove(tx.connection, "before_cursor_execute", listener)
         assert len(statements) == 1
         assert "wait" not in vars(tx.connection.connection.driver_connection)
+
+
+@on_each
+def test_a_rollback_does_not_bring_back_the_witness_of_an_earlier_dual_write(
+    database: Database, store: SqlStateStore
+) -> None:
+    database.claim(store, "orders")
+    with store.engine.connect() as connection:
+        for last in (False, True):
+            store.begin(connection)
+            watch = store.watch_savepoints(connection, "orders")
+            write = DualWrite(connection, watch)
+            write.execute_unseen("SAVEPOINT unseen")
+            write.produce(1 + last)
+            if last:
+                write.execute_unseen("ROLLBACK TO SAVEPOINT unseen")
+                with pytest.raises(TransactionAborted, match="rolled back past SQLAlchemy"):
+                    write.finish()
+                store.rollback(connection)
+            else:
+                write.finish()
+                assert store.decide(connection, "orders", 1, prepared(1))[0]
+                store.commit(connection)

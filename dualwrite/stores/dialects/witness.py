@@ -6,6 +6,7 @@ row, whichever code sends the rollback, and by whichever route.
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from contextlib import contextmanager, suppress
 from inspect import isawaitable
@@ -242,6 +243,8 @@ class SqliteWitness:
 
     def __init__(self, connection: Connection) -> None:
         self.doubtful = True
+        # A rollback may bring back the row of an earlier transaction: no two of them use the same numbers.
+        self._first = secrets.randbits(40) << 20
         self._cursor = cast("sqlite3.Connection", connection.connection.dbapi_connection).cursor()
 
     def expect(self, *, many: bool) -> None:
@@ -256,10 +259,10 @@ class SqliteWitness:
         del connection
         if not known:
             self._cursor.execute(_MAKE)
-            self._cursor.execute(_BEGIN, (number,))
+            self._cursor.execute(_BEGIN, (self._first + number,))
             return True
         try:
-            self._cursor.execute(_RENEW, (number, known))
+            self._cursor.execute(_RENEW, (self._first + number, self._first + known))
         except sqlite3.OperationalError:  # the rollback also removed the table
             return False
         return self._cursor.rowcount == 1
@@ -268,7 +271,7 @@ class SqliteWitness:
         """See :class:`Witness`."""
         del connection
         try:
-            self._cursor.execute(_FIND, (number,))
+            self._cursor.execute(_FIND, (self._first + number,))
             return self._cursor.fetchone() is not None
         except sqlite3.OperationalError:
             return False
@@ -287,7 +290,7 @@ class SqliteWitness:
                 self._cursor.execute(statement)
             if number is not None:
                 self._cursor.execute(_MAKE)
-                self._cursor.execute(_BEGIN, (number,))
+                self._cursor.execute(_BEGIN, (self._first + number,))
 
     def stop(self) -> None:
         """See :class:`Witness`."""
