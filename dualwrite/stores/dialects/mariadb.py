@@ -1,4 +1,4 @@
-"""MariaDB 10.6 and newer, and MySQL 8.0.16 and newer, through PyMySQL or mysqlclient; all tables of a dual write in InnoDB.
+"""MariaDB 10.6 and newer, and MySQL 8.0.17 and newer, through PyMySQL or mysqlclient; all tables of a dual write in InnoDB.
 
 A statement that fails leaves the transaction open, but a deadlock rolls back all of it, and the next statement silently
 begins another one; DDL commits it. So the transaction begins with a savepoint, which only that transaction has: the decision

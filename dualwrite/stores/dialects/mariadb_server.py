@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OLDEST: Final = {True: ("MariaDB", (10, 6)), False: ("MySQL", (8, 0, 16))}  # SKIP LOCKED; CHECK constraints
+_OLDEST: Final = {True: ("MariaDB", (10, 6)), False: ("MySQL", (8, 0, 17))}  # SKIP LOCKED; utf8mb4_0900_bin
 _OFF: Final = frozenset({"0", "OFF", "off"})
 FACTS: Final = (
     "@@global.read_only",
