@@ -123,20 +123,17 @@ class ZooKeeperKeys:
         """Append the operations that make the changes, if all entries are as expected."""
         for change in changes:
             path = self._paths.entry(*change.key)
-            if change.expected is not None:
-                life, version = cast("tuple[str, int]", change.expected.version)
-                if change.value is None:
-                    request.check(path, version)
-                else:
-                    request.set_data(path, packed(life, change.value), version)
-                request.check(f"{path}/{life}", -1)
-                continue
-            life = secrets.token_hex(8)
-            request.create(path, packed(life, change.value or b""), acl=self._session.acl)
-            if change.value is None:  # it must not be there
-                request.delete(path)
-            else:
+            if change.expected is None:
+                life = secrets.token_hex(8)
+                request.create(path, packed(life, change.value or b""), acl=self._session.acl)
                 request.create(f"{path}/{life}", b"", acl=self._session.acl)
+                continue
+            life, version = cast("tuple[str, int]", change.expected.version)
+            if change.value is None:
+                request.check(path, version)
+            else:
+                request.set_data(path, packed(life, change.value), version)
+            request.check(f"{path}/{life}", -1)
 
     @contextmanager
     def locked(self, keys: Sequence[Key], within_s: float) -> Generator[None, None, None]:

@@ -86,10 +86,10 @@ class Multi:
             raise IllegalStateError(
                 "the dual write has ended, and so has its multi", next_step="use it inside the block"
             )
-        if isinstance(path, str) and self._session.paths.owns(path):
-            raise ConfigurationError(f"{path} is the library's own", next_step="use paths outside it, or another root=")
         one = self._session.new()
         getattr(one, kind)(path, *arguments, **more)
+        if self._session.owns(one):
+            raise ConfigurationError(f"{path} is the library's own", next_step="use paths outside it, or another root=")
         size = size_of(one)
         if self._size + size > self._limit:
             raise ConfigurationError(

@@ -89,6 +89,10 @@ class Session:
         """A ``multi`` without operations."""
         return self.kazoo.transaction()
 
+    def owns(self, request: TransactionRequest) -> bool:
+        """Whether an operation of it is about a path of the library's own, however it was written."""
+        return any(self.paths.owns(self.kazoo.unchroot(one.path)) for one in request.operations)
+
     def send(self, request: TransactionRequest, answer_s: float | None = None) -> Sequence[Any]:
         """Send a ``multi`` once, and return the result of each operation: an exception for each if one has failed.
 

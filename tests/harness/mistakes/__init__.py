@@ -21,6 +21,7 @@ from harness.mistakes import (
     state,
     units,
     writing,
+    zookeeper,
 )
 from harness.mistakes.registry import MISTAKES, Check, Mistake, planted
 from harness.planting import ENVIRONMENT
@@ -43,4 +44,5 @@ __all__ = [
     "state",
     "units",
     "writing",
+    "zookeeper",
 ]

@@ -72,7 +72,7 @@ def test_an_ephemeral_znode_is_refused(multi: Multi) -> None:
     assert len(multi) == 0
 
 
-@pytest.mark.parametrize("path", ["/kafka", "/kafka/state/orders"])
+@pytest.mark.parametrize("path", ["/kafka", "/kafka/state/orders", "kafka/state", "//kafka//lock"])
 def test_the_librarys_own_paths_are_refused(multi: Multi, path: str) -> None:
     with pytest.raises(ConfigurationError, match="the library's own"):
         multi.set_data(path, b"")
