@@ -55,7 +55,7 @@ PARTS = {
     "sizes": Part(sizes.run, {"operations": 5, "warm_up": 1}),
     "threads": Part(threads.run, {"rounds": 1, "slice_s": 1.0}),
     "async": Part(async_tasks.run, {"tasks": (1, 20), "rounds": 1, "slice_s": 1.0}),
-    "group": Part(group.run, {"threads": (1, 20), "rounds": 1, "slice_s": 1.0}),
+    "group": Part(group.run, {"callers": (1, 20), "rounds": 1, "slice_s": 1.0, "inserts": 50}),
     "consumer": Part(consumer.run, {"messages": 3000, "rounds": 1, "seconds": 3.0, "per_second": 50}),
     "units": Part(units.run, {"records": 2000, "rounds": 1, "large": 5000}),
     "network": Part(network.run, {"operations": 5, "warm_up": 2, "counted": 10}),

@@ -80,11 +80,11 @@ def run(
                 ways[name] = await stack.enter_async_context(ours_in_tasks(ground.kafka, ours_, topic, name))
             ways[UNSAFE] = await stack.enter_async_context(unsafe_in_tasks(ground.kafka, others, topic))
             for write in ways.values():
-                await _slice(write, max(tasks), warm_up_s, 0.0, Measured())  # makes all lanes
+                await slice_of_tasks(write, max(tasks), warm_up_s, 0.0, Measured())  # makes all lanes
             for _ in range(rounds):
                 for count in tasks:
                     for name, write in ways.items():
-                        await _slice(write, count, slice_s, warm_up_s, found[count][name])
+                        await slice_of_tasks(write, count, slice_s, warm_up_s, found[count][name])
         await ours_.dispose()
         await others.dispose()
 
@@ -98,7 +98,7 @@ def run(
     return {str(count): {name: one.figures() for name, one in by_way.items()} for count, by_way in found.items()}
 
 
-async def _slice(write: Write, tasks: int, seconds: float, warm_up_s: float, measured: Measured) -> None:
+async def slice_of_tasks(write: Write, tasks: int, seconds: float, warm_up_s: float, measured: Measured) -> None:
     """Let the tasks write; what began after the warm-up is measured."""
     begin = time.perf_counter() + warm_up_s
     end = begin + seconds

@@ -1,24 +1,36 @@
-"""Group commit: ``writer.submit`` by many threads, against the unsafe way; and by one, against a plain block.
+"""Group commit: ``writer.submit`` by many threads or tasks, against the unsafe way; and by one, against a plain block.
 
 ``PYTHONPATH=tests python -m benchmarks --only group``
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from typing import Any
 
 from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from benchmarks.async_tasks import Write as AsyncWrite
+from benchmarks.async_tasks import ours_in_tasks, slice_of_tasks, unsafe_in_tasks
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, shared_unsafe, slice_of_threads
 from benchmarks.ways import METADATA, NATIVE, ROWS, UNSAFE, Write, ours
-from dualwrite import DualWriter, Transaction
+from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, Transaction
 from dualwrite.ports.observer import Observer
 
 GROUP = "group commit"
-THREADS = (1, 64)
+GROUP_OF_TEXT = "group commit, INSERT as text"
+CALLERS = (1, 64)
+INSERT, INSERT_AS_TEXT = "insert(table)", "text, by exec_driver_sql"
+_TEXT = "INSERT INTO bench_rows (note) VALUES (%s)"
+
+Figures = dict[str, dict[str, dict[str, float]]]
+"""By number of callers, way and figure. Times in milliseconds."""
 
 
 class Sizes(Observer):
@@ -32,10 +44,48 @@ class Sizes(Observer):
         self.noted.append(units)
 
 
+class Sliced:
+    """The measurements of all ways, with Python's processor time and the numbers of units.
+
+    Args:
+        counts: The numbers of callers.
+        ways: The names of the ways.
+    """
+
+    def __init__(self, counts: Sequence[int], ways: Sequence[str], sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._found = {count: {name: Measured() for name in ways} for count in counts}
+        self._processor_s: dict[tuple[int, str], float] = {}
+        self._units: dict[tuple[int, str], list[int]] = {}
+
+    @contextmanager
+    def slice(self, count: int, name: str) -> Iterator[Measured]:
+        """Measure one slice of a way."""
+        self._sizes.noted.clear()
+        began = time.process_time()
+        yield self._found[count][name]
+        self._processor_s[count, name] = self._processor_s.get((count, name), 0.0) + time.process_time() - began
+        self._units.setdefault((count, name), []).extend(self._sizes.noted)
+
+    def figures(self) -> Figures:
+        """Those of the page."""
+        found: Figures = {}
+        for count, ways in self._found.items():
+            found[str(count)] = {}
+            for name, measured in ways.items():
+                found[str(count)][name] = figures = measured.figures()
+                figures["processor"] = 1000 * self._processor_s[count, name] / len(measured.samples)
+                if units := self._units[count, name]:
+                    figures["units of a group"] = statistics.median(units)
+        return found
+
+
 @contextmanager
-def grouped(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) -> Iterator[Write]:
+def grouped(
+    kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes, *, as_text: bool = False
+) -> Iterator[Write]:
     """This library's group commit, with its own producer."""
-    name = f"group-{topic}"
+    name = f"group-{topic}-{as_text}"
     with DualWriter(
         name, kafka=kafka, database=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
     ) as writer:
@@ -44,9 +94,30 @@ def grouped(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) 
             def unit(tx: Transaction) -> None:
                 for note in notes:
                     tx.produce(topic, value=note)
-                tx.connection.execute(insert(ROWS).values(note=notes[0]))
+                if as_text:
+                    tx.connection.exec_driver_sql(_TEXT, (notes[0],))
+                else:
+                    tx.connection.execute(insert(ROWS).values(note=notes[0]))
 
             writer.submit(unit).result()
+
+        yield write
+
+
+@asynccontextmanager
+async def grouped_in_tasks(
+    kafka: Mapping[str, str], engine: AsyncEngine, topic: str, sizes: Sizes
+) -> AsyncIterator[AsyncWrite]:
+    """The same of the tasks of an event loop."""
+    settings: dict[str, Any] = {"max_lanes": LANES, "producer_engine": "native", "telemetry": sizes}
+    async with AsyncDualWriter(f"group-of-tasks-{topic}", kafka=kafka, database=engine, **settings) as writer:
+
+        async def unit(tx: AsyncTransaction) -> None:
+            await tx.produce(topic, value="x")
+            await tx.connection.execute(insert(ROWS).values(note="x"))
+
+        async def write() -> None:
+            await writer.submit(unit)
 
         yield write
 
@@ -54,36 +125,84 @@ def grouped(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) 
 def run(
     ground: Ground,
     *,
-    threads: Sequence[int] = THREADS,
-    rounds: int = 4,
-    slice_s: float = 4.0,
+    callers: Sequence[int] = CALLERS,
+    rounds: int = 3,
+    slice_s: float = 2.5,
     warm_up_s: float = 1.0,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure in slices, the ways in turn; by number of threads, way and figure. Times in milliseconds."""
+    inserts: int = 1000,
+) -> dict[str, Any]:
+    """Measure in slices, the ways in turn; and Python's processor time for an INSERT alone, in milliseconds."""
+    engine = create_engine(ground.url, pool_size=2 * LANES, max_overflow=0)
+    METADATA.create_all(engine)
+    alone = _inserts_alone(engine, inserts)
+    engine.dispose()
+    return {
+        "insert": alone,
+        "threads": _by_threads(ground, callers, rounds, slice_s, warm_up_s),
+        "tasks": asyncio.run(_by_tasks(ground, callers, rounds, slice_s, warm_up_s)),
+    }
+
+
+def _inserts_alone(engine: Engine, count: int) -> dict[str, float]:
+    """One thread, one connection, one transaction."""
+    found = {}
+    with engine.connect() as connection:
+        ways: dict[str, Callable[[], object]] = {
+            INSERT: lambda: connection.execute(insert(ROWS).values(note="x")),
+            INSERT_AS_TEXT: lambda: connection.exec_driver_sql(_TEXT, ("x",)),
+        }
+        for name, execute in ways.items():
+            for number in range(count + 100):
+                if number == 100:
+                    began = time.process_time()
+                execute()
+            found[name] = 1000 * (time.process_time() - began) / count
+    return found
+
+
+def _by_threads(ground: Ground, callers: Sequence[int], rounds: int, slice_s: float, warm_up_s: float) -> Figures:
     engine = create_engine(ground.url, pool_size=2 * LANES, max_overflow=0)
     unsafes = create_engine(ground.url, pool_size=LANES, max_overflow=0, pool_timeout=60)
-    METADATA.create_all(engine)
-    topic = ground.topic()
-    sizes = Sizes()
+    topic, sizes = ground.topic(), Sizes()
     with ExitStack() as stack:
         ways: dict[str, Write] = {
             GROUP: stack.enter_context(grouped(ground.kafka, engine, topic, sizes)),
+            GROUP_OF_TEXT: stack.enter_context(grouped(ground.kafka, engine, topic, sizes, as_text=True)),
             NATIVE: stack.enter_context(ours(ground.kafka, engine, topic, NATIVE, lanes=LANES)),
             UNSAFE: stack.enter_context(shared_unsafe(ground.kafka, unsafes, topic)),
         }
-        found = {count: {name: Measured() for name in ways} for count in threads}
-        of_group: dict[int, list[int]] = {count: [] for count in threads}
+        found = Sliced(callers, list(ways), sizes)
         for write in ways.values():
-            slice_of_threads(write, max(threads), warm_up_s, 0.0, Measured())  # makes all lanes
+            slice_of_threads(write, max(callers), warm_up_s, 0.0, Measured())  # makes all lanes
         for _ in range(rounds):
-            for count, by_way in found.items():
+            for count in callers:
                 for name, write in ways.items():
-                    sizes.noted.clear()
-                    slice_of_threads(write, count, slice_s, warm_up_s, by_way[name])
-                    of_group[count] += sizes.noted if name == GROUP else []
+                    with found.slice(count, name) as measured:
+                        slice_of_threads(write, count, slice_s, 0.0, measured)
     engine.dispose()
     unsafes.dispose()
-    figures = {str(count): {name: one.figures() for name, one in by_way.items()} for count, by_way in found.items()}
-    for count, found_sizes in of_group.items():
-        figures[str(count)][GROUP]["units of a group"] = statistics.median(found_sizes)
-    return figures
+    return found.figures()
+
+
+async def _by_tasks(ground: Ground, callers: Sequence[int], rounds: int, slice_s: float, warm_up_s: float) -> Figures:
+    engine, unsafes = (
+        create_async_engine(ground.url, pool_size=LANES, max_overflow=0, pool_timeout=60) for _ in range(2)
+    )
+    topic, sizes = ground.topic(), Sizes()
+    async with AsyncExitStack() as stack:
+        ways: dict[str, AsyncWrite] = {
+            GROUP: await stack.enter_async_context(grouped_in_tasks(ground.kafka, engine, topic, sizes)),
+            NATIVE: await stack.enter_async_context(ours_in_tasks(ground.kafka, engine, topic, NATIVE)),
+            UNSAFE: await stack.enter_async_context(unsafe_in_tasks(ground.kafka, unsafes, topic)),
+        }
+        found = Sliced(callers, list(ways), sizes)
+        for write in ways.values():
+            await slice_of_tasks(write, max(callers), warm_up_s, 0.0, Measured())
+        for _ in range(rounds):
+            for count in callers:
+                for name, write in ways.items():
+                    with found.slice(count, name) as measured:
+                        await slice_of_tasks(write, count, slice_s, 0.0, measured)
+    await engine.dispose()
+    await unsafes.dispose()
+    return found.figures()

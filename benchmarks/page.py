@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pipelined, records, spark_page, units
+from benchmarks import group_page, pipelined, records, spark_page, units
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
-from benchmarks.group import GROUP
 from benchmarks.known_end import WITH, WITHOUT, writer_name
 from benchmarks.network import DELAYS_MS
 from benchmarks.servers import p50
@@ -20,16 +19,6 @@ from benchmarks.sizes import SIZES
 from benchmarks.telemetry import NO_SDK, NONE, SDK
 from benchmarks.threads import LANES
 from benchmarks.ways import ENGINES, LIBRDKAFKA, NATIVE, OUTBOX, SEQUENTIAL, UNSAFE
-
-GROUP_NOTE = (
-    "Measured while other programs kept both cores busy. The units of a group run one after the other on one connection, and each "
-    "exchange with the database then waits for its turn of the processor; the unsafe way waits on eight connections at once. A "
-    "profile of the processor time of the threads that run groups: 54 % in the units themselves (SQLAlchemy's INSERT), 14 % in "
-    "their savepoints, 24 % in the block of the group with its messages. The INSERT alone takes about a third of the processor "
-    "time of an unsafe write, so no grouping can be more than about three times as fast while Python's one core is the limit. One "
-    "thread pays for two switches of threads, which is the difference to a block.",
-    "",
-)
 
 FIGURES = Path(__file__).with_name("figures.json")
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -63,7 +52,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "network": _network,
         "threads": _threads,
         "async": _async,
-        "group": _group,
+        "group": partial(group_page.section, table=_table),
         "consumer": _consumer,
         "units": units.section,
         "known_end": _known_end,
@@ -273,37 +262,6 @@ def _threads(counts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[st
         "",
         "Lanes go to whichever thread came first.",
         "",
-    ]
-
-
-def _group(counts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    rows = [
-        [
-            threads,
-            name,
-            f"{way['per second']:.0f}",
-            *(f"{way[figure]:.1f}" for figure in ("p50", "p99", "longest")),
-            f"{way['units of a group']:.0f}" if "units of a group" in way else "",
-        ]
-        for threads, ways in counts.items()
-        for name, way in ways.items()
-    ]
-    one, many = counts[min(counts, key=int)], counts[max(counts, key=int)]
-    return [
-        "## Group commit",
-        "",
-        "[`writer.submit`](group-commit.md) by threads that each wait for their unit, one message and one row, before the next; "
-        "against a block for each, and against the unsafe way. The ways take turns. Milliseconds; the median number of units in "
-        "a group.",
-        "",
-        *_table(("threads", "way", "per second", "p50", "p99", "longest", "units"), rows),
-        f"- {max(counts, key=int)} threads against blocks: "
-        f"**{many[GROUP]['per second'] / many[NATIVE]['per second']:.1f}** times as many dual writes per second.",
-        f"- Against the unsafe way: **{many[GROUP]['per second'] / many[UNSAFE]['per second']:.2f}** times as many (aim: at least "
-        f"3), a p99 of **{many[GROUP]['p99'] / many[UNSAFE]['p99']:.2f}** of its (aim: at most 0.5).",
-        f"- One thread against a block: **{one[GROUP]['p50'] / one[NATIVE]['p50']:.2f}** of its p50 (aim: 1).",
-        "",
-        *GROUP_NOTE,
     ]
 
 
