@@ -180,37 +180,40 @@ class Groups:
         """
         if self._running is not None or not waiting.in_own_thread() or entered.entered_here():
             return
+        mine: list[GroupRun] = []
         try:
             try:
-                self._run_alone(future)
+                self._run_alone(future, mine)
             finally:
-                self._end_alone(future)
+                self._end_alone(mine)
         finally:
-            self._end_alone(future)
+            self._end_alone(mine)
 
-    def _run_alone(self, future: Future[Any]) -> None:
+    def _run_alone(self, future: Future[Any], mine: list[GroupRun]) -> None:
         try:
-            group = self._begin_alone(future)
-            if group is not None:
+            self._begin_alone(future, mine)
+            for group in mine:
                 contextvars.Context().run(self._run, group)  # its own context: the unit has that of submit()
         except BaseException as error:
-            self._end_alone(future, error)
+            self._end_alone(mine, error)
             raise
 
-    def _begin_alone(self, future: Future[Any]) -> GroupRun | None:
+    def _begin_alone(self, future: Future[Any], mine: list[GroupRun]) -> None:
+        """Put the group of the future's unit into ``mine``, unless a thread of the writer has taken it meanwhile."""
         with self._lock:
             unit = self._units.lone
             if unit is None or unit.work.future is not future or not self._group_may_begin:
-                return None
-            self._begun.append(group := GroupRun(self._name, [unit]))  # first: after an interruption it will be ended
+                return
+            mine.append(group := GroupRun(self._name, [unit]))  # first: after an interruption it will be ended
+            self._begun.append(group)
             self._running = group
             self._units.take_lone()
-            return group
 
-    def _end_alone(self, future: Future[Any], error: BaseException | None = None) -> None:
+    def _end_alone(self, mine: list[GroupRun], error: BaseException | None = None) -> None:
         with self._lock:
-            for group in [group for group in self._begun if group.taken[0].work.future is future]:
-                if error is not None and not group.again and not future.done():
+            for group in mine:
+                future = group.taken[0].work.future
+                if error is not None and group in self._begun and not group.again and not future.done():
                     future.set_exception(error)
                 self._end(group)
             self._wake()

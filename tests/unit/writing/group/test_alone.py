@@ -11,6 +11,7 @@ import pytest
 from harness.interruption import Interruption
 
 from dualwrite import GroupLimits, TransactionAborted
+from dualwrite.runtime import waiting
 from dualwrite.writing.group.groups import Groups
 from unit.writing.group.held import Refused
 
@@ -134,6 +135,34 @@ def test_one_that_must_run_again_is_left_to_the_writer(shop):
     with shop.writer() as writer:
         assert writer.submit(unit).result() == "done"
     assert shop.both_have(1)
+
+
+def test_one_that_a_thread_of_the_writer_has_taken_meanwhile_is_left_to_it(shop, monkeypatch):
+    serve, ran, inside, may_go = Groups._serve, [], threading.Event(), threading.Event()
+    monkeypatch.setattr(Groups, "_serve", lambda _: None)
+
+    def unit(tx):
+        ran.append(threading.get_ident())
+        inside.set()
+        may_go.wait(30)
+        if len(ran) == 1:
+            raise TransactionAborted("a conflict")
+        shop.put(tx, 1)
+
+    with shop.writer() as writer:
+
+        def taken_after_the_first_look():
+            serving(writer._groups, serve)
+            return inside.wait(30)
+
+        future = writer.submit(unit)
+        with monkeypatch.context() as patch:
+            patch.setattr(waiting, "in_own_thread", taken_after_the_first_look)
+            writer._groups._run_here(future)
+        may_go.set()
+        future.result(30)
+    assert shop.both_have(1)
+    assert threading.get_ident() not in ran
 
 
 def test_units_of_other_threads_wait_for_it_and_run(shop):
