@@ -136,7 +136,7 @@ class Plan:
         items: The incarnations to settle.
         skipped: The ids that need recovery and are left alone.
         went_back: The ids that cannot be claimed, with the evidence.
-        wanted: The ids that need settling or raising.
+        wanted: The ids that need settling or raising, or were asked for.
         writers: The ids to claim, each writer with all its lanes.
     """
 
@@ -154,6 +154,8 @@ class Plan:
         open_for_s: float,
         raised: Collection[str] = (),
         leased: Collection[str] = (),
+        *,
+        also: Collection[str] = (),
     ) -> Plan:
         """Decide writer by writer: one whose owner may be alive is left alone as a whole, the others are taken as a whole.
 
@@ -163,6 +165,7 @@ class Plan:
             open_for_s: An owner that began something less than this many seconds ago may be alive.
             raised: Ids whose incarnation a recovery after a restore raises, even if the database has lost their claim.
             leased: Ids whose lease has not expired: their owners may be alive. Decided transactions are settled anyway.
+            also: Ids to take even if they need no settling.
         """
         names = {row.transactional_id for row in rows}
 
@@ -191,6 +194,7 @@ class Plan:
             else:
                 items.append(item)
         wanted = {item.row.transactional_id for item in items} | set(raised)
+        wanted |= {name for name in also if group(name) not in blocked}
         taken = {group(name) for name in wanted}
         writers: dict[str, list[str]] = {}
         for name in sorted(names | wanted):

@@ -177,9 +177,7 @@ def recover(
         rows = rows_of(store, transactional_id, prefix)
         report.unknown = transactional_id is not None and not rows and not report.forgotten
         if not dry_run:
-            _tell(report, rows, store)
-            for loss in report.losses:
-                observer.lost(loss.as_error())
+            tell(report, rows, store, observer)
         return report
 
 
@@ -199,8 +197,8 @@ def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | No
     return lambda name: name != writer_of(name) and writer_of(name) in names
 
 
-def _tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore) -> None:
-    """Report also losses found by other processes that ended before they reported them."""
+def tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore, observer: Observer) -> None:
+    """Tell of all losses; also of those found by other processes that ended before they reported them."""
     by_id = {row.transactional_id: row for row in rows}
     reported = {(loss.row.transactional_id, loss.row.prepared) for loss in report.losses}
     for found in untold(store.incidents_of(by_id.keys())):
@@ -208,6 +206,8 @@ def _tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore) -
             row = replace(by_id[found.transactional_id], prepared=found.state)
             report.losses.append(Loss(row, found.outcome, found.detail))
     note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
+    for loss in report.losses:
+        observer.lost(loss.as_error())
 
 
 def recover_rows(
@@ -219,6 +219,7 @@ def recover_rows(
     leased: Callable[[Collection[str]], Collection[str]] = lambda _: (),
     dry_run: bool = False,
     after_restore: Callable[[str], bool] | None = None,
+    claims_all: bool = False,
     deadline: Deadline,
     owner: str,
     on_settled: Callable[[str], None] = lambda _: None,
@@ -228,7 +229,7 @@ def recover_rows(
     """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
     ``after_restore`` says whether an id without a row must be settled too; ``leased`` returns those of the given ids that are
-    slots whose lease has not expired.
+    slots whose lease has not expired; ``claims_all`` says whether rows that need no recovery are claimed and settled, too.
     """
     report = RecoveryReport()
     rows = select()
@@ -239,7 +240,8 @@ def recover_rows(
     raise_to = next_incarnations(report.forgotten)
     undecided = {item.row.transactional_id for item in found if item.needs_recovery and item.is_undecided}
     at_work = leased(undecided) if undecided and open_for_s > 0 else ()
-    plan = Plan.of(found, rows, open_for_s, raise_to.keys(), at_work)
+    also = [row.transactional_id for row in rows] if claims_all else ()
+    plan = Plan.of(found, rows, open_for_s, raise_to.keys(), at_work, also=also)
     report.planned, report.skipped = plan.items, plan.skipped
     report.went_back += [gone_back(why, name) for name, why in plan.went_back]
     on_planned(report.planned)

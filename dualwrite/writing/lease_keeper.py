@@ -74,6 +74,23 @@ class LeaseKeeper:
             self._thread.start()
         return name
 
+    def still_held(self) -> bool:
+        """Renew the lease now. Returns False if another member has taken it.
+
+        Raises:
+            ConfigurationError, Unavailable: That could not be found out.
+        """
+        asked_at = now_s()
+        renewed, _ = self._leases.renew(self._owner, self._timing.timeout_s, wait_s=self._timing.timeout_s)
+        with self._lock:
+            if self._machine.state is LeaseState.TAKEN:
+                return False
+            event = heard(self._name, renewed)
+            self._machine.apply(event)
+            if event is LeaseEvent.RENEW:
+                self._renewed_at = asked_at
+        return event is LeaseEvent.RENEW
+
     def give_back(self, *, settled: bool) -> None:
         """Give the lease back, if there is one: free if nothing is left to settle, otherwise expired.
 

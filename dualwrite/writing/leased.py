@@ -22,8 +22,8 @@ from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.claim import unique_owner
-from dualwrite.recovery.recover import recover
 from dualwrite.recovery.reported import LOSSES
+from dualwrite.recovery.take_over import take_over
 from dualwrite.runtime import failpoints
 from dualwrite.writing import entered
 from dualwrite.writing.lease_keeper import LeaseKeeper
@@ -102,15 +102,35 @@ class LeasedWriter(DualWriter):
 
     def _next(self, keeper: LeaseKeeper) -> DualWriter:
         """An open writer under a newly leased id."""
-        name = keeper.take(unique_owner(self._owner_name))
-        try:
-            writer = self._make(name)
-            DualWriter.open(writer)  # of any kind: this is a thread
-        except BaseException:
+        while True:
+            name = keeper.take(unique_owner(self._owner_name))
+            try:
+                writer = self._make(name)
+                DualWriter.open(writer)  # of any kind: this is a thread
+                if self._keeps(writer, keeper):
+                    self.transactional_id = name
+                    return writer
+            except BaseException:
+                keeper.give_back(settled=False)
+                raise
             keeper.give_back(settled=False)
-            raise
-        self.transactional_id = name
-        return writer
+
+    @staticmethod
+    def _keeps(writer: DualWriter, keeper: LeaseKeeper) -> bool:
+        """Whether the id is still leased after its claim; closes the writer otherwise.
+
+        If we were paused before the claim, another member may have settled the id: nobody would settle it again after us.
+        """
+        held = False
+        try:
+            held = keeper.still_held()
+        finally:
+            if not held:
+                logger.warning(
+                    "%s: its lease was taken before it was claimed; another id is tried", writer.transactional_id
+                )
+                writer.close()
+        return held
 
     @contextmanager
     def _block(
@@ -232,13 +252,14 @@ class LeasedWriter(DualWriter):
                 # Not renewed: if this takes longer, another member helps. Every settler claims.
                 if not leases.adopt(lease, owner, self._timing.timeout_s):
                     continue
-                report = recover(
+                # Claims it in any case: a member that was only paused must begin nothing under an id that is free.
+                report = take_over(
                     name,
                     kafka=self._kafka,
                     database=self._database,
                     timeout_s=limit_s,
                     owner=self._owner_name,
-                    telemetry=self._observer,
+                    observer=self._observer,
                 )
                 for loss in report.losses:
                     self._losses.tell(loss.as_error())

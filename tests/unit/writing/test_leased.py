@@ -139,9 +139,9 @@ def test_an_id_is_given_back_only_after_it_is_settled_and_not_free_if_something_
 
     second = member()
     second.open()
-    leave_open(shop, second, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Lane, "settle", no_answer)
+        patch.setattr(Lane, "settle", no_answer)  # nor does the housekeeping before it closes
+        leave_open(shop, second, 1)
         second.close()
     assert leases() == {"orders-0": "expired"}, "its transaction is open in Kafka"
 
@@ -175,6 +175,40 @@ def test_what_a_dead_member_has_left_is_settled_by_a_living_one_though_nobody_ta
     assert shop.both_have(*numbers)
 
 
+def test_a_member_taken_for_dead_with_nothing_open_can_begin_nothing_under_its_former_id(shop, member, leases):
+    """It may die before its next heartbeat: what it began would be left under an id that is free, and so settled by nobody."""
+    living, paused = member(), member()
+    living.open()
+    paused.open()
+    expire(shop, "orders-1")
+    beat(living)
+    assert leases() == {"orders-0": "held", "orders-1": "free"}
+    with pytest.raises(TransactionAborted, match="has lost its id"):
+        put(shop, paused, 1)
+    assert shop.both_have()
+
+
+def test_a_member_paused_before_its_claim_does_not_stay_under_an_id_that_was_given_back(shop, member, leases):
+    living, paused = member(), member()
+    living.open()
+    real, paused_under = paused._make, []
+
+    def make(name):
+        if not paused_under:
+            paused_under.append(name)
+            expire(shop, name)
+            beat(living)
+            assert leases()[name] == "free"
+        return real(name)
+
+    paused._make = make
+    paused.open()
+    assert paused_under == ["orders-1"]
+    assert leases()[paused.transactional_id] == "held"
+    put(shop, paused, 1)
+    assert shop.both_have(1)
+
+
 @pytest.mark.usefixtures("no_housekeeping")
 def test_a_loss_of_a_dead_member_is_reported_by_the_one_that_settles_it(shop, member, leases):
     told = []
@@ -198,7 +232,7 @@ def test_a_dead_member_that_cannot_be_settled_now_is_left_to_the_next_attempt(
     dead.open()
     die(shop, dead)
     with monkeypatch.context() as patch:
-        patch.setattr(leased, "recover", no_answer)
+        patch.setattr(leased, "take_over", no_answer)
         beat(living)
     assert "not settled yet" in caplog.text
     assert leases()["orders-1"] == "held", "by its settler, whose lease nobody renews"
