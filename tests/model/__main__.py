@@ -1,7 +1,8 @@
 """Random schedules in numbers: ``make model N=1000000 SEED=0``. Exit code 0: clean; 1: something was found.
 
 From seed 1,000,000,000,000 on they are of workers that hand over and of drivers that decide. From 2,000,000,000,000 on the
-brokers have transaction version 2, and owners the native engine, or each of them one of both; from 3,000,000,000,000 on workers.
+brokers have transaction version 2, and owners the native engine, or each of them one of both; from 3,000,000,000,000 on
+workers. From 4,000,000,000,000 on the callers of owners submit units to group commit.
 
 Prints progress and keeps what happened in a file. The first finding is shrunk, printed as a schedule, and ends the run. With
 ``--mistake NAME`` the product is broken on purpose: then finding it is success. SIGINT and SIGTERM end the run after the

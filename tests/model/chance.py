@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 HANDED_OVER_FROM = 1_000_000_000_000
 NATIVE_FROM = 2 * HANDED_OVER_FROM
 NATIVE_HANDED_OVER_FROM = 3 * HANDED_OVER_FROM
+GROUPS_FROM = 4 * HANDED_OVER_FROM
 _CLUSTERS = (Cluster.UNLIMITED, Cluster.UNLIMITED, Cluster.LIMITED)
 _ENGINES: tuple[tuple[EngineName, ...], ...] = (("native",), ("native",), ("native", "librdkafka"))
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
 _WAYS_TO_HAND_OVER = ([Ending.HAND_OVER], [Ending.PREPARE], [Ending.HAND_OVER, Ending.PREPARE])
 _WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
+_UNITS_FAIL = ("code", "statement", "once", "connection", "transaction")
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -385,7 +387,35 @@ class NativeHandedOverSchedule(_OnNewBrokers, HandedOverSchedule):
     """One random schedule of workers and drivers on brokers of transaction version 2."""
 
 
+class GroupSchedule(_OnNewBrokers):
+    """One random schedule of owners whose callers submit units, on old or new brokers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._length = self._random.choice((40, 80, 80, 160))
+        if self._random.random() < 0.5:
+            self.world = World(self.world.kind)
+            self._engines = ("librdkafka",)
+        self._callers = self._random.choice((1, 2, 3))
+        self._most_units = self._random.choice((1, 2, 3, 3, 5))
+
+    def _may_lose_leader(self) -> bool:
+        return self.world.cluster is not Cluster.LIMITED
+
+    def _command(self, process: Process) -> None:
+        random = self._random
+        if random.random() < 0.25:
+            super()._command(process)
+            return
+        for _ in range(random.choice((1, 2, 3, 3, 4, 6))):
+            fails = random.choice(_UNITS_FAIL) if random.random() < 0.15 else None
+            partitions = tuple(random.randrange(PARTITIONS) for _ in range(random.choice((1, 1, 2))))
+            self.world.do_submit(process, partitions, f"c{random.randrange(self._callers) + 1}", fails=fails)
+        self.world.do_group(process, self._most_units)
+
+
 _FROM: tuple[tuple[int, type[Schedule]], ...] = (
+    (GROUPS_FROM, GroupSchedule),
     (NATIVE_HANDED_OVER_FROM, NativeHandedOverSchedule),
     (NATIVE_FROM, NativeSchedule),
     (HANDED_OVER_FROM, HandedOverSchedule),

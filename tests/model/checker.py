@@ -46,6 +46,7 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     if unknown:
         raise Finding(f"readers see {unknown}, which nobody has written")
     _check_order(simulation, writes, visible)
+    _check_callers(simulation)
 
 
 def decided_writes(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateRow, ...]]]:
@@ -96,6 +97,19 @@ def _check_loss(what, write, names, shown, excused) -> None:
         raise Finding(f"{what}: told as lost, while nothing but the protocol could have lost it; readers see {shown}")
     if shown == names:
         raise Finding(f"{what}: told as lost, and readers see all of it")
+
+
+def _check_callers(simulation) -> None:
+    """The units of one caller are decided in the order in which they were submitted."""
+    newest: dict[tuple[str, str], int] = {}
+    for write, _ in decided_writes(simulation):
+        if write.key is not None:
+            before = newest.get((write.owner, write.key), 0)
+            if write.number < before:
+                raise Finding(
+                    f"write {write.number} of {write.owner}: decided after {before}, which {write.key} submitted later"
+                )
+            newest[write.owner, write.key] = write.number
 
 
 def _check_order(simulation, writes, visible) -> None:

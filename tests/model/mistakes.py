@@ -10,12 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-from harness.mistakes import MISTAKES, handing_over, native, native_engine
+from harness.mistakes import MISTAKES, grouping, handing_over, native, native_engine
 
-from model.chance import HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
+from model.chance import GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
 from model.run import chunks
 
 _FROM = {
+    grouping.__name__: GROUPS_FROM,
     handing_over.__name__: HANDED_OVER_FROM,
     native.__name__: NATIVE_FROM,
     native_engine.__name__: NATIVE_FROM,
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 def find(name: str, schedules: int) -> dict[str, object]:
-    """Run schedules of a mistaken product until one finds something; of workers and drivers, or natively, where it is theirs.
+    """Run schedules of a mistaken product until one finds something; of workers and drivers, natively, or of group commit, where it is theirs.
 
     Returns:
         How many were run, and what the last of them found, if anything.

@@ -69,11 +69,14 @@ class Write:
         owner: Whose it is.
         messages: Message names with their partitions.
         rows: Whether it has rows.
-        fails: ``code`` or ``statement`` where the user's code makes it abort.
+        fails: ``code`` or ``statement`` where the user's code makes it abort; of a unit also ``once``, where its first run has a
+            conflict, and ``connection`` or ``transaction``, where it ends its group.
         told: None before any answer; else ``committed``, ``decided``, ``aborted``, ``lost`` or ``unknown``; of one that was
             handed over, also ``handed over`` and, once its decider has completed it, ``completed``.
         lane: The transactional id that it ran under.
         ending: Whether its owner leaves the decision to another process, and how.
+        key: Of a unit of a group: its caller, whose units keep their order.
+        runs: How often a unit has begun.
     """
 
     number: int
@@ -84,6 +87,8 @@ class Write:
     told: str | None = None
     lane: str = ""
     ending: Ending = Ending.COMMIT
+    key: str | None = None
+    runs: int = 0
 
 
 @dataclass
@@ -167,17 +172,21 @@ class Owner:
         self._told.opened[process.name] = "open"
         connection = SimulatedConnection(self._simulation)
         while (command := process.await_command()) is not None:
-            if isinstance(command, Write):
-                if not self._write(context, connection, command):
-                    return
-            else:
-                self._keep_house()
+            if not self._obey(context, connection, command):
+                return
         self._keep_house()
         try:
             for lane in self._lanes:
                 lane.record_completed()
         except DualWriteError as error:
             self._told.note(error)
+
+    def _obey(self, context: OwnerContext, connection: SimulatedConnection, command: object) -> bool:
+        """Do what it was told; False where the owner has to stop."""
+        if isinstance(command, Write):
+            return self._write(context, connection, command)
+        self._keep_house()
+        return True
 
     def _keep_house(self) -> None:
         """The work of a writer for its lanes in the background, and when it closes."""
@@ -201,10 +210,14 @@ class Owner:
             losses=Losses(self._told.note),
         )
 
-    def _write(self, context: OwnerContext, connection: SimulatedConnection, write: Write) -> bool:
-        """Do one dual write; False where the owner has to stop."""
+    def _next_lane(self) -> Lane:
         lane = self._lanes.pop(0)
         self._lanes.append(lane)
+        return lane
+
+    def _write(self, context: OwnerContext, connection: SimulatedConnection, write: Write) -> bool:
+        """Do one dual write; False where the owner has to stop."""
+        lane = self._next_lane()
         write.lane = lane.transactional_id
         begun = False
         try:
@@ -226,7 +239,7 @@ class Owner:
             write.told = "aborted"
         except DualWriteError as error:
             self._told.note(error)
-            write.told = _MEANING[error.outcome] if begun else "aborted"
+            write.told = MEANING[error.outcome] if begun else "aborted"
             if isinstance(error, Fenced):
                 return False
         else:
@@ -234,7 +247,7 @@ class Owner:
         return True
 
 
-_MEANING = {"none": "aborted", "aborted": "aborted", "decided": "decided", "lost": "lost", "unknown": "unknown"}
+MEANING = {"none": "aborted", "aborted": "aborted", "decided": "decided", "lost": "lost", "unknown": "unknown"}
 
 
 class Recoverer:

@@ -58,6 +58,13 @@ processes send with the native engine: its own sender, requests and rules of the
 them each process has one of the two engines, as in an upgrade and on the way back; settling meets what either has left.
 """
 
+GROUPS = """\
+In the schedules from seed 4,000,000,000,000 on, the callers of an owner submit units, and the owner commits them in groups of one to
+five, by the product's own functions, each unit in a savepoint. Some fail and are rolled back alone; some have a conflict and run
+again; some lose the connection of their group or roll it back, so that the others run again. Every caller must hear once what
+became of its unit, and the units of one caller must be decided in their order.
+"""
+
 FOOT = """\
 ## What this does not show
 
@@ -97,6 +104,9 @@ _HAPPENED = {
     "expired ids": "the broker forgets an id",
     "workers": "a worker starts, whose transactions others decide",
     "workers go on": "it goes on with its producer after it has rested",
+    "units": "a caller submits a unit of group commit",
+    "times that units run": "an owner runs the units that wait, group after group",
+    "units that run again": "a unit runs more than once",
     "drivers": "a driver decides on what workers have handed over",
     "completed without a claim": "such a transaction is completed without a claim",
     "settlers": "a driver claims and settles slots, even if tasks work there",
@@ -168,13 +178,14 @@ def render(figures: Mapping[str, Any]) -> str:
             METHOD,
             *([HANDED_OVER] if happened.get("drivers") else []),
             *([NATIVE] if happened.get("schedules with the native engine") else []),
+            *([GROUPS] if happened.get("units") else []),
             "## What has happened",
             "",
             "| what | times |",
             "|---|--:|",
             *(f"| {what} | {happened[kind]:,} |" for kind, what in _HAPPENED.items() if kind in happened),
             "",
-            f"{happened['writes']:,} dual writes were begun. Their owners were told:",
+            f"{happened['writes']:,} dual writes were begun{_units(happened)}. Their owners were told:",
             "",
             "| what | times |",
             "|---|--:|",
@@ -186,6 +197,10 @@ def render(figures: Mapping[str, Any]) -> str:
             FOOT,
         ]
     )
+
+
+def _units(happened: Mapping[str, int]) -> str:
+    return f", and {happened['units']:,} units of others submitted" if happened.get("units") else ""
 
 
 def _mended(seeds: Sequence[int]) -> list[str]:

@@ -52,6 +52,7 @@ class Counts:
             self.happened["schedules with the native engine"] += 1
         elif "native" in world.engines:
             self.happened["schedules with both engines"] += 1
+        self.happened.update("units that run again" for write in world.writes if write.runs > 1)
         self.happened["losses told"] += len(world.told.losses)
         self.told.update(write.told or "nothing: its process was killed" for write in world.writes)
         self.passed.update(world.passed)

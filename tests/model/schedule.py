@@ -10,7 +10,7 @@ from simulator.process import Server
 
 from dualwrite.runtime.failpoints import FAILPOINTS
 from model.owners import TOPIC
-from model.world import ENDINGS, Cluster, World, kafka_id
+from model.world import ENDINGS, FAILING, Cluster, World, kafka_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.choice import EngineName
 
+_FAILING = {said: fails for fails, said in FAILING.items()}
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}
 _GIVEN = "given "
 _CLUSTERS = {cluster.value: cluster for cluster in Cluster}
@@ -169,8 +170,17 @@ class Performer:
     def writes(self, name: str, where: str, without: str | None, fails: str | None, over: str | None) -> None:
         process = self._commanded(name)
         partitions = tuple(int(number) for number in re.findall(r"to partition (\d+)", where))
-        kind = {None: None, ", and its code fails": "code", ", and a statement fails": "statement"}[fails]
-        self._world.do_write(process, partitions, rows=without is None, fails=kind, ending=_ENDINGS[over or ""])
+        self._world.do_write(
+            process, partitions, rows=without is None, fails=_FAILING[fails or ""], ending=_ENDINGS[over or ""]
+        )
+
+    def is_given(self, name: str, where: str, key: str, fails: str | None) -> None:
+        process = self._commanded(name)
+        partitions = tuple(int(number) for number in re.findall(r"to partition (\d+)", where))
+        self._world.do_submit(process, partitions, key, fails=_FAILING[fails or ""])
+
+    def runs_units(self, name: str, units: str) -> None:
+        self._world.do_group(self._commanded(name), int(units))
 
     def closes(self, name: str) -> None:
         self._world.do_close(self._commanded(name))
@@ -332,6 +342,12 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
             r"(?P<without>, without rows)?(?P<fails>, and its code fails|, and a statement fails)?(?P<over>, to hand over(?: prepared)?)?",
             Performer.writes,
         ),
+        (
+            rf"{_NAME} is given (?P<where>m\d+ to partition \d+(?: and m\d+ to partition \d+)*) by (?P<key>\w+)"
+            r"(?P<fails>, and .*)?",
+            Performer.is_given,
+        ),
+        (rf"{_NAME} runs its units, (?P<units>\d+) at most in a group", Performer.runs_units),
         (rf"{_NAME} closes", Performer.closes),
         (rf"{_NAME} keeps house", Performer.keeps_house),
         (rf"{_NAME} steps(?: (?P<times>\d+) times)?", Performer.steps),

@@ -13,7 +13,7 @@ from harness import broker_mistakes
 from simulator import scheduler
 
 from model import run
-from model.chance import HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
+from model.chance import GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
 from model.counterparts import planted
 from model.results import Counts
 from model.run import chunks, run_chunk
@@ -61,6 +61,29 @@ def test_both_sides_agree_after_every_random_schedule_of_native_engines_and_of_b
     assert counts.happened["schedules with both engines"] > 20
     assert counts.happened["leaders lost"] > 20
     assert counts.happened["late requests"] > 10
+
+
+def test_both_sides_agree_after_every_random_schedule_of_group_commit():
+    counts = run_chunk(GROUPS_FROM, CHUNK // 2)
+    assert not counts.findings
+    assert counts.schedules == CHUNK // 2
+    assert counts.passed["group.committed"] > 100
+    assert counts.passed["group.unit_dropped"] > 30
+    assert counts.happened["units that run again"] > 30
+    assert counts.happened["schedules with the native engine"] > 20
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "messages_of_a_dropped_unit_sent",
+        "callers_told_before_the_commit",
+        "a_failed_unit_fails_its_group",
+        pytest.param("units_of_a_key_overtaken", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_planted_mistake_of_group_commit_is_found_soon(mistake):
+    assert run_chunk(GROUPS_FROM, 1000, mistake).findings
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simulator import environment
 from simulator.broker import handle
@@ -21,8 +21,10 @@ from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, WriteTxnMark
 from simulator.scheduler import Held, Simulation
 from simulator.state import new_broker, transaction
 
+from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
+from model.grouped import GroupingOwner
 from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write
 
@@ -36,6 +38,14 @@ if TYPE_CHECKING:
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}
+FAILING = {
+    None: "",
+    "code": ", and its code fails",
+    "statement": ", and a statement fails",
+    "once": ", and it has a conflict once",
+    "connection": ", and it loses the connection",
+    "transaction": ", and it rolls back",
+}
 NAMESPACE = "n"
 
 
@@ -119,7 +129,7 @@ class World:
 
     def do_open(self, name: str, *, lanes: int = 1, eager: bool = False, engine: EngineName = "librdkafka") -> Process:
         self._happened("opens", f"{name} opens" + self._how([f"{lanes} lanes"] * (lanes > 1), engine, eager=eager))
-        owner = Owner(self.simulation, self.told, lanes=lanes, eager=eager, engine=engine)
+        owner = GroupingOwner(self.simulation, self.told, lanes=lanes, eager=eager, engine=engine)
         process = self.simulation.spawn(name, owner.run)
         self._check_process(process)
         return process
@@ -145,21 +155,36 @@ class World:
         fails: str | None = None,
         ending: Ending = Ending.COMMIT,
     ) -> Write:
-        messages = []
-        for partition in partitions:
-            self.messages += 1
-            messages.append((f"m{self.messages}", partition))
-        write = Write(len(self.writes) + 1, process.name, tuple(messages), rows, fails, ending=ending)
-        where = " and ".join(f"{name} to partition {partition}" for name, partition in messages) or "rows alone"
-        failing = {"code": ", and its code fails", "statement": ", and a statement fails", None: ""}[fails]
+        write = self._new_write(process, partitions, rows=rows, fails=fails, ending=ending)
         self._happened(
             "writes",
-            f"{process.name} writes {where}{'' if rows else ', without rows'}{failing}" + ENDINGS[ending],
+            f"{process.name} writes {_where(write)}{'' if rows else ', without rows'}{FAILING[fails]}"
+            + ENDINGS[ending],
         )
         self.writes.append(write)
         self.simulation.command(process, write)
         self._check_process(process)
         return write
+
+    def _new_write(self, process: Process, partitions: tuple[int, ...], **more: Any) -> Write:
+        messages = []
+        for partition in partitions:
+            self.messages += 1
+            messages.append((f"m{self.messages}", partition))
+        return Write(len(self.writes) + 1, process.name, tuple(messages), **more)
+
+    def do_submit(self, process: Process, partitions: tuple[int, ...], key: str, *, fails: str | None = None) -> None:
+        """A caller of the owner's group commit submits a unit, which waits."""
+        write = self._new_write(process, partitions, fails=fails, key=key)
+        self._happened("units", f"{process.name} is given {_where(write)} by {key}{FAILING[fails]}")
+        self.writes.append(write)
+        self.simulation.command(process, write)
+        self._check_process(process)
+
+    def do_group(self, process: Process, units: int) -> None:
+        self._happened("times that units run", f"{process.name} runs its units, {units} at most in a group")
+        self.simulation.command(process, GroupLimits(units=units, seconds=1e9))
+        self._check_process(process)
 
     def do_close(self, process: Process) -> None:
         self._happened("closes", f"{process.name} closes")
@@ -561,6 +586,10 @@ def _open_values(found: Partition, entry: ProducerEntry) -> Iterator[Hashable]:
     for batch in found.batches:
         if batch.producer_id == entry.producer_id and batch.base_offset >= entry.txn_start:
             yield from batch.values
+
+
+def _where(write: Write) -> str:
+    return " and ".join(f"{name} to partition {partition}" for name, partition in write.messages) or "rows alone"
 
 
 def spoken(kafka_id: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from simulator.database import ConnectionLost, Kind, Session
+from simulator.database import ConnectionLost, Kind, Session, parts_of
 from simulator.scheduler import Simulation
 
 Result = TypeVar("Result")
@@ -68,6 +68,21 @@ class SimulatedConnection:
     def about(self, tag: object) -> None:
         """Tag the open transaction, for the check of the run. Not a statement."""
         self.session.tag = tag
+
+    def add(self, part: object) -> None:
+        """Note that the open transaction has this part, for the check of the run, until it is rolled back. Not a statement."""
+        parts_of(self.session.tag).append(part)
+
+    def roll_back(self) -> None:
+        """Run a ROLLBACK of the user's own."""
+        self.run("ROLLBACK", self.simulation.database.rollback)
+
+    def cut(self) -> None:
+        """Let the server end the session, as the next statement shows."""
+        self.simulation.database.disconnect(self.session)
+
+    def get_nested_transaction(self) -> None:
+        """The user's code in the simulation opens no savepoints."""
 
     def close(self) -> None:
         """Close the session."""

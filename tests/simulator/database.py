@@ -65,11 +65,12 @@ class Session:
         committing: Whether the server still processes a COMMIT whose client is gone.
         tag: Identifies the transaction for the check of the run.
         name: The transaction's name, once it has written.
+        savepoint: How many rows, and parts of the tag, there were when the open savepoint was made; None if there is none.
     """
 
     __slots__ = (
-        "broken", "committing", "failed", "incidents", "locked", "name", "open", "owner", "repeatable", "rows", "snapshot",
-        "tag", "user_rows", "waits_for",
+        "broken", "committing", "failed", "incidents", "locked", "name", "open", "owner", "repeatable", "rows",
+        "savepoint", "snapshot", "tag", "user_rows", "waits_for",
     )  # fmt: skip
 
     def __init__(self, owner: object, *, repeatable: bool) -> None:
@@ -90,6 +91,7 @@ class Session:
         self.snapshot: dict[str, StateRow] | None = None
         self.tag: object | None = None
         self.name: str | None = None
+        self.savepoint: tuple[int, int] | None = None
 
 
 class Database:
@@ -349,6 +351,30 @@ class Database:
         self._statement(session)
         raise self._fail(session, StatementFailed())
 
+    # The savepoint of a unit; there is one at a time
+
+    def open_savepoint(self, session: Session) -> None:
+        """SAVEPOINT, after the release of the one before."""
+        self._statement(session)
+        session.savepoint = (len(session.user_rows), len(parts_of(session.tag)))
+
+    def roll_back_to_savepoint(self, session: Session) -> None:
+        """ROLLBACK TO SAVEPOINT and its release: a failed transaction goes on."""
+        if session.broken:
+            raise ConnectionLost
+        if session.savepoint is None:
+            raise self._fail(session, StatementFailed())
+        rows, parts = session.savepoint
+        del session.user_rows[rows:], parts_of(session.tag)[parts:]
+        session.failed, session.savepoint = False, None
+
+    def release_savepoint(self, session: Session) -> None:
+        """RELEASE SAVEPOINT."""
+        self._statement(session)
+        if session.savepoint is None:
+            raise self._fail(session, StatementFailed())
+        session.savepoint = None
+
     def note(self, session: Session, incident: Incident) -> None:
         """INSERT ... ON CONFLICT DO NOTHING of an incident."""
         session.incidents.setdefault((incident.transactional_id, incident.prepared_transaction_state), incident)
@@ -367,6 +393,12 @@ class Database:
     def find_all(self, transactional_ids: Iterable[str]) -> list[StateRow]:
         """SELECT of the committed rows with these ids, in order."""
         return [self.rows[key] for key in sorted(set(transactional_ids)) if key in self.rows]
+
+
+def parts_of(tag: object) -> list[object]:
+    """The parts of a transaction that is divided into units, in their order; none of another one."""
+    parts: list[object] = getattr(tag, "writes", [])
+    return parts
 
 
 def new_row(transactional_id: str, namespace: str, cluster_id: str, owner: str) -> StateRow:

@@ -32,6 +32,7 @@ from simulator.database import (
     TransactionFailed,
     new_row,
 )
+from simulator.savepoints import SimulatedSavepoints
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -176,8 +177,9 @@ class SimulatedStore:
     def check_same_database(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. There is one simulated database."""
 
-    def watch_savepoints(self, connection: Connection, transactional_id: str) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`. The simulated database has no savepoints."""
+    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SimulatedSavepoints:
+        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
+        return SimulatedSavepoints(_of(connection), transactional_id, self._mapped)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.rollback`."""

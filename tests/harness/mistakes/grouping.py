@@ -1,0 +1,85 @@
+"""Mistakes of group commit: what is left of a unit that was rolled back, what callers hear and when, and what runs again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dualwrite.errors import TransactionInDoubt
+from dualwrite.protocol.grouping import Fate, Unit
+from dualwrite.protocol.savepoints import Savepoints
+from dualwrite.writing.group import results
+from dualwrite.writing.group.results import GroupRun
+from harness.mistakes.registry import Check, mistake
+
+_GROUPS = "unit/writing/group/test_groups.py::"
+_KILLED = "integration/test_group_commit.py::test_a_group_killed_in_the_middle_leaves_both_sides_equal"
+
+
+@mistake(
+    Check("unit/writing/group/test_divided.py::test_a_unit_that_fails_is_rolled_back_alone", "assert "),
+    Check("integration/test_group_commit.py::test_each_unit_is_whole_or_nowhere[postgresql]", "assert "),
+)
+def messages_of_a_dropped_unit_sent(patch: pytest.MonkeyPatch) -> None:
+    """The messages of a unit that was rolled back are sent with those of its group."""
+    real = Savepoints.apply
+
+    def apply(self: Savepoints[Any], move: Any, name: str) -> None:
+        waiting = [list(savepoint.messages) for savepoint in self._open]
+        real(self, move, name)
+        for savepoint, messages in zip(self._open, waiting, strict=False):
+            savepoint.messages[:] = messages if len(messages) > len(savepoint.messages) else savepoint.messages
+
+    patch.setattr(Savepoints, "apply", apply)
+
+
+@mistake(Check(f"{_KILLED}[group.units_done:1-postgresql]", "lost|acknowledged"))
+def callers_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    """A caller has its result as soon as its unit has run, before its group commits."""
+    real = GroupRun.ended
+
+    def ended(self: GroupRun, unit: Unit[Any], result: object, error: BaseException | None) -> None:
+        real(self, unit, result, error)
+        if error is None:
+            unit.work.succeed(result)
+
+    patch.setattr(GroupRun, "ended", ended)
+    patch.setattr(results, "_succeeded", lambda *_: lambda: None)
+
+
+@mistake(Check(f"{_GROUPS}test_in_doubt_reaches_every_unit_and_none_runs_again", "assert |twice|UNIQUE"))
+def units_run_again_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    """Units run again after the answer to the COMMIT of their group was lost, though it may have committed."""
+    real = results.after_group
+
+    def after_group(error: BaseException, *, units: int, failures: int) -> Fate:
+        if isinstance(error, TransactionInDoubt) and failures == 1:
+            return Fate.TOGETHER
+        return real(error, units=units, failures=failures)
+
+    patch.setattr(results, "after_group", after_group)
+
+
+@mistake(Check(f"{_GROUPS}test_units_of_a_key_wait_for_one_that_runs_again", "assert "))
+def units_of_a_key_overtaken(patch: pytest.MonkeyPatch) -> None:
+    """A unit runs although an earlier one of its key has failed in this group and runs again later."""
+    real = GroupRun.begins
+
+    def begins(self: GroupRun, unit: Unit[Any]) -> bool:
+        self._postponed.clear()
+        return real(self, unit)
+
+    patch.setattr(GroupRun, "begins", begins)
+
+
+@mistake(Check("unit/writing/group/test_results.py::test_a_unit_that_failed_by_itself_fails_alone", "assert "))
+def a_failed_unit_fails_its_group(patch: pytest.MonkeyPatch) -> None:
+    """The caller of a unit that is committed hears the error of another unit of its group."""
+    real = GroupRun.committed
+
+    def committed(self: GroupRun) -> Sequence[results.Told]:
+        told = real(self)
+        error = next(iter(self._errors.values()), None)
+        return told if error is None else [results._failed(unit, error) for unit in self._results]
+
+    patch.setattr(GroupRun, "committed", committed)

@@ -1,0 +1,104 @@
+"""Mistakes about leases: who takes an id, what a heartbeat shows, when an id is given back, and who settles for the dead."""
+
+from itertools import count
+
+import pytest
+from sqlalchemy import null, true, update
+
+from dualwrite.protocol.tables.lease_life import LeaseEvent
+from dualwrite.recovery import take_over
+from dualwrite.stores import leases
+from dualwrite.stores.leases import Leases
+from dualwrite.writing import lease_keeper
+from dualwrite.writing.lease_keeper import LeaseKeeper
+from dualwrite.writing.leased import LeasedWriter
+from harness.mistakes.registry import Check, mistake
+
+_LEASES = "conformance/test_leases.py::"
+_LEASED = "unit/writing/test_leased.py::"
+
+
+@mistake(
+    Check(
+        f"{_LEASES}test_members_take_the_lowest_numbers_and_one_that_is_given_back_is_the_next_one_taken[sqlite]",
+        "assert .*orders-0.*orders-0",
+    )
+)
+def leased_while_its_holder_lives(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer takes the lowest id even if a live member holds its lease, and fences it."""
+    patch.setattr(leases, "numbers_to_try", lambda _: count())
+    patch.setattr(Leases, "_is_over", lambda _: true())
+
+
+@mistake(
+    Check(
+        f"{_LEASES}test_a_lease_that_another_member_has_taken_is_neither_renewed_nor_given_back_by_its_former_owner[sqlite]",
+        "assert ",
+    )
+)
+def lease_given_back_whoever_holds_it(patch: pytest.MonkeyPatch) -> None:
+    """A member that has lost its lease still gives it back, so that a third one takes the id of a live member."""
+
+    def give_back(self: Leases, transactional_id: str, owner: str, *, settled: bool) -> None:
+        del owner, settled
+        changed = update(self._lease).where(self._lease.c.transactional_id == transactional_id)
+        self._own.run(lambda connection: connection.execute(changed.values(owner=null(), lease_until=null())))
+
+    patch.setattr(Leases, "give_back", give_back)
+
+
+@mistake(
+    Check(
+        f"{_LEASED}test_a_heartbeat_finds_that_the_lease_is_taken_before_any_dual_write_does",
+        r"assert \(True, False\) == \(False, True\)",
+    )
+)
+def lost_lease_taken_for_renewed(patch: pytest.MonkeyPatch) -> None:
+    """A heartbeat that has renewed nothing counts as one that has: the member does not notice that its id was taken."""
+    patch.setattr(lease_keeper, "heard", lambda *_: LeaseEvent.RENEW)
+
+
+@mistake(
+    Check(
+        f"{_LEASED}test_an_id_is_given_back_only_after_it_is_settled_and_not_free_if_something_is_left",
+        "its transaction is open in Kafka",
+    )
+)
+def lease_given_back_as_if_settled(patch: pytest.MonkeyPatch) -> None:
+    """A member that closes with something left open gives its id back as free: nobody settles it until a newcomer takes it."""
+    real = LeaseKeeper.give_back
+    patch.setattr(LeaseKeeper, "give_back", lambda self, *, settled: real(self, settled=settled or True))
+
+
+@mistake(
+    Check(
+        f"{_LEASED}test_what_a_dead_member_has_left_is_settled_by_a_living_one_though_nobody_takes_its_id",
+        "expired|held back",
+    )
+)
+def dead_members_left_to_newcomers(patch: pytest.MonkeyPatch) -> None:
+    """Live members do not settle what a dead one has left: readers wait until a newcomer takes its id."""
+    patch.setattr(LeasedWriter, "_help_dead", lambda *_: None)
+
+
+@mistake(
+    Check(
+        f"{_LEASED}test_a_member_taken_for_dead_with_nothing_open_can_begin_nothing_under_its_former_id",
+        "DID NOT RAISE",
+    )
+)
+def dead_members_id_left_unclaimed(patch: pytest.MonkeyPatch) -> None:
+    """A member claims the id of a dead one only if something is left there; one that was only paused goes on under a free id."""
+    real = take_over.recover_rows
+    patch.setattr(take_over, "recover_rows", lambda *given, **more: real(*given, **{**more, "claims_all": False}))
+
+
+@mistake(
+    Check(
+        f"{_LEASED}test_a_member_paused_before_its_claim_does_not_stay_under_an_id_that_was_given_back",
+        "'free' == 'held'",
+    )
+)
+def lease_not_asked_for_after_the_claim(patch: pytest.MonkeyPatch) -> None:
+    """A member that was paused between its lease and its claim stays under an id that others have settled and given back."""
+    patch.setattr(LeaseKeeper, "still_held", lambda _: True)
