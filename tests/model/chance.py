@@ -23,6 +23,7 @@ HANDED_OVER_FROM = 1_000_000_000_000
 NATIVE_FROM = 2 * HANDED_OVER_FROM
 NATIVE_HANDED_OVER_FROM = 3 * HANDED_OVER_FROM
 GROUPS_FROM = 4 * HANDED_OVER_FROM
+FLEETS_FROM = 5 * HANDED_OVER_FROM
 _CLUSTERS = (Cluster.UNLIMITED, Cluster.UNLIMITED, Cluster.LIMITED)
 _ENGINES: tuple[tuple[EngineName, ...], ...] = (("native",), ("native",), ("native", "librdkafka"))
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
@@ -414,7 +415,55 @@ class GroupSchedule(_OnNewBrokers):
         self.world.do_group(process, self._most_units)
 
 
+class FleetSchedule(GroupSchedule):
+    """One random schedule of the members of a fleet."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._length = self._random.choice((20, 40, 40, 80))
+        self._most_alive = self._random.choice((2, 2, 3))
+        self._passes = self._random.choice((0.005, 0.02, 0.05))
+        self._joined = 0
+
+    def act(self) -> None:
+        if self._random.random() < self._passes:
+            self.world.do_pass(self._random.choice((5.0, 10.0, 31.0)))
+        else:
+            super().act()
+
+    def run(self) -> World:
+        """Run it to its end. In half of them no recovery runs: a last member settles for all others."""
+        if self._random.random() < 0.5:
+            return super().run()
+        with self.world.running():
+            for _ in range(self._length):
+                self.act()
+            self.world.do_last_member()
+        return self.world
+
+    def _open(self) -> None:
+        random, world = self._random, self.world
+        if self._joined and random.random() < 0.1:
+            self._recoverers += 1
+            world.do_recover(f"R{self._recoverers}")
+            return
+        self._joined += 1
+        self._current = world.do_join(
+            f"M{self._joined}", lanes=self._lanes, eager=random.random() < 0.3, engine=self._engine_of_the_next()
+        )
+
+    def _command(self, process: Process) -> None:
+        if self._random.random() < 0.3:
+            self.world.do_beat(process)
+        else:
+            super()._command(process)
+
+    def _end(self) -> None:
+        self.world.do_last_member()
+
+
 _FROM: tuple[tuple[int, type[Schedule]], ...] = (
+    (FLEETS_FROM, FleetSchedule),
     (GROUPS_FROM, GroupSchedule),
     (NATIVE_HANDED_OVER_FROM, NativeHandedOverSchedule),
     (NATIVE_FROM, NativeSchedule),

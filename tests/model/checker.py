@@ -64,6 +64,9 @@ def _check_write(write, wrote, seen, rows, losses, excused) -> None:
     if twice:
         raise Finding(f"{what}: readers see {twice} twice")
     decided = wrote is not None
+    foreign = {row.owner for row in wrote or ()} - {write.owner}
+    if foreign:
+        raise Finding(f"{what}: decided under an incarnation that {foreign} have claimed")
     states = {str(row.prepared) for row in wrote or ()}
     lost = bool(states & losses)
     own_rows = (names or [f"row {write.number}"]) if write.rows else []

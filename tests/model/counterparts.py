@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 from harness.mistakes.handing_over import claiming_nothing_decided
+from simulator import leases
 from simulator.database import Session
 from simulator.handle import SimulatedHandle
+from simulator.leases import SimulatedLeases
 from simulator.outside import SimulatedCoordinator
 from simulator.requests import InitProducerId
 from simulator.store import SimulatedStore, _of
 
+from model import fleet
 from model import handing_over as drivers
+from model.fleet import Member
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,6 +135,38 @@ def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> N
     patch.setattr(drivers, "claim_rows", claiming_nothing_decided(drivers.claim_rows))
 
 
+def leased_while_its_holder_lives(patch: pytest.MonkeyPatch) -> None:
+    def take_over(self, name, owner, timeout_s):
+        if (former := self._leases.get(name, (None, 0.0))[0]) is not None:
+            self._taken_over(former)
+        self._leases[name] = (owner, self.simulation.now_s + timeout_s)
+        return True
+
+    patch.setattr(leases, "numbers_to_try", lambda _: count())
+    patch.setattr(SimulatedLeases, "_take_over", take_over)
+
+
+def lease_given_back_whoever_holds_it(patch: pytest.MonkeyPatch) -> None:
+    real = SimulatedLeases.give_back
+
+    def give_back(self, transactional_id, owner, *, settled):
+        del owner
+        if (holder := self.holder(transactional_id)) is not None:
+            real(self, transactional_id, holder, settled=settled)
+            self._taken_over(holder)
+
+    patch.setattr(SimulatedLeases, "give_back", give_back)
+
+
+def dead_members_left_to_newcomers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "_note_dead", lambda *_: None)
+
+
+def dead_members_id_left_unclaimed(patch: pytest.MonkeyPatch) -> None:
+    real = fleet.recover_rows
+    patch.setattr(fleet, "recover_rows", lambda *given, **more: real(*given, **{**more, "claims_all": False}))
+
+
 COUNTERPARTS = {
     function.__name__: function
     for function in (
@@ -142,6 +179,10 @@ COUNTERPARTS = {
         kept_after_a_repeated_init,
         end_of_the_decider_repeated,
         decided_by_another_completed_without_a_claim,
+        leased_while_its_holder_lives,
+        lease_given_back_whoever_holds_it,
+        dead_members_left_to_newcomers,
+        dead_members_id_left_unclaimed,
     )
 }
 

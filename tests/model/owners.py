@@ -154,12 +154,23 @@ class Owner:
         self._count = lanes
         self._eager = eager
         self._engine = engine
+        self._name = NAME
 
     def run(self, process: Process) -> None:
         coordinator = SimulatedCoordinator(self._simulation)
         context = OwnerContext(coordinator, SimulatedStore(self._simulation, process), process.name)
+        if not self._open(context):
+            return
+        connection = SimulatedConnection(self._simulation)
+        while (command := process.await_command()) is not None:
+            if not self._obey(context, connection, command):
+                return
+        self._close(context)
+
+    def _open(self, context: OwnerContext) -> bool:
+        """Claim, settle and make the producers; False where that failed."""
         try:
-            rows = claim_lanes(context, NAME, self._count, Deadline(TIMEOUT_S))
+            rows = claim_lanes(context, self._name, self._count, Deadline(TIMEOUT_S))
             self._lanes = [self._lane(context, number) for number in range(self._count)]
             for lane in self._lanes:
                 lane.adopt(rows[lane.transactional_id])
@@ -167,13 +178,13 @@ class Owner:
                 lane.ready(Deadline(TIMEOUT_S))
         except DualWriteError as error:
             self._told.note(error)
-            self._told.opened[process.name] = type(error).__name__
-            return
-        self._told.opened[process.name] = "open"
-        connection = SimulatedConnection(self._simulation)
-        while (command := process.await_command()) is not None:
-            if not self._obey(context, connection, command):
-                return
+            self._told.opened[context.owner] = type(error).__name__
+            return False
+        self._told.opened[context.owner] = "open"
+        return True
+
+    def _close(self, context: OwnerContext) -> None:
+        del context
         self._keep_house()
         try:
             for lane in self._lanes:
@@ -200,10 +211,10 @@ class Owner:
 
     def _lane(self, context: OwnerContext, number: int) -> Lane:
         def first_lane() -> tuple[str, int]:
-            return NAME, self._lanes[0].row.incarnation
+            return self._name, self._lanes[0].row.incarnation
 
         return Lane(
-            lane_id(NAME, number),
+            lane_id(self._name, number),
             context,
             make_producer(self._simulation, context, eager=self._eager, engine=self._engine),
             guard=first_lane if number else None,

@@ -65,6 +65,13 @@ again; some lose the connection of their group or roll it back, so that the othe
 became of its unit, and the units of one caller must be decided in their order.
 """
 
+FLEETS = """\
+In the schedules from seed 5,000,000,000,000 on, the owners are members of a fleet: the product's own keeper of leases takes their
+ids, renews and gives them back, on simulated leases; time passes, so that those who stand still are taken for dead. No lease may be
+taken from a member that still believes to hold it, and no id be free under which something is open. In half of these schedules no
+recovery runs at the end: all members die, and a last one must settle for all of them.
+"""
+
 FOOT = """\
 ## What this does not show
 
@@ -107,6 +114,14 @@ _HAPPENED = {
     "units": "a caller submits a unit of group commit",
     "times that units run": "an owner runs the units that wait, group after group",
     "units that run again": "a unit runs more than once",
+    "members": "a member of a fleet starts, and takes an id",
+    "heartbeats": "a member sends a heartbeat",
+    "times that seconds pass": "seconds pass, or the time of a lease",
+    "leases found lost": "a heartbeat finds that the lease was taken",
+    "leases lost before the claim": "a member finds that its lease was taken before it had claimed the id",
+    "members go on": "a member goes on under another id",
+    "dead members settled for": "a member settles for another one",
+    "last members": "all members die, and a last one settles for them",
     "drivers": "a driver decides on what workers have handed over",
     "completed without a claim": "such a transaction is completed without a claim",
     "settlers": "a driver claims and settles slots, even if tasks work there",
@@ -179,6 +194,7 @@ def render(figures: Mapping[str, Any]) -> str:
             *([HANDED_OVER] if happened.get("drivers") else []),
             *([NATIVE] if happened.get("schedules with the native engine") else []),
             *([GROUPS] if happened.get("units") else []),
+            *([FLEETS] if happened.get("members") else []),
             "## What has happened",
             "",
             "| what | times |",

@@ -149,6 +149,19 @@ class Performer:
         self._require_none(name)
         self._world.do_open(name, lanes=int(lanes or 1), eager=early is not None, engine=_engine(native))
 
+    def joins(self, name: str, lanes: str | None, early: str | None, native: str | None) -> None:
+        self._require_none(name)
+        self._world.do_join(name, lanes=int(lanes or 1), eager=early is not None, engine=_engine(native))
+
+    def beats(self, name: str) -> None:
+        self._world.do_beat(self._commanded(name))
+
+    def seconds_pass(self, seconds: str) -> None:
+        self._world.do_pass(float(seconds))
+
+    def last_member(self) -> None:
+        self._world.do_last_member()
+
     def recovers(self, name: str) -> None:
         self._world.do_recover(name)
 
@@ -322,7 +335,7 @@ class Performer:
 
 _NAME = r"(?P<name>[A-Z]\d*)"
 _LABEL = r"(?P<label>\w+(?: \w+)*)"
-_OF = r"(?P<name>[a-z#0-9]+), incarnation (?P<incarnation>\d+)"
+_OF = r"(?P<name>[a-z#0-9-]+), incarnation (?P<incarnation>\d+)"
 _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
     (re.compile(pattern), method)
     for pattern, method in [
@@ -330,6 +343,13 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
             rf"{_NAME} opens(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?(?:, )?(?P<native>native)?\))?",
             Performer.opens,
         ),
+        (
+            rf"{_NAME} joins(?: \((?:(?P<lanes>\d+) lanes)?(?:, )?(?P<early>sends early)?(?:, )?(?P<native>native)?\))?",
+            Performer.joins,
+        ),
+        (rf"{_NAME} sends a heartbeat", Performer.beats),
+        (r"(?P<seconds>[0-9.]+) s pass", Performer.seconds_pass),
+        (r"a last member joins and settles for all", Performer.last_member),
         (rf"{_NAME} recovers", Performer.recovers),
         (
             rf"{_NAME} works on (?P<slot>slot#\d+)(?: \((?P<early>sends early)?(?:, )?(?P<native>native)?\))?",

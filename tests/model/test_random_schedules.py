@@ -13,7 +13,7 @@ from harness import broker_mistakes
 from simulator import scheduler
 
 from model import run
-from model.chance import GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
+from model.chance import FLEETS_FROM, GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
 from model.counterparts import planted
 from model.results import Counts
 from model.run import chunks, run_chunk
@@ -71,6 +71,29 @@ def test_both_sides_agree_after_every_random_schedule_of_group_commit():
     assert counts.passed["group.unit_dropped"] > 30
     assert counts.happened["units that run again"] > 30
     assert counts.happened["schedules with the native engine"] > 20
+
+
+def test_both_sides_agree_after_every_random_schedule_of_a_fleet_and_nothing_is_left_to_a_recovery():
+    counts = run_chunk(FLEETS_FROM, CHUNK // 2)
+    assert not counts.findings
+    assert counts.schedules == CHUNK // 2
+    assert counts.happened["last members"] > 50
+    assert counts.happened["dead members settled for"] > 50
+    assert counts.happened["members go on"] > 5
+    assert counts.passed["lease.heartbeat"] > 100
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "leased_while_its_holder_lives",
+        "lost_lease_taken_for_renewed",
+        "dead_members_left_to_newcomers",
+        pytest.param("lease_given_back_as_if_settled", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_planted_mistake_about_leases_is_found_soon(mistake):
+    assert run_chunk(FLEETS_FROM, 1000, mistake).findings
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from simulator.state import new_broker, transaction
 from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
+from model.fleet import BEAT, FLEET, TIMING, Fleet, Member
 from model.grouped import GroupingOwner
 from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
 from model.owners import TOPIC, Owner, Recoverer, Told, Write
@@ -69,6 +70,7 @@ class World:
         told: What processes were told.
         inbox: The newest undecided transaction that each worker has handed over.
         engines: The engines of the owners and workers.
+        fleet: The members of the fleet that has been here.
         excused: Numbers of writes whose Kafka transaction the environment has ended.
         trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
         counts: How often each kind of thing happened.
@@ -86,6 +88,7 @@ class World:
         self.decisions = 0
         self.engines: set[EngineName] = set()
         self.excused: set[int] = set()
+        self.fleet = Fleet()
         self.trace: list[str | tuple[str, str, list[str] | None]] = []
         self.counts: Counter[str] = Counter()
         self.places: dict[str, Counter[str]] = defaultdict(Counter)
@@ -133,6 +136,22 @@ class World:
         process = self.simulation.spawn(name, owner.run)
         self._check_process(process)
         return process
+
+    def do_join(self, name: str, *, lanes: int = 1, eager: bool = False, engine: EngineName = "librdkafka") -> Process:
+        """A member of the fleet opens: it takes the lowest id that nobody holds."""
+        self._happened("members", f"{name} joins" + self._how([f"{lanes} lanes"] * (lanes > 1), engine, eager=eager))
+        return self._spawn(
+            name, Member(self.fleet, self.simulation, self.told, lanes=lanes, eager=eager, engine=engine)
+        )
+
+    def do_beat(self, process: Process) -> None:
+        self._happened("heartbeats", f"{process.name} sends a heartbeat")
+        self.simulation.command(process, BEAT)
+        self._check_process(process)
+
+    def do_pass(self, seconds: float) -> None:
+        self._happened("times that seconds pass", f"{seconds:g} s pass")
+        self.simulation.now_s += seconds
 
     def _how(self, words: list[str], engine: EngineName, *, eager: bool) -> str:
         self.engines.add(engine)
@@ -394,6 +413,17 @@ class World:
         self._happened(
             "quiet points", "everything heals" if deliver else "everything held is lost, and everything heals"
         )
+        self._come_to_rest(deliver=deliver)
+        self._recover()
+        self._end_what_hangs()
+        before = self._shown()
+        if self._recover() != 0:
+            raise Finding("the second recovery found something to do")
+        if self._shown() != before:
+            raise Finding("the second recovery changed something")
+        check(self.simulation, self.writes, self.told, self.excused)
+
+    def _come_to_rest(self, *, deliver: bool = True) -> None:
         for _, partition in self.simulation.broker.suspended:
             self.simulation.broker = environment.resume(self.simulation.broker, (TOPIC, partition))
         for held in list(self.simulation.held):
@@ -405,14 +435,6 @@ class World:
         for session in database.orphans:
             database.end_orphan(session, committed=deliver)
         self._run_all()
-        self._recover()
-        self._end_what_hangs()
-        before = self._shown()
-        if self._recover() != 0:
-            raise Finding("the second recovery found something to do")
-        if self._shown() != before:
-            raise Finding("the second recovery changed something")
-        check(self.simulation, self.writes, self.told, self.excused)
 
     def _end_what_hangs(self) -> None:
         """As an operator does (docs/limits.md): end undecided transactions whose abort was skipped unnoticed.
@@ -511,6 +533,32 @@ class World:
         self.simulation.command(owner, write)
         self._run_all()
         return write
+
+    def do_last_member(self) -> None:
+        """All members die, and their leases expire; a last one settles for all, and writes. No recovery finds more to do."""
+        self._happened("last members", "a last member joins and settles for all")
+        for process in self.alive:
+            self.simulation.kill(process)
+        self._come_to_rest()
+        self.simulation.now_s += TIMING.timeout_s
+        last = Member(self.fleet, self.simulation, self.told, lanes=1, eager=False, engine=self._newest_engine)
+        process = self.simulation.spawn("last", last.run)
+        self._run_all()
+        if self.told.opened["last"] != "open":
+            process = self.simulation.spawn("last", last.run)  # it was told of a loss
+            self._run_all()
+        self.simulation.command(process, BEAT)
+        self._run_all()
+        left = {name: owner for name, (owner, _) in self.simulation.database.leases.items() if owner is not None}
+        if list(left) != [last.id] or last.id != f"{FLEET}-0":
+            raise Finding(f"the last member is {last.id}, and not free are {left}")
+        self._end_what_hangs()
+        if self._recover() != 0:
+            raise Finding("the members have left something for a recovery")
+        write = self._write_last(process)
+        if write.told != "committed":
+            raise Finding(f"the last write was told {write.told}")
+        check(self.simulation, self.writes, self.told, self.excused)
 
     def do_last_batch(self) -> None:
         """After rest: a last worker hands over three times, and goes on with its producer; all is checked once more."""

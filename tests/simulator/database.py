@@ -107,6 +107,7 @@ class Database:
         committed: The tags of the committed transactions, in order, each with the state rows that it wrote.
         prepared: The user's rows of each prepared transaction (``PREPARE TRANSACTION``), by its name and transactional
             id. In a real database the name suffices, since every row has its own namespace.
+        leases: By id, the holder of its lease and when it expires; no holder if it is free.
         sessions: The sessions that are connected, or whose end the server has not noticed.
     """
 
@@ -117,6 +118,7 @@ class Database:
         self.user_rows: list[object] = []
         self.committed: list[tuple[object, tuple[StateRow, ...]]] = []
         self.prepared: dict[tuple[str, str], list[object]] = {}
+        self.leases: dict[str, tuple[str | None, float]] = {}
         self.sessions: list[Session] = []
         self._locks: dict[str, dict[Session, bool]] = {}
         self._statuses: dict[str, DatabaseVerdict] = {}

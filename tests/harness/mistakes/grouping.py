@@ -33,7 +33,7 @@ def messages_of_a_dropped_unit_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Savepoints, "apply", apply)
 
 
-@mistake(Check(f"{_KILLED}[group.units_done:1-postgresql]", "lost|acknowledged"))
+@mistake(Check(f"{_KILLED}[write.recorded:2-postgresql]", "lost|acknowledged"))
 def callers_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     """A caller has its result as soon as its unit has run, before its group commits."""
     real = GroupRun.ended
