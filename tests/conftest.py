@@ -304,7 +304,8 @@ def mariadb_of_session(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[str]:
 def migrated_mariadb(mariadb_of_session: str) -> str:
     """The SQLAlchemy URL of a migrated database of MariaDB without rows."""
     prepare_mariadb(mariadb_of_session, own_tables=False).dispose()
-    return mariadb_of_session
+    # Rows are numbered from 0: MariaDB would give such a row the next free number.
+    return f"{mariadb_of_session}?init_command=SET+sql_mode%3Dconcat(@@sql_mode,%27,NO_AUTO_VALUE_ON_ZERO%27)"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from harness.orders import Order, on_both, on_postgresql
+from harness.orders import Order, on_each, on_postgresql
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
@@ -39,7 +39,7 @@ def write(tx, topic, orders, number):
     tx.connection.execute(insert(orders).values(id=number))
 
 
-@on_both
+@on_each
 def test_block_that_ends_writes_both_sides(writer, dualwrite_topic, orders, rows, messages):
     for number in range(5):
         with writer.transaction() as tx:
@@ -80,7 +80,7 @@ def test_failure_at_every_step_before_the_decision_aborts_both(writer, dualwrite
     assert rows() == messages() == [2]
 
 
-@on_both
+@on_each
 def test_failure_right_after_the_decision_is_completed_by_the_next_transaction_on_the_lane(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
@@ -172,7 +172,7 @@ def test_a_refused_message_whose_error_is_swallowed_aborts_both_and_is_named(
     assert rows() == messages() == []
 
 
-@on_both
+@on_each
 def test_savepoint_inside_the_block_is_the_users(writer, dualwrite_topic, orders, rows, messages):
     with writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)
@@ -182,7 +182,7 @@ def test_savepoint_inside_the_block_is_the_users(writer, dualwrite_topic, orders
     assert rows() == messages() == [1]
 
 
-@on_both
+@on_each
 def test_session_is_flushed_before_prepare_and_its_commit_commits_nothing(writer, dualwrite_topic, rows, messages):
     with writer.transaction() as tx:
         order = Order(id=1, note="hello")
@@ -198,7 +198,7 @@ def test_session_is_flushed_before_prepare_and_its_commit_commits_nothing(writer
     assert rows() == messages() == [1]
 
 
-@on_both
+@on_each
 def test_commit_inside_the_block_is_refused_and_aborts_both(writer, dualwrite_topic, orders, rows, messages):
     with pytest.raises(IllegalStateError, match="commit"), writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)
@@ -242,7 +242,7 @@ def test_nested_use_is_refused_and_the_outer_block_goes_on(writer, dualwrite_top
     assert rows() == messages() == [1]
 
 
-@on_both
+@on_each
 def test_database_only_and_kafka_only_and_empty_blocks(writer, engine, dualwrite_topic, orders, rows, messages):
     with writer.transaction():
         pass
@@ -254,7 +254,7 @@ def test_database_only_and_kafka_only_and_empty_blocks(writer, engine, dualwrite
     assert messages() == [2]
 
 
-@on_both
+@on_each
 def test_a_connection_of_the_users_is_used_and_left_open(writer, engine, dualwrite_topic, orders, rows, messages):
     with engine.connect() as connection:
         with writer.transaction(connection) as tx:
@@ -268,7 +268,7 @@ def test_a_connection_of_the_users_is_used_and_left_open(writer, engine, dualwri
     assert rows() == messages() == [1]
 
 
-@on_both
+@on_each
 def test_autocommit_is_refused(writer, engine):
     with (
         engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
@@ -288,7 +288,7 @@ def test_every_isolation_level_of_the_users(kafka, engine, dualwrite_topic, orde
     assert rows() == messages() == [0, 1, 2, 3]
 
 
-@on_both
+@on_each
 def test_a_second_writer_of_the_name_fences_the_first_on_every_lane(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
@@ -323,7 +323,7 @@ def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
     assert rows() == messages() == [2]
 
 
-@on_both
+@on_each
 def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, messages):
     failures = []
     with DualWriter("orders", kafka=kafka, database=engine, max_lanes=3) as writer:
@@ -345,7 +345,7 @@ def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, me
     assert rows() == messages() == sorted(10 * n + k for n in range(4) for k in range(5))
 
 
-@on_both
+@on_each
 def test_a_url_works_as_well_as_an_engine(kafka, url, engine, dualwrite_topic, orders, rows, messages):
     with DualWriter("orders", kafka=kafka, database=url) as writer, writer.transaction() as tx:
         write(tx, dualwrite_topic, orders, 1)
@@ -380,7 +380,7 @@ def test_use_after_fork_is_refused(writer, dualwrite_topic):
     assert os.read(read_end, 10) == b"refused"
 
 
-@on_both
+@on_each
 def test_close_records_that_all_is_complete(kafka, engine, dualwrite_topic, orders):
     with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
         with writer.transaction() as tx:

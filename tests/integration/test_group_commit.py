@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from harness.checker import Case
-from harness.orders import Order, on_both, on_postgresql
+from harness.orders import Order, on_both, on_each, on_postgresql
 from harness.page_examples import Base, example, run_example
 from sqlalchemy import create_engine, insert, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
@@ -52,7 +52,7 @@ def submit(writer, dualwrite_topic, orders):
     return submit
 
 
-@on_both
+@on_each
 def test_each_unit_is_whole_or_nowhere(writer, submit, both):
     def fail(_):
         raise Refused
@@ -194,7 +194,7 @@ def test_a_lost_answer_to_the_commit(
     assert both() == ([1, 2, 3], [1, 2, 3])
 
 
-@on_both
+@on_each
 def test_the_units_of_many_callers_keep_the_order_of_each(kafka, engine, dualwrite_topic, orders, both):
     with DualWriter("orders", kafka=kafka, database=engine, groups=GroupLimits(units=7)) as writer:
 
