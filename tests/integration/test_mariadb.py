@@ -17,6 +17,7 @@ from dualwrite import (
     DualWriter,
     IllegalStateError,
     TransactionAborted,
+    TransactionInDoubt,
     recover,
 )
 from dualwrite.testing import EmbeddedMariaDB, read_committed
@@ -131,6 +132,25 @@ def test_a_deadlock_in_a_group_runs_its_units_again(writer, engine, write, both)
     rows, messages = both()
     assert [number for number in rows if number > 0] == messages
     assert 1 in messages
+
+
+def test_no_unit_runs_again_after_one_that_has_committed_past_the_library(writer, write, both):
+    runs = []
+
+    def first(tx):
+        runs.append(1)
+        write(tx, 1)
+
+    def commits(tx):
+        write(tx, 2)
+        with tx.connection.connection.cursor() as cursor:
+            cursor.execute("COMMIT")
+
+    with together(writer):
+        futures = [writer.submit(work, key=key) for key, work in enumerate((first, commits))]
+    assert [type(future.exception(120)) for future in futures] == [TransactionInDoubt] * 2
+    assert runs == [1]
+    assert both() == ([1, 2], [])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionI
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
 from dualwrite.stores.dialects import committing
 from dualwrite.stores.dialects.dialect import Standing
-from dualwrite.stores.failures import map_database_error, sqlstate_of
+from dualwrite.stores.failures import map_database_error, number_of, sqlstate_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,7 @@ _STEP: Final = (
     "the SQLAlchemy connection"
 )
 _UNIT: Final = "dualwrite_unit"
+_NO_SAVEPOINT: Final = 1305  # on MariaDB and MySQL
 
 _watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()
 # The listeners stay on their connection: SQLAlchemy takes longer to find and remove them than to call them.
@@ -321,6 +322,8 @@ def _is_executemany(arguments: Sequence[object]) -> bool:
 
 def _is_gone(error: exc.DBAPIError) -> bool:
     """Whether the savepoint or the transaction is no longer there."""
+    if number_of(error.orig) == _NO_SAVEPOINT:
+        return True
     return sqlstate_of(error.orig) in {"3B001", "25P01"} or "no such savepoint" in str(error.orig)
 
 
