@@ -29,6 +29,8 @@ _TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_US
 
 _AWAITED: Final = {("postgresql", "psycopg"), ("sqlite", "aiosqlite")}
 _AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
+_CLIENTS: Final = {"Rdict": "RocksDatabase", "KazooClient": "ZooKeeperDatabase"}
+"""By the class of another database's client, what a writer takes in its place."""
 _BLOCKING: Final = {"sqlite+aiosqlite": "sqlite", "postgresql+psycopg_async": "postgresql+psycopg"}
 
 
@@ -127,7 +129,11 @@ def _no_engine(given: object) -> ConfigurationError:
             next_step="give it to AsyncDualWriter; or give create_engine() the same database with postgresql+psycopg:// or "
             "sqlite://",
         )
-    return ConfigurationError(f"{kind} is not an engine", next_step="give a SQLAlchemy Engine or a database URL")
+    made_of = _CLIENTS.get(kind)
+    return ConfigurationError(
+        f"{kind} is not an engine",
+        next_step="give a SQLAlchemy Engine or a database URL" if made_of is None else f"give a {made_of} made of it",
+    )
 
 
 def kind_of(url: URL | str) -> Dialect:

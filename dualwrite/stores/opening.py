@@ -57,6 +57,11 @@ def _made(given: object) -> Database | None:
     return from_url(given)
 
 
+def has_tables(url: str) -> bool:
+    """Whether a URL names a database whose tables must be made by a migration."""
+    return url.partition(":")[0] not in _OTHERS
+
+
 def is_made_here(given: object) -> bool:
     """Whether :func:`database_of` makes the connections, so that the caller closes the database."""
     return isinstance(given, (str, URL))

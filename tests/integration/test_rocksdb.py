@@ -1,10 +1,13 @@
 """``DualWriter`` with RocksDB on a real broker: both sides or neither, in one process, whatever its writes come to."""
 
+import random
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+from harness.checker import Case
 from harness.failing_rocksdb import Failing
 
 import dualwrite
@@ -145,6 +148,20 @@ def test_ids_are_recovered_by_url_terminated_and_forgotten(tmp_path, kafka, writ
     assert forgotten == ["orders", "orders#1"]
     with RocksDatabase(tmp_path / "db") as database:
         assert database.store().find("") == []
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(25, marks=pytest.mark.thorough)])
+def test_processes_killed_at_any_moment_leave_both_sides_equal(tmp_path, kafka, dualwrite_topic, rounds):
+    RocksDatabase(tmp_path / "db").close()
+    case = Case(tmp_path, kafka, f"rocksdb://{tmp_path / 'db'}", dualwrite_topic)
+    for _ in range(rounds):
+        with case.start(operations=10_000, threads=3, max_lanes=3) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline().startswith("open")
+            time.sleep(random.uniform(0, 1))  # any moment is right
+            worker.kill()
+    case.run(operations=1)
+    assert len(case.verify()) > rounds
 
 
 def test_what_rocksdb_cannot_do_is_refused(kafka, database, writer, write):

@@ -12,6 +12,7 @@ from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.opening import has_tables
 
 
 @click.command()
@@ -28,6 +29,8 @@ def migrate(*, url: str, schema: str | None, revision: str, as_sql: bool, downgr
 
     Exit code: 0 done, 1 an error, 2 wrong usage, 5 the database does not answer.
     """
+    if not has_tables(url):
+        raise click.UsageError("a database of this kind has no tables: opening a writer makes what it needs")
     if downgrade and revision == HEAD:
         raise click.UsageError("--downgrade needs a --revision to go back to")
     start, colon, target = revision.rpartition(":")
