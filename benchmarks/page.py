@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import group_page, pipelined, records, spark_page, units
+from benchmarks import group_page, pipelined, records, spark_page, state_page, units
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -33,6 +33,8 @@ def keep(figures: Mapping[str, Any], store: Path = FIGURES, page: Path = PAGE) -
     """Store the figures, and write the page from them."""
     store.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     page.write_text(render(figures), encoding="utf-8")
+    if "state" in figures:
+        state_page.draw(figures["state"], page.parent)
 
 
 def render(figures: Mapping[str, Any]) -> str:
@@ -58,6 +60,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "known_end": _known_end,
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,
+        "state": state_page.section,
     }
     for name, section in sections.items():
         if name in figures:

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import first, page, pipelined, records, sizing, spark_page, steps, units
+from benchmarks import first, page, pipelined, records, sizing, spark_page, state_page, steps, units
 from benchmarks.known_end import WITH, WITHOUT, writer_name
 from benchmarks.network import DELAYS_MS
 from benchmarks.processors import KINDS, POSTGRESQL, WORKERS, used
@@ -28,7 +28,10 @@ def test_the_page_and_its_picture_are_those_of_the_figures():
 
 
 def test_the_page_of_figures_is_that_of_the_figures():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(page.known())
+    figures = page.known()
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(figures)
+    picture = page.PAGE.with_name(state_page.PICTURE)
+    assert picture.read_text(encoding="utf-8") == state_page.picture(figures["state"])
 
 
 def test_the_arithmetic_is_proportional():
