@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness import class_archive
 
+from chaos.databases import KINDS
 from chaos.plan import KILLS_PER_ROUND
 from chaos.run import CACHE, Run
 
@@ -27,6 +28,9 @@ def main() -> int:
         "--consumers", type=int, default=0, help="how many members of consumer groups to kill, afterwards"
     )
     parser.add_argument("--state", type=int, default=0, help="how many tasks with state stores to kill, afterwards")
+    parser.add_argument(
+        "--database", choices=list(KINDS), help="kill so many writers on this kind, and do nothing else"
+    )
     parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
     parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
@@ -37,6 +41,8 @@ def main() -> int:
     name = f"seed-{options.seed}" + (f"-brokers-{options.brokers}" if options.brokers > 1 else "")
     name += f"-{options.mistake}" if options.mistake else ""
     os.environ["DUALWRITE_PRODUCER_ENGINE"] = options.engine  # every process of the run sees it
+    if options.database:
+        name += f"-{options.database}"
     if options.engine != "native":
         name += f"-{options.engine}"
     directory = (options.directory or CACHE / name).resolve()
@@ -55,8 +61,13 @@ def main() -> int:
         stop_after_s=options.stop_after_s,
         consumers=options.consumers,
         states=options.state,
+        database=options.database or "",
     )
-    results = run.run() if options.kills else run.results
+    if options.database:
+        run.database(options.database)
+        results = run.results
+    else:
+        results = run.run() if options.kills else run.results
     if options.consumers:
         run.consumers(options.consumers)
     if options.state:

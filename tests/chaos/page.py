@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from chaos import units_page
+from chaos.consumers_page import consumers_of
+from chaos.consumers_page import section as consumers
+from chaos.database_page import NAMES as KINDS_SHOWN
+from chaos.database_page import database_of
+from chaos.database_page import section as databases
 from chaos.plot import shares
 from chaos.results import Results
 from chaos.state_page import section as states
 from chaos.state_page import states_of
-from dualwrite.runtime.failpoints import FAILPOINTS
+from chaos.tables import sum_of, table
 from dualwrite.testing import Kind
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,17 +83,6 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
     }
 
 
-def consumers_of(run: Results) -> dict[str, Any]:
-    """The figures of a run's consumers' part."""
-    return {
-        "command": run.command,
-        "began": run.began,
-        "minutes": round(run.seconds / 60),
-        "counts": run.consumers,
-        "findings": run.findings,
-    }
-
-
 def fleets_of(run: Results) -> dict[str, Any]:
     """The figures of a run whose plan has group commit and fleets."""
     names = ("command", "began", "engine", "killed", "members", "spoiled", "zombies", "suspended", "broker_kills")
@@ -103,7 +97,7 @@ def _percentiles(values: Iterable[float]) -> list[float]:
 
 def render(figures: Mapping[str, Any]) -> str:
     """The page as Markdown."""
-    kills, zombies = _sum(figures["killed"]), _sum(figures["zombies"])
+    kills, zombies = sum_of(figures["killed"]), sum_of(figures["zombies"])
     kinds = Counter(finding["kind"] for finding in figures["findings"])
     operations = figures["operations"]
     wrong = ", ".join(f"**{kinds.get(kind.value, 0)}** {kind.value}" for kind in Kind)
@@ -136,9 +130,10 @@ def render(figures: Mapping[str, Any]) -> str:
         *_zombies(figures),
         *_recovery(figures["recovery"]),
         *_fleets(figures.get("fleets", {})),
-        *_consumers(figures.get("consumers", {})),
+        *consumers(figures.get("consumers", {})),
         *states(figures.get("states", {})),
         *units_page.section(),
+        *databases({kind: figures.get(kind, {}) for kind in KINDS_SHOWN}),
         *_spark(figures["spark"]),
         *_mended(),
         *_limits(),
@@ -150,7 +145,7 @@ def _suspensions(figures: Mapping[str, Any]) -> list[str]:
     if not figures.get("broker_suspensions"):
         return []
     return [
-        f"**Suspended** (SIGSTOP, then SIGCONT; no connection breaks): {_sum(figures['suspended']):,} processes for up to 2.5 s, "
+        f"**Suspended** (SIGSTOP, then SIGCONT; no connection breaks): {sum_of(figures['suspended']):,} processes for up to 2.5 s, "
         f"a broker {figures['broker_suspensions']:,} times, PostgreSQL with all its back ends "
         f"{figures['database_suspensions']:,} times. {figures['leaderless']:,} times a partition lost its leader by that, and "
         "its coordinators skipped its markers.",
@@ -177,25 +172,15 @@ def _fleets(run: Mapping[str, Any]) -> list[str]:
         "member that nobody kills lives until no other id is left to settle. Besides the rest, the checker finds out whether two "
         "members have decided under one incarnation of an id.",
         "",
-        f"`{run['command']}`, {run['began']} (UTC), {run['minutes']} minutes, {run['engine']} engine: **{_sum(killed):,} processes "
+        f"`{run['command']}`, {run['began']} (UTC), {run['minutes']} minutes, {run['engine']} engine: **{sum_of(killed):,} processes "
         f"killed**, {run['members']:,} of them members of a fleet, {run['spoiled']:,} while units ran again; "
-        f"{_sum(run['zombies']):,} zombies; {_sum(run['suspended']):,} paused for a while; {run['broker_kills']:,} broker kills, "
+        f"{sum_of(run['zombies']):,} zombies; {sum_of(run['suspended']):,} paused for a while; {run['broker_kills']:,} broker kills, "
         f"{run['database_stops']:,} stops of PostgreSQL. {operations['operations']:,} operations were begun, "
         f"{operations['present']:,} are on both sides; **{len(run['findings'])} findings**.",
         "",
-        *_table(databases, [killed[database] for database in databases]),
+        *table(databases, [killed[database] for database in databases]),
         "",
     ]
-
-
-def _table(titles: Sequence[str], counts: Sequence[Mapping[str, int]]) -> list[str]:
-    """By point, with a column for each of these counts."""
-    rows = [
-        f"| `{point}` | " + " | ".join(f"{count.get(point, 0):,}" for count in counts) + " |"
-        for point in [*FAILPOINTS, MOMENT]
-        if any(count.get(point) for count in counts)
-    ]
-    return [f"| point | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}", *rows]
 
 
 def _method(runs: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -226,10 +211,10 @@ def _by_point(figures: Mapping[str, Any]) -> list[str]:
     return [
         "## Killed processes by fail point",
         "",
-        *_table(databases, [killed[database] for database in databases]),
+        *table(databases, [killed[database] for database in databases]),
         f"| all | {sums} |",
         "",
-        f"Not counted: {_sum(missed):,} armed processes that ended before they came to their point, because nothing was left to "
+        f"Not counted: {sum_of(missed):,} armed processes that ended before they came to their point, because nothing was left to "
         "settle, another owner had taken over, or a server was away.",
         "",
     ]
@@ -242,7 +227,7 @@ def _zombies(figures: Mapping[str, Any]) -> list[str]:
     return [
         "## Zombies by the point where they were paused",
         "",
-        *_table(databases, [zombies[database] for database in databases]),
+        *table(databases, [zombies[database] for database in databases]),
         "",
         f"How the resumed processes ended: {ended}. (*Done* are those that were paused before their claim, or after all their "
         "work. SQLite knows no time-out for a paused session, so there a zombie is paused only where it holds no lock.)",
@@ -286,36 +271,7 @@ def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
         f"run to its end and once more: {spark.get('batches', {}).get('verified', 0)} batches had every row once on both sides. "
         "PostgreSQL only, as the sink is.",
         "",
-        *_table(["workers", "drivers"], [spark.get(who, {}) for who in ("task", "driver")]),
-        "",
-    ]
-
-
-def _consumers(consumers: Mapping[str, Any]) -> list[str]:
-    if not consumers:
-        return []
-    killed = {offsets: consumers["counts"].get(offsets, {}) for offsets in ("kafka", "database")}
-    by, servers = consumers["counts"]["by"], consumers["counts"]["servers"]
-    return [
-        "## Consumers",
-        "",
-        "Members of consumer groups, two of each group at a time, six groups at once; each copies the numbers of a topic to rows "
-        "and to messages, [exactly once](consumer.md). Each member is armed with a fail point or killed at any moment; the next "
-        "one comes under a new name or that of a former one. Meanwhile the broker is killed and PostgreSQL stopped, each about "
-        "once a minute. At the end a member that nobody kills writes what is left; then each number must be one row and one "
-        "message.",
-        "",
-        f"`{consumers['command']}`, {consumers['began']} (UTC), {consumers['minutes']} minutes, native engine: "
-        f"**{_sum(killed):,} members killed**, {by['threads']} whose handlers ran in threads and {by['tasks']} in tasks; "
-        f"{by['eager']} with eager rebalances, {by['cooperative']} cooperative, {by['consumer']} with KIP-848; "
-        f"{servers['broker']} broker kills, {servers['PostgreSQL']} stops of PostgreSQL. "
-        f"**{consumers['counts']['inputs']['counted']:,} inputs**, each once on both sides; {len(consumers['findings'])} findings.",
-        "",
-        *_table(["offsets in Kafka", "offsets as rows"], list(killed.values())),
-        f"| all | {sum(killed['kafka'].values())} | {sum(killed['database'].values())} |",
-        "",
-        f"Not counted: {sum(consumers['counts'].get('missed', {}).values())} that ended before they came to their point: they got no partition "
-        "or too few messages, found nothing to settle, or a server was away.",
+        *table(["workers", "drivers"], [spark.get(who, {}) for who in ("task", "driver")]),
         "",
     ]
 
@@ -366,16 +322,17 @@ def _limits() -> list[str]:
     ]
 
 
-def _sum(counters: Mapping[str, Mapping[str, int]]) -> int:
-    return sum(sum(counter.values()) for counter in counters.values())
-
-
 def picture(figures: Mapping[str, Any]) -> str:
     """The picture as SVG."""
     return shares({SERIES[key]: found["percentiles"] for key, found in figures["recovery"].items()})
 
 
-PARTS = {"consumers": consumers_of, "fleets": fleets_of, "states": states_of}
+PARTS = {
+    "consumers": consumers_of,
+    "fleets": fleets_of,
+    "states": states_of,
+    **dict.fromkeys(KINDS_SHOWN, database_of),
+}
 """The parts that one run shows, with what makes its figures."""
 
 

@@ -68,6 +68,7 @@ class Results:
         spark: Counts of the Spark part.
         consumers: Counts of the consumers' part.
         states: Counts of the state stores' part.
+        databases: Counts of the part for one kind of database.
         findings: What is wrong.
     """
 
@@ -102,6 +103,7 @@ class Results:
     spark: dict[str, Counter[str]] = field(default_factory=dict)
     consumers: dict[str, Counter[str]] = field(default_factory=dict)
     states: dict[str, Counter[str]] = field(default_factory=dict)
+    databases: dict[str, Counter[str]] = field(default_factory=dict)
     findings: list[dict[str, object]] = field(default_factory=list)
 
     @property
@@ -121,7 +123,7 @@ class Results:
     def add(self, other: Results) -> None:
         """Take in the counts of one more round, or of another run."""
         self.rounds = sorted({*self.rounds, *other.rounds})
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states", "databases"):
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
@@ -140,7 +142,7 @@ class Results:
 
     @classmethod
     def from_document(cls, document: dict) -> Results:
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states"):
+        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states", "databases"):
             document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
         for name in ("ended", "zombies_ended", "operations"):
             document[name] = Counter(document[name])

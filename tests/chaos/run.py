@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import sys
 import threading
@@ -10,8 +11,11 @@ import time
 import traceback
 from pathlib import Path
 
+from harness.planting import ENVIRONMENT as MISTAKE
+
 from chaos.conductor import Conductor
 from chaos.consumers import BROKER, Consumers
+from chaos.databases import Databases
 from chaos.plan import KILLS_PER_ROUND, make_round
 from chaos.processes import Forks
 from chaos.results import Results
@@ -38,6 +42,7 @@ class Run:
         stop_after_s: No new round begins after that time.
         consumers: How many members of groups :meth:`consumers` will kill, for the command that the page shows.
         states: How many tasks with state stores :meth:`states` will kill, likewise.
+        database: The kind of database for :meth:`database`, likewise.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Run:
         stop_after_s: float = float("inf"),
         consumers: int = 0,
         states: int = 0,
+        database: str = "",
     ) -> None:
         self._directory = directory
         self._kills = kills
@@ -66,7 +72,8 @@ class Run:
         directory.mkdir(parents=True, exist_ok=True)
         self._brokers = brokers
         more = (
-            (f" CONSUMERS={consumers}" if consumers else "")
+            (f" DATABASE={database}" if database else "")
+            + (f" CONSUMERS={consumers}" if consumers else "")
             + (f" STATE={states}" if states else "")
             + (f" BROKERS={brokers}" if brokers > 1 else "")
             + (f" MISTAKE={mistake}" if mistake else "")
@@ -112,6 +119,13 @@ class Run:
         with Servers(properties=COMPACTING) as servers, Forks(self._directory, self._mistake) as forks:
             States(servers, forks, self._directory, self.results).run(kills)
         self.results.save(self._file)
+
+    def database(self, kind: str) -> None:
+        """Kill the writers on one kind of database; results are saved after each round of it."""
+        if self._mistake:
+            os.environ[MISTAKE] = self._mistake  # every worker plants it
+        part = Databases(kind, self._directory, self.results, self._seed, lambda: self.results.save(self._file))
+        part.run(self._kills, self._stop_after_s)
 
     def _next(self) -> int | None:
         with self._lock:

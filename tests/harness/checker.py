@@ -35,6 +35,8 @@ class Case:
     transactional_id: str = "case"
     workers: int = field(default=0)
 
+    work = staticmethod(work)
+
     @property
     def journal(self) -> Path:
         return self.directory / "journal"
@@ -52,18 +54,38 @@ class Case:
                 text=True,
             )
 
-    def run(self, *, killed: bool = False, operations: int = 4, failpoint: str = "", **job) -> None:
-        """Run one worker to its end, and hold how it ended against what was expected."""
+    def run(
+        self,
+        *,
+        killed: bool | None = False,
+        operations: int = 4,
+        failpoint: str = "",
+        after_s: float | None = None,
+        **job,
+    ) -> int:
+        """Run one worker to its end, and hold how it ended against what was expected. The exit code.
+
+        Args:
+            killed: Whether it dies by SIGKILL; None for either.
+            operations: How many it writes.
+            failpoint: What is armed.
+            after_s: When it is killed at no particular point.
+            job: More for the worker.
+        """
         path, log = self._order(operations, job)
-        worker = processes().Process(target=work, args=(path, failpoint, os.environ.get(MISTAKE), log))
+        worker = processes().Process(target=self.work, args=(path, failpoint, os.environ.get(MISTAKE), log))
         worker.start()
+        if after_s is not None:
+            worker.join(after_s)
+            worker.kill()
         worker.join(PATIENCE_S)
         code = worker.exitcode
         worker.kill()
         worker.join()
         worker.close()
-        expected = -signal.SIGKILL if killed else 0
-        assert code == expected, f"worker ended with {code}, not {expected}:\n{log.read_text()}"
+        expected = {None: {0, -signal.SIGKILL}, True: {-signal.SIGKILL}, False: {0}}[killed]
+        assert code in expected, f"worker ended with {code}, not {expected}:\n{log.read_text()}"
+        return code
 
     def _order(self, operations: int, job: dict) -> tuple[Path, Path]:
         """Where its job stands, and where it may log."""

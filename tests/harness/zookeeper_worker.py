@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 from dualwrite import DualWriter, ZooKeeperDatabase
 from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
-from dualwrite.testing.verdict import compare
 from harness.checker import Case
-from harness.forking import processes
-from harness.patience import PATIENCE_S
+from harness.planting import plant
 from harness.worker import FENCED, UNAVAILABLE, OnPurpose, Operations
 
 SESSION_TIMEOUT_S = 4.0
@@ -26,12 +23,13 @@ def database_of(url: str) -> ZooKeeperDatabase:
     return ZooKeeperDatabase(hosts, root=f"/{root}", session_timeout_s=SESSION_TIMEOUT_S)
 
 
-def work(path: Path, failpoint: str, log: Path) -> None:
+def work(path: Path, failpoint: str, mistake: str | None, log: Path) -> None:
     """A forked process's: do what the file says, and end with the exit code."""
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(said, number)
     failpoints.arm(failpoint)
+    plant(mistake)
     sys.exit(_write(json.loads(path.read_text(encoding="utf-8"))))
 
 
@@ -62,29 +60,16 @@ def _write(job: dict) -> int:
 class ZooKeeperCase(Case):
     """A :class:`Case` whose rows are znodes below one of their own. Its url is hosts and root."""
 
+    work = staticmethod(work)
+
     @property
     def place(self) -> str:
         return f"{self.url.partition('/')[2]}-user"
 
-    def run(self, *, killed: bool | None = False, operations: int = 4, failpoint: str = "", **job) -> None:
-        path, log = self._order(operations, {"place": self.place, **job})
-        worker = processes().Process(target=work, args=(path, failpoint, log))
-        worker.start()
-        worker.join(PATIENCE_S)
-        code = worker.exitcode
-        worker.kill()
-        worker.join()
-        worker.close()
-        expected = {None: {0, -signal.SIGKILL}, True: {-signal.SIGKILL}, False: {0}}[killed]
-        assert code in expected, f"worker ended with {code}, not {expected}:\n{log.read_text()}"
+    def _order(self, operations: int, job: dict) -> tuple[Path, Path]:
+        return super()._order(operations, {"place": self.place, **job})
 
     def in_database(self) -> list[str]:
         with database_of(self.url) as database:
             database.check()
             return sorted(database.keys._session.children(f"/{self.place}"))
-
-    def verify(self) -> set[str]:
-        rows = self.in_database()
-        findings = compare(self.history, rows, self.in_kafka(), messages_per_operation=2)
-        assert not findings, "\n".join(map(str, findings))
-        return set(rows)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
+from dualwrite.stores.rocksdb.config import restore_config
 from dualwrite.stores.rocksdb.opening import is_open_elsewhere, opener_of, rocksdict_for
 from dualwrite.stores.rocksdb.settings import parse, refusals
 
@@ -119,6 +120,7 @@ class Client:
             if fresh:
                 options, families = self._rocksdict.Options(), None
             else:
+                restore_config(self.path)
                 options, families = self._rocksdict.Options.load_latest(str(self.path))
             # The default, point in time, drops what follows a damaged record, synced or not.
             mode = self._rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records()
