@@ -22,7 +22,7 @@ name, kafka, url, topic, table, producer_engine = json.loads(sys.argv[1])
 at = [time.perf_counter()]
 from dualwrite import DualWriter
 at.append(time.perf_counter())
-writer = DualWriter(name, kafka=kafka, engine=url, producer_engine=producer_engine)
+writer = DualWriter(name, kafka=kafka, database=url, producer_engine=producer_engine)
 at.append(time.perf_counter())
 writer.open()
 at.append(time.perf_counter())

@@ -10,7 +10,6 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
 from dualwrite.stores.connections import borrowed, usable
 from dualwrite.stores.forgetting import Forgetting
-from dualwrite.stores.jobs.slots import living_leases
 from dualwrite.stores.joined import JoinedStore
 from dualwrite.stores.leases import Leases, living_members, read_leases
 from dualwrite.stores.schema import check_schema
@@ -99,6 +98,8 @@ class SqlDatabase(Database):
 
     def living(self, names: Collection[str]) -> set[str]:
         """See :meth:`Database.living`. Includes slots, which the tasks of a job hold."""
+        from dualwrite.stores.jobs.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
+
         slots = living_leases(self.engine, names, schema=self._schema)
         return slots | living_members(self.engine, names, schema=self._schema)
 

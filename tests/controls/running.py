@@ -24,6 +24,7 @@ import pytest
 from harness import class_archive
 from harness.mistakes import MISTAKES, Check
 from harness.planting import ENGINE, ENVIRONMENT
+from harness.shared_servers import plugin_of
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
@@ -158,7 +159,7 @@ def _told(report: pytest.TestReport) -> str:
     return "\n".join(lines) or report.longreprtext[-2000:]
 
 
-def _fixtures(given: Servers) -> types.SimpleNamespace:
+def _fixtures(given: Servers) -> types.ModuleType:
     @pytest.fixture(scope="session")
     def dualwrite_kafka() -> EmbeddedKafka:
         return given.kafka
@@ -167,4 +168,4 @@ def _fixtures(given: Servers) -> types.SimpleNamespace:
     def dualwrite_postgres() -> EmbeddedPostgres:
         return given.postgres
 
-    return types.SimpleNamespace(dualwrite_kafka=dualwrite_kafka, dualwrite_postgres=dualwrite_postgres)
+    return plugin_of({"dualwrite_kafka": dualwrite_kafka, "dualwrite_postgres": dualwrite_postgres})

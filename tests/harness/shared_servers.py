@@ -99,7 +99,7 @@ class BorrowedKafka(EmbeddedKafka):
         return self._ports
 
 
-def plugin(told: Mapping[str, Any]) -> types.SimpleNamespace:
+def plugin(told: Mapping[str, Any]) -> types.ModuleType:
     """The fixtures for a worker that was told the places of the shared servers."""
 
     @pytest.fixture(scope="session")
@@ -113,4 +113,11 @@ def plugin(told: Mapping[str, Any]) -> types.SimpleNamespace:
     fixtures: dict[str, Any] = {"shared_mariadb_url": shared_mariadb_url}
     if KAFKA in told:
         fixtures["dualwrite_kafka"] = dualwrite_kafka
-    return types.SimpleNamespace(**fixtures)
+    return plugin_of(fixtures)
+
+
+def plugin_of(fixtures: Mapping[str, Any]) -> types.ModuleType:
+    """A plugin with these fixtures. It is a module: in any other object but a class, pytest finds none."""
+    made = types.ModuleType("plugin")
+    vars(made).update(fixtures)
+    return made

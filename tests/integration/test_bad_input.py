@@ -189,7 +189,7 @@ def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engin
     try:
         kafka = guarded.client_config("shop")
         writer = DualWriter("canary", kafka=kafka, database=url, producer_engine=producer_engine)
-        shown += [repr(writer), str(writer), repr(vars(writer)["_config"])]
+        shown += [repr(writer), str(writer), repr(vars(writer)["_producers"])]
         for attempt in (
             lambda: trying({**kafka, "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "eve"}, engine, timeout_s=5),
             lambda: trying({**kafka, "ssl.key.password": SECRET, "ssl.bad": SECRET}, engine),

@@ -72,7 +72,7 @@ def test_it_prints_a_script_without_connecting() -> None:
         (["--revision", "0815"], 1, "'0815'"),
         (["--url", "nonsense"], 1, "cannot be used"),
         (["--url", "nonsense+driver://me:s3cret@h/x"], 1, "cannot be used"),
-        (["--url", "mysql+pymysql://me:s3cret@h/x"], 1, "pymysql is not installed"),
+        (["--url", "mysql+mysqldb://me:s3cret@h/x"], 1, "MySQLdb is not installed"),
         (["--url", "postgresql+psycopg://me:a@b:s3cret@h/x"], 1, "cannot be used"),
         (["--sql", "--url", "postgresql+psycopg://me:a@b:s3cret@h/x"], 1, "cannot be used"),
         (["--sql", "--url", "nosuch://me:s3cret@h/x"], 1, "cannot be used"),

@@ -25,7 +25,7 @@ consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.t
 consumer.subscribe([topic])
 while (message := consumer.poll(1.0)) is None or message.error() is not None:
     pass
-settings = {"kafka": {"bootstrap.servers": servers}, "engine": url, "producer_engine": engine}
+settings = {"kafka": {"bootstrap.servers": servers}, "database": url, "producer_engine": engine}
 with DualWriter(f"{group}-0", **settings) as writer, writer.transaction() as tx:
     tx.produce(topic, value="receipt")
     tx.send_offsets_to_transaction([TopicPartition(topic, 0, message.offset() + 1)], consumer.consumer_group_metadata())
