@@ -166,7 +166,9 @@ def of_files(query):
     return [(f"{query.id}/{number}", list(range(10 * number, 10 * number + 10))) for number in range(FILES)]
 
 
-@pytest.mark.parametrize("way", ["staging", "foreach_batch", pytest.param("prepared", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "way", ["staging", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("foreach_batch", "prepared"))]
+)
 def test_each_micro_batch_of_a_stream_is_announced_and_a_restart_announces_nothing(numbers, reader, start, way):
     first = start(way)
     first.awaitTermination()
@@ -184,13 +186,7 @@ POINTS = ["unit.batch", "claim.initialized", "unit.ending", "write.decided", "un
     [
         ("foreach_batch", "unit.batch:2:raise"),
         *(pytest.param("foreach_batch", f"{point}:2:raise", marks=pytest.mark.thorough) for point in POINTS[2:]),
-        ("staging", "unit.batch"),
-        *(
-            pytest.param(way, point, marks=pytest.mark.thorough)
-            for way in ("staging", "prepared")
-            for point in POINTS
-            if (way, point) != ("staging", "unit.batch")
-        ),
+        *(pytest.param(way, point, marks=pytest.mark.thorough) for way in ("staging", "prepared") for point in POINTS),
     ],
 )
 def test_a_stream_that_dies_while_it_announces_a_micro_batch_announces_it_when_it_is_run_again(
