@@ -24,7 +24,7 @@ import pytest
 from harness import class_archive
 from harness.mistakes import MISTAKES, Check
 from harness.planting import ENGINE, ENVIRONMENT
-from harness.shared_servers import plugin_of
+from harness.shared_servers import BorrowedKafka, place_of, plugin_of
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
@@ -34,10 +34,15 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers that all tests of a run share."""
+    """The servers that all tests of a run share.
 
-    kafka: EmbeddedKafka
-    postgres: EmbeddedPostgres
+    Attributes:
+        kafka: The broker, as a fork finds it.
+        postgres: The URL of the database server.
+    """
+
+    kafka: tuple[Any, ...]
+    postgres: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def servers() -> Iterator[Servers]:
     class_archive.use()
     with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
         gc.collect()  # the clients that waited for the servers
-        yield Servers(kafka, postgres)
+        yield Servers(place_of(kafka), postgres.url)
 
 
 def run(test: str, given: Servers, mistake: str | None = None, timeout_s: float = TIMEOUT_S) -> Run:
@@ -120,6 +125,7 @@ def _run_and_exit(test: str, given: Servers, mistake: str | None, write_end: int
         silence = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(silence, number)
+        os.environ["DUALWRITE_TEST_POSTGRES"] = given.postgres
         watch = _Watch(given)
         arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0"]
         code = pytest.main([*arguments, "--thorough", str(TESTS / test)], plugins=[watch])
@@ -162,10 +168,6 @@ def _told(report: pytest.TestReport) -> str:
 def _fixtures(given: Servers) -> types.ModuleType:
     @pytest.fixture(scope="session")
     def dualwrite_kafka() -> EmbeddedKafka:
-        return given.kafka
+        return BorrowedKafka(*given.kafka)
 
-    @pytest.fixture(scope="session")
-    def dualwrite_postgres() -> EmbeddedPostgres:
-        return given.postgres
-
-    return plugin_of({"dualwrite_kafka": dualwrite_kafka, "dualwrite_postgres": dualwrite_postgres})
+    return plugin_of({"dualwrite_kafka": dualwrite_kafka})

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -67,7 +68,20 @@ def shared_kafka(workers: int) -> Shared:
     """The broker, for that many workers, each with a proxy of its own."""
     kafka = EmbeddedKafka(proxies=workers)
     # A worker that takes the place of a dead one takes its proxy, too.
-    return Shared(kafka, lambda asked: (kafka.bootstrap_servers, kafka.cluster_id, kafka.proxy_ports(asked % workers)))
+    return Shared(kafka, lambda asked: place_of(kafka, asked % workers))
+
+
+def place_of(kafka: EmbeddedKafka, number: int = 0) -> tuple[Any, ...]:
+    """The arguments of :class:`BorrowedKafka`, with the proxy of that number."""
+    return kafka.bootstrap_servers, kafka.cluster_id, kafka.proxy_ports(number), data_directory(kafka)
+
+
+def data_directory(kafka: EmbeddedKafka) -> Path:
+    """Where the only broker has its logs."""
+    if isinstance(kafka, BorrowedKafka):
+        return kafka.data
+    [broker] = kafka._brokers
+    return broker.process.directory / "data"
 
 
 def shared_mariadb() -> Shared:
@@ -88,11 +102,12 @@ def _ask(place: tuple[Any, str]) -> Any:
 class BorrowedKafka(EmbeddedKafka):
     """The shared broker as a worker sees it: to connect to, straight or by one proxy, and never to stop."""
 
-    def __init__(self, bootstrap_servers: str, cluster_id: str, ports: tuple[int, int]) -> None:
+    def __init__(self, bootstrap_servers: str, cluster_id: str, ports: tuple[int, int], data: Path) -> None:
         super().__init__()
         self._external = bootstrap_servers
         self.cluster_id = cluster_id
         self._ports = ports
+        self.data = data
 
     def proxy_ports(self, number: int = 0, *, broker: int = 1) -> tuple[int, int]:
         assert (number, broker) == (0, 1)

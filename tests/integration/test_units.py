@@ -11,6 +11,7 @@ from harness.messages import consume
 from harness.orders import Order, on_postgresql
 from harness.page_examples import example, run_example
 from harness.patience import PATIENCE_S
+from harness.shared_servers import data_directory
 from sqlalchemy import insert, select
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, IllegalStateError, TransactionAborted, Unavailable
@@ -257,7 +258,7 @@ def test_kafkas_own_decoder_reads_the_markers(writing, dualwrite_kafka, dualwrit
         with suppress(ValueError), writer.unit() as unit:
             put(unit, a="1", b="1")
             raise ValueError("no")
-    directory = dualwrite_kafka._brokers[0].process.directory / "data" / f"{dualwrite_topic}-0"
+    directory = data_directory(dualwrite_kafka) / f"{dualwrite_topic}-0"
     [log] = directory.glob("*.log")
     found = [(one["type"], one["version"], one["data"]) for one in dump_metadata(log)]
     assert found == [

@@ -146,7 +146,10 @@ class EmbeddedMariaDB:
             raise
 
     def _initialise(self, process: ServerProcess, install: str) -> None:
+        # A directory of its own for temporary tables: servers that are made at the same time give theirs the same names.
+        (process.directory / "tmp").mkdir()
         arguments = ["--no-defaults", f"--datadir={process.directory / 'data'}", "--skip-test-db", *_as_root()]
+        arguments += [f"--tmpdir={process.directory / 'tmp'}"]
         arguments += ["--auth-root-authentication-method=normal", "--innodb-log-file-size=16M"]
         # It need not wait for the disk, since the directory is deleted on exit; the server itself does.
         process.start([install, *arguments, "--innodb-flush-log-at-trx-commit=0"])
@@ -167,6 +170,7 @@ class EmbeddedMariaDB:
         directory = process.directory
         settings = {
             "datadir": str(directory / "data"),
+            "tmpdir": str(directory / "tmp"),
             "bind-address": LOOPBACK,
             "port": str(self.port),
             "socket": str(directory / "socket"),
