@@ -42,7 +42,7 @@ def render(figures: Mapping[str, Any]) -> str:
     parts = [
         "# Benchmarks",
         "",
-        f"Measured by `make bench` on {figures['machine']}: embedded Kafka 4.3.1 (one broker, the JVM options of its own start script) and PostgreSQL 18 with fsync, "
+        f"Measured by `make bench` on {figures['machine']}: embedded Kafka 4.3.1 (one broker) and PostgreSQL 18 with fsync, "
         "on the same machine. The ways are interleaved in one run; figures are medians. Trust the ratios, not the absolute "
         "numbers: the machine is small and shared.",
         "",
