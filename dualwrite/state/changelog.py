@@ -13,6 +13,7 @@ from confluent_kafka import (
     IsolationLevel,
     KafkaError,
     KafkaException,
+    Message,
     TopicCollection,
     TopicPartition,
 )
@@ -27,6 +28,8 @@ from dualwrite.state.scans import Change
 _AT_ONCE: Final = 10_000
 _REQUEST_S: Final = 10.0
 _PAUSE_S: Final = 0.01
+_END_MS: Final = 20
+"""How long a broker waits for more at the end of the log: its empty answer shows the end. By default half a second."""
 _PASSING: Final = {
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -149,6 +152,7 @@ class Changelog:
                 "isolation.level": "read_committed",
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
+                "fetch.wait.max.ms": _END_MS,
                 "auto.offset.reset": "error",
             }
         )
@@ -160,7 +164,7 @@ class Changelog:
                 if deadline.expired:
                     raise Unavailable(f"the changelog {self} was read up to {reached}, not to {end}, in time")
                 changes: list[Change] = []
-                for message in consumer.consume(_AT_ONCE, timeout=min(0.2, deadline.remaining_s())):
+                for message in _next(consumer, min(0.2, deadline.remaining_s())):
                     offset, error = message.offset(), message.error()
                     if error is not None:
                         # Only this event shows that nothing but markers and aborted records follows.
@@ -187,6 +191,12 @@ class Changelog:
             f"the changelog {self} cannot be read: {error.str()}",
             next_step="create the topic with cleanup.policy=compact, and grant Read, Describe and DescribeConfigs on it",
         )
+
+
+def _next(consumer: Consumer, timeout_s: float) -> list[Message]:
+    """The next messages, as soon as there are some: consume() with a timeout would wait for as many as it may return."""
+    first = consumer.poll(timeout_s)
+    return [] if first is None else [first, *consumer.consume(_AT_ONCE, timeout=0)]
 
 
 def _bytes(given: bytes | str) -> bytes:

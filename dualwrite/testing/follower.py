@@ -44,6 +44,7 @@ class Follower:
                 "isolation.level": "read_committed",
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
+                "fetch.wait.max.ms": 50,  # the end of a partition shows in an empty answer
                 "auto.offset.reset": "error",  # a missing offset is a finding, not a reason to skip ahead
                 "log_level": 0,  # outages of brokers are expected
             }
@@ -74,7 +75,10 @@ class Follower:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            for message in self._consumer.consume(AT_ONCE, timeout=0.2):
+            first = self._consumer.poll(0.2)
+            if first is None:
+                continue
+            for message in [first, *self._consumer.consume(AT_ONCE, timeout=0)]:
                 topic, partition, offset, error = (
                     message.topic(),
                     message.partition(),

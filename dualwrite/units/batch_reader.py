@@ -107,7 +107,7 @@ class BatchReader:
         self._follower = Follower(self._image, position)
         self._timeout_s = timeout_s
         self._waiting: list[VisibleBatch] = []
-        self._units = PartitionLogs(kafka)
+        self._units = PartitionLogs(kafka, follows=True)
         self._data = PartitionLogs(kafka)
         self._units.follow(self._name, position)
 

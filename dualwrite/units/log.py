@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 1000
 _POLL_S: Final = 0.1
+_END_MS: Final = 20
+"""How long a broker waits for more at the end of a partition: its empty answer shows the end. By default half a second."""
 _LOOKS_AGAIN_S: Final = 0.01
 _WINDOW: Final = 64
 _WIDER: Final = 8
@@ -57,15 +59,19 @@ class PartitionLogs:
 
     Args:
         kafka: The dictionary of a writer.
+        follows: For :meth:`follow`, which waits for more; else for what there is, to its end.
 
     Raises:
         ConfigurationError: As `KafkaConfig.parse`.
     """
 
-    def __init__(self, kafka: Mapping[str, object]) -> None:
+    def __init__(self, kafka: Mapping[str, object], *, follows: bool = False) -> None:
         reaching = connection_settings(kafka)
+        waiting = {} if follows else {"fetch.wait.max.ms": _END_MS}
         self._admin = AdminClient(reaching)  # type: ignore[arg-type] # callbacks, too
-        self._consumer = Consumer({**reaching, **_SETTINGS, "group.id": f"dualwrite-units-{secrets.token_hex(8)}"})
+        self._consumer = Consumer(
+            {**reaching, **_SETTINGS, **waiting, "group.id": f"dualwrite-units-{secrets.token_hex(8)}"}
+        )
 
     def close(self) -> None:
         """Disconnect."""
@@ -152,7 +158,7 @@ class PartitionLogs:
         try:
             deadline = Deadline(timeout_s)
             while missing:
-                messages = self._consumer.consume(_AT_ONCE, _POLL_S)
+                messages = self.poll(_POLL_S)
                 if messages:
                     deadline = Deadline(timeout_s)
                 elif deadline.expired:

@@ -52,7 +52,7 @@ class UnitReader(Generic[Contents]):
         self._name = topic, partition
         self._follower = Follower(image, position)
         self._next = position or 0
-        self._logs = PartitionLogs(kafka)
+        self._logs = PartitionLogs(kafka, follows=True)
         self._logs.follow(self._name, position)
 
     def poll(self, timeout_s: float = 1.0) -> bool:

@@ -9,7 +9,15 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 
 def consume(kafka, topic):
     """All messages of a topic with everything that they carry."""
-    consumer = Consumer({**kafka, "group.id": "look", "auto.offset.reset": "earliest", "enable.partition.eof": True})
+    consumer = Consumer(
+        {
+            **kafka,
+            "group.id": "look",
+            "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,
+            "fetch.wait.max.ms": 10,
+        }
+    )
     try:
         partitions = consumer.list_topics(topic, timeout=120).topics[topic].partitions
         consumer.assign([TopicPartition(topic, number, 0) for number in partitions])

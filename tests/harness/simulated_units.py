@@ -269,5 +269,5 @@ def scheduled(seed: int, *, transaction_version: int = 2, forever: bool = False)
         patch.setattr(writer, "DualWriter", lambda name, **_: LaneWriter(here(), name))
         for module in (writer, announcing):
             patch.setattr(module, "PartitionLogs", lambda _: AskedLogs(simulation))
-        patch.setattr(batch_reader, "PartitionLogs", lambda _: SeenLogs(simulation))
+        patch.setattr(batch_reader, "PartitionLogs", lambda _, **__: SeenLogs(simulation))
         yield Schedule(seed, servers)
