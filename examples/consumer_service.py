@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ def serve(member: str, bootstrap_servers: str, url: str, topic: str) -> None:
         dead_letter_topic=f"{topic}-dead",
     )
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
-    consumer.run(idle_s=8)  # a service runs without idle_s
+    consumer.run()
 
 
 def main() -> None:
@@ -70,7 +71,11 @@ def main() -> None:
             [*command, "0", *given], env={**os.environ, "DUALWRITE_FAILPOINT": "consume.moved"}, check=False
         )
         print(f"member 0 was killed: {killed.returncode == -signal.SIGKILL}")
-        subprocess.run([*command, "1", *given], check=True, stderr=subprocess.DEVNULL)
+        successor = subprocess.Popen([*command, "1", *given], stderr=subprocess.DEVNULL)
+        while len(read_committed(kafka, receipts)) + len(read_committed(kafka, dead)) < 11:
+            time.sleep(0.2)
+        successor.terminate()
+        assert successor.wait() == 0
 
         with engine.connect() as connection:
             rows = Counter(connection.scalars(select(PAYMENTS.c.id)))

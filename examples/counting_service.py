@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ FLIGHTS, PARTITIONS = 3000, 2
 
 
 def serve(member: str, bootstrap_servers: str, url: str, topic: str, directory: str) -> None:
-    """Run one member of the service."""
+    """Run one member of the service, until SIGTERM."""
     kafka = {"bootstrap.servers": bootstrap_servers}
     with PartitionStores(f"{directory}/{member}", kafka=kafka, changelog=f"{topic}-changelog") as stores:
 
@@ -55,7 +56,7 @@ def serve(member: str, bootstrap_servers: str, url: str, topic: str, directory: 
             max_messages=200,
         )
         signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
-        consumer.run(idle_s=8)  # a service runs without idle_s
+        consumer.run()
 
 
 def main() -> None:
@@ -81,7 +82,11 @@ def main() -> None:
             [*command, "0", *given], env={**os.environ, "DUALWRITE_FAILPOINT": "state.before_commit:5"}, check=False
         )
         print(f"member 0 was killed: {killed.returncode == -signal.SIGKILL}")
-        subprocess.run([*command, "1", *given], check=True, stderr=subprocess.DEVNULL)
+        successor = subprocess.Popen([*command, "1", *given], stderr=subprocess.DEVNULL)
+        while len(read_committed(kafka, counts)) < FLIGHTS:
+            time.sleep(0.2)
+        successor.terminate()
+        assert successor.wait() == 0
 
         last = {record.key: int(record.value or b"0") for record in read_committed(kafka, counts)}
         counted = {(airline or b"").decode(): number for airline, number in last.items()}

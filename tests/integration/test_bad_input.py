@@ -83,7 +83,8 @@ def test_missing_grant_is_named(kafka, engine, url):
 
 @on_each_engine
 def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders, producer_engine):
-    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+    settings = {**kafka, "topic.metadata.propagation.max.ms": "200"}  # it waits for the topic so long
+    with DualWriter("orders", kafka=settings, database=engine, producer_engine=producer_engine) as writer:
         with pytest.raises(TransactionAborted, match="no-such-topic") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce("no-such-topic", value="1")

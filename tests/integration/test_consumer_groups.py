@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, TopicPartition
 from dualwrite import DualWriter
 
 servers, url, group, topic, engine = sys.argv[1:]
-consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 6000, "enable.auto.commit": False,
+consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 2000, "enable.auto.commit": False,
                      "auto.offset.reset": "earliest"})
 consumer.subscribe([topic])
 while (message := consumer.poll(1.0)) is None or message.error() is not None:
@@ -79,10 +79,10 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
     def assigned(consumer, partitions):
         [partition] = [one for one in partitions if one.partition == 0]
         with pytest.raises(KafkaException):
-            consumer.committed([partition], timeout=2.0)
+            consumer.committed([partition], timeout=0.5)
         stalled.append(partition)
         # What the group has taken from a dead member is as old as the session's time-out; living members are younger.
-        report = recover(prefix=f"{group}-", kafka=kafka, database=engine, open_for_s=5)
+        report = recover(prefix=f"{group}-", kafka=kafka, database=engine, open_for_s=1.5)
         assert report.settled
         found = blocking_transactions(kafka, topics=[dualwrite_topic], group=group, open_for_s=0)
         # The consumed offsets of other tests' groups are in the same partition.
@@ -90,7 +90,7 @@ def test_what_a_dead_member_has_left_is_settled_when_its_partitions_are_assigned
 
     settings = {
         "group.id": group,
-        "session.timeout.ms": 6000,
+        "session.timeout.ms": 2000,
         "enable.auto.commit": False,
         "auto.offset.reset": "earliest",
     }

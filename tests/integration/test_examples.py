@@ -240,13 +240,18 @@ def test_the_code_of_the_page_on_consuming_writes_each_message_once(
 
 
 @pytest.mark.longest
-def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path):
-    """It starts servers of its own, and kills them."""
+@pytest.mark.parametrize(
+    "steps", ['STEPS = ["write.prepared", "write.decided"]', pytest.param("", marks=pytest.mark.thorough)]
+)
+def test_the_example_of_the_page_on_proving_a_pipeline_passes(tmp_path, steps):
+    """It starts servers of its own, and kills them; and the pipeline at some of its steps, or at each, as it stands."""
     page = (ROOT / "docs" / "prove-your-own-pipeline.md").read_text(encoding="utf-8")
     files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert [name for name, _ in files] == ["pipeline.py", "test_pipeline.py"]
     for name, code in files:
-        (tmp_path / name).write_text(code, encoding="utf-8")
+        written, count = re.subn(r"^STEPS = .*$", steps or r"\g<0>", code, flags=re.MULTILINE)
+        assert count == (name == "test_pipeline.py")
+        (tmp_path / name).write_text(written, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         cwd=tmp_path,

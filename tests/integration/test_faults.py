@@ -45,9 +45,9 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 write = partial(write_order, partitions=(0, 1))
 
 
-def leave_decided(kafka, engine, topic, orders, number, name="orders"):
+def leave_decided(kafka, engine, topic, orders, number, name="orders", **options):
     """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
-    writer = mortal(DualWriter(name, kafka=kafka, database=engine, max_lanes=1))
+    writer = mortal(DualWriter(name, kafka=kafka, database=engine, max_lanes=1, **options))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -65,8 +65,8 @@ def wait_for(kafka, kafka_id, *wanted):
 
 def test_broker_that_times_a_decided_transaction_out_is_a_loss_that_is_told(hasty_kafka, engine, orders):
     topic = hasty_kafka.create_topic("timed-out", 2)
-    kafka = {**patient(hasty_kafka.client_config()), "transaction.timeout.ms": 11_000}
-    kafka_id = leave_decided(kafka, engine, topic, orders, 1)
+    kafka = {**patient(hasty_kafka.client_config()), "transaction.timeout.ms": 5_000}
+    kafka_id = leave_decided(kafka, engine, topic, orders, 1, margin_s=1.0)
     wait_for(kafka, kafka_id, TransactionStatus.COMPLETE_ABORT, TransactionStatus.NO_SUCH_ID)
     report = recover(open_for_s=0, kafka=kafka, database=engine)
     assert [loss.outcome.value for loss in report.losses] == ["lost"]

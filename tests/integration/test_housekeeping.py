@@ -30,10 +30,9 @@ def proxy(dualwrite_kafka):
 
 @pytest.fixture
 def through(proxy, engine):
-    """A writer through the proxy, with one lane, that waits 8 s for each of librdkafka's answers."""
-    with DualWriter(
-        "orders", kafka=patient(proxy.client_config()), database=engine, max_lanes=1, timeout_s=16
-    ) as writer:
+    """A writer through the proxy, with one lane, that waits 2.5 s for each of Kafka's answers: most tests wait for one in vain."""
+    kafka = patient(proxy.client_config())
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=5) as writer:
         yield writer
 
 

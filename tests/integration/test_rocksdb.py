@@ -120,7 +120,7 @@ def test_a_failed_write_of_the_users_own_rdict_stays_in_doubt_until_it_is_opened
     db = Failing(rocksdict.Rdict(str(tmp_path / "db")), written=written, entries=2)
     with (
         RocksDatabase(db) as database,
-        DualWriter("orders", kafka=kafka, database=database, timeout_s=5) as writer,
+        DualWriter("orders", kafka=kafka, database=database, timeout_s=2) as writer,
         pytest.raises(TransactionInDoubt),
     ):
         write(writer, 1)

@@ -39,8 +39,9 @@ class EmbeddedKafka:
     can kill one broker at a time, and its partitions move to another leader. `stop`, `kill`, `suspend` and the like act
     on one broker or on all.
 
-    ``auto.create.topics.enable`` is off, so that no topic appears by mistake; see `create_topic`. Every other setting
-    that matters to a client is the broker's own default, ``transaction.max.timeout.ms`` (15 minutes) included.
+    ``auto.create.topics.enable`` is off, so that no topic appears by mistake; see `create_topic`. Consumer groups are quick:
+    ``session.timeout.ms`` may be 1000, and with KIP-848 a heartbeat comes every 500 ms. Every other setting that matters to a
+    client is the broker's own default, ``transaction.max.timeout.ms`` (15 minutes) included.
 
     If the environment variable ``DUALWRITE_TEST_KAFKA`` holds bootstrap servers, and no argument asks for a special
     broker, those servers are used: nothing is started, and they cannot be stopped.

@@ -101,6 +101,10 @@ def server_properties(
         "num.io.threads": "4",
         "log.cleaner.dedupe.buffer.size": "16777216",
         "group.initial.rebalance.delay.ms": "0",
+        # A consumer may ask for a session of less than 6 s; with KIP-848 the broker sets its heartbeat, 5 s by default.
+        "group.min.session.timeout.ms": "1000",
+        "group.consumer.min.heartbeat.interval.ms": "100",
+        "group.consumer.heartbeat.interval.ms": "500",
         # After a SIGKILL the restarted node waits until its old session expires: 9 s by default. Among several
         # nodes, one that is merely slow must not lose its leadership.
         "broker.session.timeout.ms": "1500" if len(controllers) == 1 else "4000",
