@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -49,19 +50,25 @@ def engine_of(engine: Engine | URL | str) -> Engine:
     with _refused():
         url = make_url(engine)
         made = create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
-    if url.get_driver_name() == "pymysql":
+    if url.get_backend_name() in MYSQL:
         event.listen(made, "connect", _keep_alive)
     return made
 
 
 def _keep_alive(driver: Any, _: object) -> None:
-    """As :data:`LIVENESS`, for PyMySQL, which has no settings for it and leaves it to the system: hours."""
-    own: socket.socket = driver._sock  # noqa: SLF001 - PyMySQL has no other way
-    if own.family not in {socket.AF_INET, socket.AF_INET6}:
-        return
-    for name, value in _TCP.items():
-        if hasattr(socket, name):
-            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    """As :data:`LIVENESS`, for MySQL's drivers, which have no settings for it and leave it to the system: hours."""
+    with socket.socket(fileno=os.dup(fileno_of(driver))) as own:
+        if own.family not in {socket.AF_INET, socket.AF_INET6}:
+            return
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP.items():
+            if hasattr(socket, name):
+                own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def fileno_of(driver: Any) -> int:
+    """The descriptor of the socket of a connection of PyMySQL or mysqlclient."""
+    return int(driver.fileno() if hasattr(driver, "fileno") else driver._sock.fileno())  # noqa: SLF001 - PyMySQL has no other way
 
 
 def async_engine_of(engine: object) -> AsyncEngine:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url
+from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url, through_mysqlclient
 from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.state import SqlStateStore
@@ -60,6 +60,7 @@ def mariadb(mariadb_url: str) -> Iterator[Database]:
         pytest.param("postgresql with schema", marks=pytest.mark.postgresql),
         pytest.param("mariadb", marks=pytest.mark.mariadb),
         pytest.param("mariadb with schema", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
+        pytest.param("mariadb through mysqlclient", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
         "sqlite",
     ]
 )
@@ -69,7 +70,8 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
     else:
         schema = ODD_SCHEMA if "schema" in request.param else None
         if request.param.startswith("mariadb"):
-            made = prepare_mariadb(request.getfixturevalue("mariadb_url"), schema)
+            url = request.getfixturevalue("mariadb_url")
+            made = prepare_mariadb(through_mysqlclient(url) if "mysqlclient" in request.param else url, schema)
         else:
             made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")), schema)
     yield made

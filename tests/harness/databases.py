@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine, Row, bindparam, create_engine, event, make_url, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateSchema, DropSchema
@@ -113,6 +114,12 @@ def age(engine: Engine, *, days: float = 40) -> None:
             {"days": days},
         )
         connection.execute(text(f"UPDATE dualwrite_run SET begun_at = {when}"), {"days": days})
+
+
+def through_mysqlclient(url: str) -> str:
+    """The URL for the other driver; skips the test where it is not installed."""
+    pytest.importorskip("MySQLdb", reason="mysqlclient is not installed")
+    return make_url(url).set(drivername="mysql+mysqldb").render_as_string(hide_password=False)
 
 
 _columns: dict[tuple[str, str | None], Sequence[Any]] = {}

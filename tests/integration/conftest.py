@@ -4,6 +4,7 @@ import shutil
 from contextlib import ExitStack
 
 import pytest
+from harness.databases import through_mysqlclient
 from harness.orders import Base, Order
 from sqlalchemy import create_engine, make_url, select, text, update
 
@@ -20,8 +21,9 @@ def url(request, tmp_path):
     """A fresh, migrated database of each kind."""
     if request.param == "postgresql":
         return request.getfixturevalue("migrated_database")
-    if request.param == "mariadb":
-        return request.getfixturevalue("migrated_mariadb")
+    if request.param.startswith("mariadb"):
+        found = request.getfixturevalue("migrated_mariadb")
+        return through_mysqlclient(found) if "mysqlclient" in request.param else found
     if request.param == "rocksdb":
         pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
         RocksDatabase(tmp_path / "rocks").close()

@@ -50,6 +50,11 @@ def end_in(statement: str) -> str | None:
     return _words(_END, statement)
 
 
+def ends_transaction(statement: str) -> bool:
+    """Whether a statement ends the open transaction, by itself or by being DDL."""
+    return ddl_in(statement) is not None or end_in(statement) is not None
+
+
 def may_hide_savepoints(statement: str) -> bool:
     """Whether a statement may set or roll back to savepoints that nobody sees in its text."""
     at = _beginning(statement)

@@ -19,6 +19,7 @@ from sqlalchemy.dialects import mysql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.connecting import fileno_of
 from dualwrite.stores.dialects.committing import driver_of
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.implicit_commits import ddl_in, end_in
@@ -79,15 +80,25 @@ def _usable_driver(connection: Connection) -> DBAPIConnection:
     return driver
 
 
-def _in_transaction(driver: DBAPIConnection) -> bool:
-    return bool((_status(driver) or 0) & _IN_TRANSACTION)
+def _in_transaction(connection: Connection) -> bool:
+    """Whether a transaction has changed something, as far as the driver or MariaDB tells (mysqlclient and MySQL do not)."""
+    status = _status(_driver(connection))
+    if status is not None:
+        return bool(status & _IN_TRANSACTION)
+    return is_mariadb(connection) and _is_open_on_server(connection)
 
 
 def _has_begun(connection: Connection) -> bool:
     """Whether the connection's transaction has a snapshot, or may have one: MySQL does not tell."""
-    if _in_transaction(_driver(connection)) or not is_mariadb(connection):
-        return True
-    return bool(connection.exec_driver_sql("SELECT @@in_transaction").scalar())
+    return _in_transaction(connection) or not is_mariadb(connection) or _is_open_on_server(connection)
+
+
+def _is_open_on_server(connection: Connection) -> bool:
+    # Past SQLAlchemy, which would begin a transaction of its own.
+    with closing(_driver(connection).cursor()) as cursor:
+        cursor.execute("SELECT @@in_transaction")
+        found = cursor.fetchone()
+    return bool(found and found[0])
 
 
 def _at_most(name: str, seconds: int) -> str:
@@ -114,7 +125,7 @@ class MariaDB:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
         driver = _usable_driver(connection)
-        if _in_transaction(driver):
+        if _in_transaction(connection):
             raise IllegalStateError("the driver's connection is already in a transaction")
         connection.begin()
         # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
@@ -154,7 +165,7 @@ class MariaDB:
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
-        _usable_driver(connection)
+        queries_of(_usable_driver(connection)).begin()
         connection.begin()
         self._server.check(connection, tables)
         _change(connection, {_LOCK: str(max(1, int(lock_timeout_s)))})
@@ -203,7 +214,7 @@ class MariaDB:
         if seconds is None:
             yield
             return
-        with WATCHDOG.watching(_fileno(_driver(connection)), seconds) as watch:
+        with WATCHDOG.watching(fileno_of(_driver(connection)), seconds) as watch:
             yield
         if watch.expired:
             connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
@@ -286,10 +297,12 @@ class MariaDB:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
         if not cast("Any", driver).open:
             return Standing.BROKEN
-        if queries_of(driver).rolled_back is not None:
+        queries = queries_of(driver)
+        if queries.rolled_back is not None:
             return Standing.FAILED
         status = _status(driver)
-        return Standing.OPEN if status is None or status & _IN_TRANSACTION else Standing.ENDED
+        is_open = not queries.ended if status is None else status & _IN_TRANSACTION
+        return Standing.OPEN if is_open else Standing.ENDED
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
@@ -304,12 +317,6 @@ class MariaDB:
         """Unknown: only the row shows the outcome."""
         del connection, transaction
         return DatabaseVerdict.UNKNOWN
-
-
-def _fileno(driver: DBAPIConnection) -> int:
-    """The descriptor of the connection's socket: mysqlclient's has a method for it."""
-    made = cast("Any", driver)
-    return int(made.fileno() if hasattr(made, "fileno") else made._sock.fileno())  # noqa: SLF001 - PyMySQL has no other way
 
 
 def _change(connection: Connection, settings: Mapping[str, str]) -> None:

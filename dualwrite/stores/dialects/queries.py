@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import exc
 
-from dualwrite.stores.dialects.implicit_commits import may_hide_savepoints
+from dualwrite.stores.dialects.implicit_commits import ends_transaction, may_hide_savepoints
 from dualwrite.stores.failures import number_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Queries:
     Attributes:
         expected: How many statements SQLAlchemy is about to send.
         doubtful: Whether a statement may have set or rolled back to a savepoint past SQLAlchemy.
+        ended: Whether a statement was sent that ends the transaction.
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
         has_table: Whether the connection has the witness's table.
@@ -63,6 +64,7 @@ class Queries:
     def begin(self) -> None:
         """A transaction begins."""
         self.doubtful = False
+        self.ended = False
         self.rolled_back: BaseException | None = None
         self.commit_sent = False
 
@@ -71,8 +73,9 @@ class Queries:
             self.expected -= 1
         else:
             self.doubtful = True
-        if (text := _text_of(arguments)) is not None and may_hide_savepoints(text):
-            self.doubtful = True
+        if (text := _text_of(arguments)) is not None:
+            self.doubtful = self.doubtful or may_hide_savepoints(text)
+            self.ended = self.ended or ends_transaction(text)
         try:
             return self._query(*arguments, **options)
         except BaseException as error:
@@ -88,7 +91,13 @@ class Queries:
 
 def _text_of(arguments: Sequence[object]) -> str | None:
     text = arguments[0] if arguments else None
-    return text if isinstance(text, str) else text.decode("utf-8", "replace") if isinstance(text, bytes) else None
+    return (
+        text
+        if isinstance(text, str)
+        else text.decode("utf-8", "replace")
+        if isinstance(text, (bytes, bytearray))
+        else None
+    )
 
 
 def queries_of(driver: DBAPIConnection) -> Queries:
