@@ -17,9 +17,9 @@ from dualwrite.stores import participants
 from dualwrite.stores.claims import Claim
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.dialects import committing
+from dualwrite.stores.dialects import committing, savepoints
 from dualwrite.stores.dialects.closing import roll_back_before_closing
-from dualwrite.stores.dialects.savepoints import SavepointWatch
+from dualwrite.stores.dialects.compiled import CompiledOnce
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
@@ -79,6 +79,8 @@ class SqlStateStore:
         self._owns_engine = isinstance(engine, str)
         self._engine = engine_of(engine)
         roll_back_before_closing(self._engine)
+        for listeners in (committing.LISTENERS, savepoints.LISTENERS):
+            listeners.expect(self._engine)
         self._schema = schema
         self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
         self._tables = declare_tables(schema)
@@ -94,8 +96,8 @@ class SqlStateStore:
         is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
-        self._start = select(incarnation, prepared, *self._dialect.start_columns())
-        self._decide = self._dialect.deciding(
+        self._start = CompiledOnce(select(incarnation, prepared, *self._dialect.start_columns()))
+        decide = self._dialect.deciding(
             update(state)
             .where(*is_ours)
             .values(
@@ -107,6 +109,7 @@ class SqlStateStore:
             idle_ms=bindparam("idle_ms_", type_=Integer()),
             within_ms=bindparam("within_ms_", type_=Integer()),
         )
+        self._decide = CompiledOnce(decide)
         self._hold = select(*self._dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
 
     @property
@@ -154,9 +157,9 @@ class SqlStateStore:
         names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
         return next(iter(names)) if len(names) == 1 else None
 
-    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
+    def watch_savepoints(self, connection: Connection, transactional_id: str) -> savepoints.SavepointWatch:
         """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
-        return SavepointWatch(connection, self._dialect, transactional_id)
+        return savepoints.SavepointWatch(connection, self._dialect, transactional_id)
 
     def read_incarnation(
         self,
@@ -169,7 +172,8 @@ class SqlStateStore:
         """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
         bound = {"id_": transactional_id, "namespace_": namespace}
         with self._mapped(transactional_id):
-            incarnation, prepared, *values = connection.execute(self._start, bound).one()
+            row: Sequence[Any] = self._start.execute(connection, bound).one()
+        incarnation, prepared, *values = row
         self._dialect.check_start(connection, values)
         if incarnation is not None and known is not None:
             check_not_gone_back(known, int(incarnation), prepared)

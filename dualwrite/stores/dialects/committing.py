@@ -10,10 +10,11 @@ import logging
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from sqlalchemy import Connection, event, exc
+from sqlalchemy import Connection, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
 from dualwrite.stores.dialects.dialect import Dialect, Standing
+from dualwrite.stores.dialects.listening import Listeners
 from dualwrite.stores.failures import Meaning, driver_words, meaning_of
 
 if TYPE_CHECKING:
@@ -24,16 +25,12 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
-# A listener stays on its connection: SQLAlchemy takes longer to find and remove it than to call it.
-_listening: Final[WeakSet[Connection]] = WeakSet()
 _refusing: Final[WeakSet[Connection]] = WeakSet()
 
 
 def refuse_commits(connection: Connection) -> None:
     """Refuse every COMMIT of the connection's transaction until :func:`commit` or :func:`rollback`."""
-    if connection not in _listening:
-        event.listen(connection, "commit", _refuse)
-        _listening.add(connection)
+    LISTENERS.require(connection)
     _refusing.add(connection)
 
 
@@ -46,6 +43,10 @@ def _refuse(connection: Connection) -> None:
         "the connection was committed inside the block",
         next_step="the dual write commits when the block ends: remove the commit()",
     )
+
+
+LISTENERS: Final = Listeners({"commit": _refuse})
+"""Notice a COMMIT."""
 
 
 def _stop_refusing(connection: Connection) -> None:

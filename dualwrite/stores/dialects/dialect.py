@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+    from dualwrite.stores.dialects.compiled import CompiledOnce
     from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
 
@@ -120,12 +121,14 @@ class Dialect(Protocol):
         """
         ...
 
-    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+    def decided(
+        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    ) -> Sequence[object] | None:
         """Execute the statement of :meth:`deciding`, and return the values for :meth:`check_end`; None if no row matched.
 
         Args:
             connection: Inside the transaction.
-            update: The statement.
+            deciding: The statement.
             bound: Its values, ``idle_ms_`` and ``within_ms_`` among them.
         """
         ...

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.dialects.compiled import CompiledOnce
     from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
 
@@ -196,9 +197,11 @@ class MariaDB:
         del idle_ms, within_ms
         return update
 
-    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+    def decided(
+        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    ) -> Sequence[object] | None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. There is no limit for COMMIT itself."""
-        if connection.execute(update, bound).rowcount != 1:
+        if deciding.execute(connection, bound).rowcount != 1:
             return None
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)

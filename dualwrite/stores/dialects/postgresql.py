@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.dialects.compiled import CompiledOnce
     from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
 
@@ -270,9 +271,11 @@ class PostgreSQL:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
-    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+    def decided(
+        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    ) -> Sequence[object] | None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return connection.execute(update, bound).one_or_none()
+        return deciding.execute(connection, bound).one_or_none()
 
     def refuse(self, connection: Connection, statement: str) -> None:
         """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""

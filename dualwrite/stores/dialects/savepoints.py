@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
 
@@ -12,6 +12,7 @@ from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionI
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
 from dualwrite.stores.dialects import committing
 from dualwrite.stores.dialects.dialect import Standing
+from dualwrite.stores.dialects.listening import Listeners
 from dualwrite.stores.failures import map_database_error, number_of, sqlstate_of
 
 if TYPE_CHECKING:
@@ -30,15 +31,6 @@ _UNIT: Final = "dualwrite_unit"
 _NO_SAVEPOINT: Final = 1305  # on MariaDB and MySQL
 
 _watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()
-# The listeners stay on their connection: SQLAlchemy takes longer to find and remove them than to call them.
-_listening: Final[WeakSet[Connection]] = WeakSet()
-
-
-def _listen(connection: Connection) -> None:
-    if connection not in _listening:
-        event.listen(connection, "before_cursor_execute", _before)
-        event.listen(connection, "after_cursor_execute", _after)
-        _listening.add(connection)
 
 
 def _before(connection: Connection, cursor: object, statement: str, *others: object) -> None:
@@ -51,6 +43,10 @@ def _after(connection: Connection, cursor: object, statement: str, *others: obje
     del cursor
     if (watch := _watched.get(connection)) is not None:
         watch.after(statement, many=_is_executemany(others))
+
+
+LISTENERS: Final = Listeners({"before_cursor_execute": _before, "after_cursor_execute": _after})
+"""Follow statements."""
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
@@ -102,7 +98,7 @@ class SavepointWatch:
         self._unit_kept = False
         if _has_sessions():
             self.expect_session()
-        _listen(connection)
+        LISTENERS.require(connection)
         _watched[connection] = self
 
     def expect_session(self) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.dialects.compiled import CompiledOnce
     from dualwrite.stores.dialects.witness import Witness
     from dualwrite.stores.tables import Tables
 
@@ -148,9 +149,11 @@ class SQLite:
         del idle_ms, within_ms
         return update.returning(*self.end_columns())
 
-    def decided(self, connection: Connection, update: Update, bound: Mapping[str, Any]) -> Sequence[object] | None:
+    def decided(
+        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    ) -> Sequence[object] | None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        return connection.execute(update, bound).one_or_none()
+        return deciding.execute(connection, bound).one_or_none()
 
     def refuse(self, connection: Connection, statement: str) -> None:
         """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
