@@ -41,13 +41,13 @@ class EndWatcher:
     Args:
         name: The writer's name.
         coordinator: Kafka; only the watcher's thread uses it, and closes it at its end.
-        on_noted: Called after each end that was noted: there may be something to settle.
+        on_unknown: Called where an end is not known, or not as decided: there may be something to settle.
     """
 
-    def __init__(self, name: str, coordinator: KafkaCoordinator, on_noted: Callable[[], None]) -> None:
+    def __init__(self, name: str, coordinator: KafkaCoordinator, on_unknown: Callable[[], None]) -> None:
         self._name = name
         self._coordinator = coordinator
-        self._on_noted = on_noted
+        self._on_unknown = on_unknown
         self._new: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._watched: dict[PendingEnd, _Watched] = {}
         self._looked_up: set[str] = set()
@@ -121,7 +121,9 @@ class EndWatcher:
             steps = ask_for_ends(self._coordinator, [one.pending for one in asked], Deadline(_LONGEST_ASK_S))
         except Exception as error:  # noqa: BLE001 - a right is missing, or the writer was closed: a block asks, and raises it
             logger.warning("could not ask in the background how transactions have ended: %s", error)
-            self._let_go(asked)
+            for one in asked:
+                self._let_go(one)
+            self._on_unknown()
             return []
         again = []
         for one, step in zip(asked, steps, strict=True):
@@ -132,7 +134,9 @@ class EndWatcher:
                 one.note(step)
             except Exception:
                 logger.exception("could not note how a transaction has ended")
-            self._let_go([one])
+            self._let_go(one)
+            if step is not EndStep.KNOWN:
+                self._on_unknown()
         return again
 
     def _warn(self) -> None:
@@ -161,8 +165,6 @@ class EndWatcher:
         except Exception as error:  # noqa: BLE001 - it is only a warning
             logger.debug("could not find out whether topics are compacted: %s", error)
 
-    def _let_go(self, watched: list[_Watched]) -> None:
-        for one in watched:
-            self._watched.pop(one.pending, None)
-            one.done.set()
-        self._on_noted()
+    def _let_go(self, watched: _Watched) -> None:
+        self._watched.pop(watched.pending, None)
+        watched.done.set()

@@ -175,9 +175,13 @@ class Lanes:
         return None
 
     def _freed(self, place: Place[Kept]) -> None:
-        place.thing.taken_at = None
-        place.thing.lane.watch_end()
-        self.look_again()
+        kept = place.thing
+        kept.taken_at = None
+        kept.lane.watch_end()
+        due_at = kept.due_at(now_s(), self._idle_after_s)
+        # Housekeeping is woken for what is due before its next look, not by every dual write.
+        if due_at is not None and (self._due_at is None or due_at < self._due_at):
+            self.look_again()
 
     def look_again(self) -> None:
         """Make housekeeping check what is due."""

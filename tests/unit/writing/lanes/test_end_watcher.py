@@ -88,7 +88,7 @@ class Noted:
 
 
 class Settler:
-    """Is called after each end that was noted."""
+    """Is called where there may be something to settle."""
 
     def __init__(self):
         self.calls = 0
@@ -130,7 +130,7 @@ def test_the_end_is_passed_on_once_and_by_the_watchers_own_thread(watcher, coord
     assert noted.steps == [EndStep.KNOWN]
     assert noted.thread is not threading.current_thread()
     watcher.close()
-    assert (len(coordinator.asked), settler.calls) == (1, 1)
+    assert (len(coordinator.asked), settler.calls) == (1, 0)
 
 
 def test_it_asks_until_the_end_is_known(watcher, coordinator):
@@ -142,12 +142,14 @@ def test_it_asks_until_the_end_is_known(watcher, coordinator):
     assert len(coordinator.asked) == 4
 
 
-def test_ends_that_need_settling_are_passed_on_too(watcher, coordinator):
+def test_ends_that_need_settling_are_passed_on_too_and_wake_who_settles(watcher, coordinator, settler):
     one, noted = pending(), Noted()
     coordinator.answers.append(LogProof.ABORTED)
     watcher.watch(one, noted)
     assert known(watcher, one)
     assert noted.steps == [EndStep.SETTLE]
+    watcher.close()
+    assert settler.calls == 1
 
 
 def test_the_ends_of_many_lanes_are_asked_for_in_one_question(watcher, coordinator):

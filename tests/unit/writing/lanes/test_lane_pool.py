@@ -4,6 +4,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from harness.patience import wait_until
 
 from dualwrite.errors import IllegalStateError, Unavailable
 from dualwrite.writing.lanes.lane_pool import Lanes
@@ -141,6 +142,23 @@ def test_an_idle_lane_is_recorded_and_then_goes_to_whoever_waits(make):
     ticket = lanes.ticket()
     assert lanes.take(ticket) is lanes.first
     ticket.end()
+
+
+def test_housekeeping_is_woken_for_what_is_due_before_its_next_look_alone(make, monkeypatch):
+    lanes = make(2)
+    users = [queued(lanes), queued(lanes)]
+    for user in users:
+        lane_of(user).unrecorded = object()
+    users[0].end()
+    wait_until(lambda: lanes._due_at is not None)
+    woken = []
+    monkeypatch.setattr(lanes, "look_again", lambda: woken.append(1))
+    users[1].end()
+    assert not woken
+    last = queued(lanes)
+    lane_of(last).needs_settling = True
+    last.end()
+    assert woken
 
 
 def test_whoever_waits_too_long_is_told_and_keeps_nobody_waiting(make):
