@@ -119,7 +119,7 @@ class SimulatedBrokers:
 
 
 class SimulatedNetwork:
-    """Stands in for :class:`~dualwrite.kafka.coordinator.network.CallersNetwork`.
+    """Stands in for :class:`~dualwrite.kafka.coordinator.callers_network.CallersNetwork`.
 
     Args:
         simulation: The simulation with the broker.

@@ -10,7 +10,8 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import describing, ending, later, listing, log, native, sequences
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
-from dualwrite.kafka.coordinator.network import CallersNetwork, Network
+from dualwrite.kafka.coordinator.callers_network import CallersNetwork
+from dualwrite.kafka.coordinator.network import Network
 from dualwrite.kafka.coordinator.partitions import Place, open_offsets
 from dualwrite.kafka.coordinator.routing import Coordinators, Partition, Topic, Topics
 from dualwrite.protocol.observations import (

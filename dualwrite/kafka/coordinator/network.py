@@ -9,11 +9,9 @@ them, are held at INFO.
 from __future__ import annotations
 
 import logging
-import select
 import selectors
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
 
@@ -21,7 +19,7 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.waiting import Event, here
+from dualwrite.runtime.waiting import Event
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -62,12 +60,11 @@ _our_threads: Final[WeakSet[threading.Thread]] = WeakSet()
 
 
 class _Swallowed(threading.local):
-    """The interruption of this thread that kafka-python has swallowed: it logs a ``KeyboardInterrupt`` as an error."""
-
     error: BaseException | None = None
 
 
-_swallowed: Final = _Swallowed()
+swallowed: Final = _Swallowed()
+"""The interruption of this thread that kafka-python has swallowed: it logs a ``KeyboardInterrupt`` as an error."""
 
 
 class _QuietOnOurThreads(logging.Filter):
@@ -78,7 +75,7 @@ class _QuietOnOurThreads(logging.Filter):
             return True
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and not isinstance(error, Exception):
-            _swallowed.error = error
+            swallowed.error = error
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger.name.partition(".")[0] == "kafka":
             if logger.level != logging.NOTSET:
@@ -90,7 +87,9 @@ class _QuietOnOurThreads(logging.Filter):
 _QUIET_ON_OUR_THREADS: Final = _QuietOnOurThreads()
 
 
-class _Selector(NetworkSelector):  # type: ignore[misc]  # it has no types
+class Loop(NetworkSelector):  # type: ignore[misc]  # it has no types
+    """kafka-python's loop."""
+
     def run_forever(self) -> None:
         """Run the loop on its own thread, marked as ours."""
         _our_threads.add(threading.current_thread())
@@ -129,46 +128,7 @@ class _Files(selectors.DefaultSelector):
         return super().get_key(fileobj)
 
 
-class _AtOnce:
-    """Awaited, it lets the task go on without a turn of the loop."""
-
-    def __await__(self) -> Iterator[None]:
-        return iter(())
-
-
-_AT_ONCE: Final = _AtOnce()
-
-
-class _CallersSelector(_Selector):
-    """A loop without a thread: each turn that it saves is one less that the caller waits for."""
-
-    def wait_write(self, fileobj: Message, timeout_at: float | None = None) -> Message:
-        """Wait until the socket takes bytes; it usually does."""
-        look = select.poll()  # unlike select(), it takes descriptors above 1023
-        look.register(fileobj, select.POLLOUT)
-        if look.poll(0):
-            return _AT_ONCE
-        return super().wait_write(fileobj, timeout_at)
-
-    @property
-    def fileno(self) -> Callable[[], int] | None:
-        """The descriptor of the selector itself, which is readable when one of its sockets is ready; None on Windows."""
-        return getattr(self._selector, "fileno", None)
-
-    def idle_s(self, seconds: float) -> float:
-        """For how many of these seconds nothing will be to do unless a socket becomes ready."""
-        if self._ready:
-            return 0.0
-        scheduled_s = self._next_scheduled_timeout(time.monotonic())
-        return seconds if scheduled_s is None else max(0.0, min(seconds, scheduled_s))
-
-    @property
-    def keeps_an_interruption(self) -> bool:
-        """Whether an interruption of this turn would come out in the next, which may be another call's."""
-        return any(task._exc is not None and not isinstance(task._exc, Exception) for task in self._ready)  # noqa: SLF001
-
-
-class _Quietly:
+class Quietly:
     """Treats the caller's thread as ours while the block runs."""
 
     def __enter__(self) -> None:
@@ -180,18 +140,6 @@ class _Quietly:
     def __exit__(self, kind: type[BaseException] | None, *of_error: object) -> None:
         if self._marked is not None:
             _our_threads.discard(self._marked)
-
-
-class _InCallersThread(_Quietly):
-    """Runs kafka-python's code on the caller's thread: an interruption that it swallows comes out after it."""
-
-    def __exit__(self, kind: type[BaseException] | None, *of_error: object) -> None:
-        super().__exit__(kind, *of_error)
-        if kind is not None:
-            return
-        error, _swallowed.error = _swallowed.error, None
-        if error is not None:
-            raise error
 
 
 def quieten_logs() -> None:
@@ -210,12 +158,12 @@ class Network:
         arguments: kafka-python's settings.
     """
 
-    _make_loop = _Selector
+    _make_loop = Loop
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self._arguments = arguments
         self._metadata: Message | None = None
-        with _Quietly():
+        with Quietly():
             self._loop = self._make_loop(client_id=arguments["client_id"], selector=_Files)
             self.lanes = [self._lane()]
             self._start()
@@ -233,7 +181,7 @@ class Network:
     def learn(self, metadata: Message) -> None:
         """Use the brokers' addresses from this metadata."""
         self._metadata = metadata
-        with _Quietly():
+        with Quietly():
             for lane in self.lanes:
                 lane.cluster.update_metadata(metadata)
 
@@ -283,13 +231,30 @@ class Network:
         while len(self.lanes) < lanes:
             self.lanes.append(self._lane())
         return [
-            _sent(self.lanes[index % lanes], node, request, patience) for index, (node, request) in enumerate(requests)
+            self._sent(self.lanes[index % lanes], node, request, patience)
+            for index, (node, request) in enumerate(requests)
         ]
+
+    def _sent(
+        self, connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None
+    ) -> Message:
+        try:
+            # Keep its own metadata refresh off: it would bootstrap forever, and nothing uses the result.
+            connection = connections.get_connection(node, refresh_metadata_on_err=False)
+            self._note_asked(connection)
+            # While a broker throttles us, kafka-python would fail requests. The broker lets them wait by itself (KIP-219).
+            connection.unpause("throttle")
+            return connection.send_request(request, request_timeout_ms=timeout_ms)
+        except Exception as error:  # noqa: BLE001 - returned as this request's result
+            return error
+
+    def _note_asked(self, connection: Message) -> None:
+        """A request is about to be given to this connection."""
 
     def close(self) -> None:
         """Close the connections and end the thread. After that no socket is open."""
         closed = threading.Event()
-        with _Quietly():
+        with Quietly():
             try:
                 self._loop.call_soon_with_future(self._close_lanes).add_both(lambda _: closed.set())
             except Exception:
@@ -301,77 +266,3 @@ class Network:
     def _close_lanes(self) -> None:
         for lane in self.lanes:
             lane.close()
-
-
-class CallersNetwork(Network):
-    """The same without a thread: the loop runs while its one user waits. No answer has to pass from one thread to another.
-
-    Between calls nothing happens but what the kernel does with bytes that were written.
-
-    Args:
-        arguments: kafka-python's settings.
-    """
-
-    _make_loop = _CallersSelector
-
-    def _start(self) -> None:
-        self._loop.config["slow_task_threshold_secs"] = 0  # its warnings are about a thread that many wait for
-
-    def exchange(
-        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, lanes: int, timeout_ms: int | None
-    ) -> list[Message | Exception]:
-        """Send all requests, and wait for the answer or error of each. Raises as `Network.exchange`."""
-        with _Quietly():
-            futures = self._sent_by_lanes(requests, lanes, timeout_ms)
-        for future in futures:
-            while not (isinstance(future, Exception) or future.is_done):
-                if deadline.expired:
-                    raise NotYet("no answer", unreachable=True)
-                self.serve(deadline.remaining_s())
-        return [future if isinstance(future, Exception) else _result(future) for future in futures]
-
-    def post(self, node: int, request: Message, done: Callable[[Message | Exception], None]) -> None:
-        """Send a request without a wait for its answer.
-
-        Args:
-            node: The broker's id.
-            request: The request, built afresh.
-            done: Called once, with the answer or the error, by this call or by a later one of this object.
-        """
-        with _InCallersThread():
-            answer = _sent(self.lanes[0], node, request, None)
-            if isinstance(answer, Exception):
-                done(answer)
-                return
-            answer.add_both(lambda _: done(_result(answer)))
-
-    def serve(self, seconds: float) -> None:
-        """Send and receive what can be at once; wait up to that long for something to do."""
-        here().poll(self._turn, self._loop.fileno, self._loop.idle_s(seconds))
-
-    def _turn(self, seconds: float) -> None:
-        with _InCallersThread():
-            self._loop.poll(timeout_ms=seconds * 1000)
-            while self._loop.keeps_an_interruption:
-                self._loop.poll(timeout_ms=0)
-
-    def close(self) -> None:
-        """Close the connections. After that no socket is open."""
-        with _InCallersThread():
-            self._close_lanes()
-            self._loop.close()
-
-
-def _result(future: Message) -> Message | Exception:
-    return future.value if future.exception is None else future.exception
-
-
-def _sent(connections: KafkaConnectionManager, node: int | str, request: Message, timeout_ms: int | None) -> Message:
-    try:
-        # Keep its own metadata refresh off: it would bootstrap forever, and nothing uses the result.
-        connection = connections.get_connection(node, refresh_metadata_on_err=False)
-        # While a broker throttles us, kafka-python would fail requests. The broker lets them wait by itself (KIP-219).
-        connection.unpause("throttle")
-        return connection.send_request(request, request_timeout_ms=timeout_ms)
-    except Exception as error:  # noqa: BLE001 - returned as this request's result
-        return error

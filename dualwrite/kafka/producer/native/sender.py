@@ -9,7 +9,8 @@ from typing import Final
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
-from dualwrite.kafka.coordinator.network import CallersNetwork, Message, Network, NotYet
+from dualwrite.kafka.coordinator.callers_network import CallersNetwork
+from dualwrite.kafka.coordinator.network import Message, Network, NotYet
 from dualwrite.kafka.coordinator.routing import Topic, Topics
 from dualwrite.kafka.producer.native.messages import produce, produced
 from dualwrite.kafka.producer.native.wire.core import Delivered, ProduceCore, ToSend

@@ -15,7 +15,8 @@ from kafka.protocol.metadata import MetadataRequest
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
-from dualwrite.kafka.coordinator.network import CallersNetwork, Network, NotYet, _Files, quieten_logs
+from dualwrite.kafka.coordinator.callers_network import CallersNetwork
+from dualwrite.kafka.coordinator.network import Network, NotYet, _Files, quieten_logs
 from dualwrite.kafka.sockets import PlainSocket, TlsSocket, address_of
 from dualwrite.runtime.deadline import Deadline
 
