@@ -187,6 +187,10 @@ class _Joined:
         self._pooled.info[_JOINED] = weakref.ref(self)
         if not event.contains(self.connection, "rollback", _rolled_back):
             event.listen(self.connection, "rollback", _rolled_back)
+            # To the front, as SQLAlchemy takes no insert=True here: a listener of the application that raises would keep it
+            # from calling ours, and from its ROLLBACK.
+            listeners: Any = self.connection.dispatch.rollback
+            listeners.local.listeners.rotate(1)
         for name in ("reset", "invalidate"):
             if not event.contains(self.connection.engine.pool, name, _returned):
                 event.listen(self.connection.engine.pool, name, _returned)

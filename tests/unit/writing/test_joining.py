@@ -355,7 +355,8 @@ def test_a_commit_that_is_never_sent_leaves_nothing_behind_for_the_next_session(
 
 
 @pytest.mark.parametrize("end", ["rollback", "close"])
-@pytest.mark.parametrize(("on", "outside"), [("engine", False), ("engine", True), ("connection", False)])
+@pytest.mark.parametrize("outside", [False, True], ids=["own", "outside"])
+@pytest.mark.parametrize("on", ["engine", "connection"])
 def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(shop, end, on, outside):
     armed = []
 
