@@ -201,6 +201,21 @@ def after_group(error: BaseException, *, units: int, failures: int) -> Fate:
     return Fate.FAIL
 
 
+def after_ending_group(raised: BaseException | None, error: BaseException, failures: int) -> Fate:
+    """Judge the error of a unit that has ended its group, as a deadlock does where the database then rolls back everything.
+
+    It runs again alone, so that it ends no other group.
+
+    Args:
+        raised: The error of its work; None if it has ended the group without one.
+        error: The group's error.
+        failures: How many runs of the unit have left nothing behind, this one included.
+    """
+    if raised is None or not leaves_nothing(error) or after_unit(raised, failures) is Fate.FAIL:
+        return Fate.FAIL
+    return Fate.ALONE
+
+
 def after_culprit(error: BaseException, failures: int) -> Fate:
     """Judge the error of a group that a known unit has ended, for one of the others.
 

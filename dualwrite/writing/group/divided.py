@@ -200,7 +200,7 @@ class Divided:
             unit.undo()
             self._savepoints.drop_unit()
             failpoints.hit("group.unit_dropped")
-            return _named(error, unit.transactional_id)
+            return named(error, unit.transactional_id)
         unit.close()
         self.size += unit.size
         failpoints.hit("group.unit_kept")
@@ -222,7 +222,7 @@ class Divided:
         )
 
 
-def _named(error: BaseException, transactional_id: str) -> BaseException:
+def named(error: BaseException, transactional_id: str) -> BaseException:
     """The error as it leaves a block: a conflict of its statements has a name."""
     try:
         with conflicts_named(transactional_id):

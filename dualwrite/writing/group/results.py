@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_group, after_unit
+from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
 from dualwrite.protocol.redo import leaves_nothing
 
 logger = logging.getLogger(__name__)
@@ -165,15 +165,15 @@ class GroupRun:
         return told
 
     def _runs_again(self, unit: Unit[Any], error: BaseException) -> bool:
-        if unit is self._running:
-            return False
         unit.failures += 1
         if self._running is None:
             fate = after_group(error, units=len(self._ran), failures=unit.failures)
+        elif unit is self._running:
+            fate = after_ending_group(self._raised, error, unit.failures)
         else:
             fate = after_culprit(error, unit.failures)
         unit.alone = fate is Fate.ALONE
-        if fate is not Fate.FAIL and self._running is None:
+        if fate is not Fate.FAIL and self._running in {None, unit}:
             self.failures = max(self.failures, unit.failures)
         return fate is not Fate.FAIL
 
@@ -185,7 +185,10 @@ class GroupRun:
     def _shown(self, unit: Unit[Any], error: BaseException) -> BaseException:
         """The error for one caller. That of its own unit may rest on rows that are gone if the group is aborted."""
         if unit is self._running:
-            return self._raised or error
+            raised = self._raised
+            # What it says of the outcome is true only if the group has left nothing behind.
+            claims_too_much = isinstance(raised, DualWriteError) and not leaves_nothing(error)
+            return error if raised is None or claims_too_much else raised
         if unit in self._errors and not leaves_nothing(error):
             return self._errors[unit]
         return error if len(self._ran) == 1 else _copied(error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.protocol.grouping import GroupLimits, Unit
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import now_s
-from dualwrite.writing.group.divided import Divided
+from dualwrite.writing.group.divided import Divided, named
 from dualwrite.writing.group.results import GroupRun, Told
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _run_units(group: GroupRun, transaction: Transaction, limits: GroupLimits, c
         try:
             result = call(unit.work, given)
         except BaseException as raised:  # noqa: BLE001 - goes to the caller
-            error = raised
+            error = named(raised, given.transactional_id)
         divided.require_begun()
         group.has_run(unit, error)
         group.ended(unit, result, divided.end(error))

@@ -19,7 +19,16 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.grouping import ATTEMPTS, Fate, Unit, Units, after_culprit, after_group, after_unit
+from dualwrite.protocol.grouping import (
+    ATTEMPTS,
+    Fate,
+    Unit,
+    Units,
+    after_culprit,
+    after_ending_group,
+    after_group,
+    after_unit,
+)
 
 TAKE, END, ADD = "take", "end", "add"
 
@@ -236,3 +245,12 @@ def test_others_than_the_unit_that_ended_the_group_run_again(error):
 @pytest.mark.parametrize("kind", UNSAFE)
 def test_not_even_they_run_again_in_doubt(kind: type[DualWriteError]):
     assert after_culprit(kind("x"), 1) is Fate.FAIL
+
+
+def test_a_unit_that_ends_its_group_by_a_conflict_runs_again_alone_and_by_anything_else_not():
+    conflict, gone = TransactionAborted("a deadlock"), TransactionAborted("rolled back", retryable=False)
+    assert after_ending_group(conflict, gone, 1) is Fate.ALONE
+    assert after_ending_group(conflict, gone, ATTEMPTS) is Fate.FAIL
+    assert after_ending_group(ValueError(), gone, 1) is Fate.FAIL
+    assert after_ending_group(None, conflict, 1) is Fate.FAIL
+    assert after_ending_group(conflict, TransactionInDoubt("who knows"), 1) is Fate.FAIL

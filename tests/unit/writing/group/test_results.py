@@ -2,8 +2,8 @@
 
 import pytest
 
-from dualwrite import CompletionPending, TransactionAborted
-from dualwrite.protocol.grouping import Unit
+from dualwrite import CompletionPending, TransactionAborted, TransactionInDoubt
+from dualwrite.protocol.grouping import ATTEMPTS, Unit
 from dualwrite.writing.group.results import GroupRun, NothingKept
 
 
@@ -118,6 +118,41 @@ def test_the_unit_that_ended_the_group_gets_its_own_error():
     assert group.again == [group.taken[0], group.taken[2]]
     assert not any(unit.alone for unit in group.again)
     assert group.failures == 0  # nothing to wait for
+
+
+def end_by_the_second(raised, error):
+    """A group of three, ended by its second unit."""
+    group = run_of(Caller(), Caller(), Caller())
+    ran(group, None, ..., ...)
+    group.begins(group.taken[1])
+    group.has_run(group.taken[1], raised)
+    tell(group.failed(error))
+    return group
+
+
+def test_a_deadlock_that_has_ended_the_group_runs_again_alone():
+    group = end_by_the_second(TransactionAborted("a deadlock"), TransactionAborted("rolled back the whole transaction"))
+    assert [unit.work.error for unit in group.taken] == [None] * 3
+    assert group.again == group.taken
+    assert [unit.alone for unit in group.taken] == [False, True, False]
+    assert group.failures == 1
+
+
+def test_a_deadlock_is_not_told_as_an_abort_if_the_group_may_be_committed():
+    error = TransactionInDoubt("who knows")
+    group = end_by_the_second(TransactionAborted("a deadlock"), error)
+    assert [type(unit.work.error) for unit in group.taken] == [TransactionInDoubt, TransactionInDoubt, type(None)]
+    assert group.again == group.taken[2:]
+
+
+def test_a_deadlock_that_comes_again_and_again_is_told_in_the_end():
+    raised = TransactionAborted("a deadlock")
+    group = run_of(Caller())
+    group.taken[0].failures = ATTEMPTS - 1
+    group.begins(group.taken[0])
+    group.has_run(group.taken[0], raised)
+    tell(group.failed(TransactionAborted("rolled back the whole transaction")))
+    assert group.taken[0].work.error is raised
 
 
 def test_a_group_with_nothing_to_commit_tells_the_errors():
