@@ -271,7 +271,7 @@ def _observations(play, bases):
         asked += [sim.Fetch(place, bases[number], level) for level in (sim.READ_UNCOMMITTED, sim.READ_COMMITTED)]
         asked.append(sim.Fetch(place, (bases[number] + end) // 2, sim.READ_COMMITTED))
     if any(kept.partitions for kept in play.broker.transactions) or _has_offsets(play):
-        asked.append(sim.OffsetFetch(GROUP, ("t", 0)))
+        asked += [sim.OffsetFetch(GROUP, ("t", 0), require_stable=stable) for stable in (False, True)]
     return asked
 
 

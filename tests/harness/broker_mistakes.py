@@ -125,6 +125,18 @@ def writes_twice(broker, request):
     return handle(broker, request)
 
 
+def takes_offsets_of_any_generation(broker, request):
+    """Offsets of a transaction are taken from a member of an earlier generation, and from one that was expelled."""
+    if isinstance(request, sim.TxnOffsetCommit):
+        request = request._replace(member_id="", generation=-1)
+    return handle(broker, request)
+
+
+def tells_offsets_that_are_pending(broker, request):
+    """A consumer is told the committed offset that an open transaction is about to replace."""
+    return handle(broker, request._replace(require_stable=False) if isinstance(request, sim.OffsetFetch) else request)
+
+
 _INIT, _WRITE = ("init", "a"), ("produce", "a", 0)
 _COMMIT, _ABORT = ("end", "a", True), ("end", "a", False)
 MISTAKES = {

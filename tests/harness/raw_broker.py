@@ -341,7 +341,7 @@ def _offset_fetch(names, request, _):
     return OffsetFetchRequest(
         group_id=names.kafka_id(request.group_id),
         topics=[kind(name=topic, partition_indexes=[number])],
-        require_stable=False,
+        require_stable=request.require_stable,
         max_version=7,
     )
 

@@ -3,7 +3,8 @@
 From seed 1,000,000,000,000 on they are of workers that hand over and of drivers that decide. From 2,000,000,000,000 on the
 brokers have transaction version 2, and owners the native engine, or each of them one of both; from 3,000,000,000,000 on
 workers. From 4,000,000,000,000 on the callers of owners submit units to group commit,
-and from 5,000,000,000,000 on the owners are members of a fleet.
+and from 5,000,000,000,000 on the owners are members of a fleet. From 6,000,000,000,000 on the members of a consumer group read,
+write and move their offsets.
 
 Prints progress and keeps what happened in a file. The first finding is shrunk, printed as a schedule, and ends the run. With
 ``--mistake NAME`` the product is broken on purpose: then finding it is success. SIGINT and SIGTERM end the run after the

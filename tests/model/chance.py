@@ -9,6 +9,7 @@ from simulator.database import Kind
 from simulator.process import Server
 
 from dualwrite.writing.block import Ending
+from model.consuming import INPUTS, reader_of
 from model.owners import TOPIC
 from model.world import PARTITIONS, Cluster, World
 
@@ -24,11 +25,13 @@ NATIVE_FROM = 2 * HANDED_OVER_FROM
 NATIVE_HANDED_OVER_FROM = 3 * HANDED_OVER_FROM
 GROUPS_FROM = 4 * HANDED_OVER_FROM
 FLEETS_FROM = 5 * HANDED_OVER_FROM
+CONSUMERS_FROM = 6 * HANDED_OVER_FROM
 _CLUSTERS = (Cluster.UNLIMITED, Cluster.UNLIMITED, Cluster.LIMITED)
 _ENGINES: tuple[tuple[EngineName, ...], ...] = (("native",), ("native",), ("native", "librdkafka"))
 _KINDS = [Kind.READ_COMMITTED] * 6 + [Kind.REPEATABLE_READ, Kind.SQLITE]
 _WAYS_TO_HAND_OVER = ([Ending.HAND_OVER], [Ending.PREPARE], [Ending.HAND_OVER, Ending.PREPARE])
 _WAITS_S = [0.0, 1.0, 1.0, 1.0, 1.0, 40.0, 100.0]
+_WORK_FAILS = ("code", "statement", "work", "work")
 _UNITS_FAIL = ("code", "statement", "once", "connection", "transaction")
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -76,7 +79,7 @@ class Schedule:
     def act(self) -> None:
         """One thing happens."""
         random, world = self._random, self.world
-        alive = world.alive
+        alive = self._awake()
         if not alive or (len(alive) < self._most_alive and random.random() < self._opens):
             self._open()
             return
@@ -104,6 +107,10 @@ class Schedule:
         if process is None or process.call is None or random.random() > self._stays:
             process = self._current = random.choice(alive)
         self._go_on(process)
+
+    def _awake(self) -> list[Process]:
+        """The processes that may go on."""
+        return self.world.alive
 
     def _open(self) -> None:
         random, world = self._random, self.world
@@ -462,7 +469,108 @@ class FleetSchedule(GroupSchedule):
         self.world.do_last_member()
 
 
+class ConsumerSchedule(_OnNewBrokers):
+    """One random schedule of the members of a consumer group, on old or new brokers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._length = self._random.choice((100, 200, 400, 400))
+        self._opens = self._random.choice((0.005, 0.01, 0.04))
+        if self._random.random() < 0.4:
+            self.world = World(self.world.kind)
+            self._engines = ("librdkafka",)
+        self._most_alive = self._random.choice((2, 4, 4, 6))
+        self._names = self._random.choice((2, 3, 3))
+        self._keeps_rows = self._random.random() < 0.5
+        self._expels = self._random.choice((0.0, 0.002, 0.01))
+        self._comes = self._random.choice((0.05, 0.1))
+        self._falls_asleep = self._random.choice((0.0, 0.01, 0.03))
+        self._asleep: dict[str, int] = {}
+        self._acts = 0
+        self._consumers = 0
+
+    def _may_lose_leader(self) -> bool:
+        return self.world.cluster is not Cluster.LIMITED
+
+    def _awake(self) -> list[Process]:
+        """Without the members that stand still."""
+        alive = super()._awake()
+        return [one for one in alive if self._asleep.get(reader_of(one.name), 0) < self._acts] or alive
+
+    def _fall_asleep(self) -> None:
+        """A member stands still while others go on, best with work to do."""
+        random, world = self._random, self.world
+        members = [name for name, member in world.members.items() if member.has_work] or list(world.members)
+        self._asleep[random.choice(members)] = self._acts + random.choice((10, 30, 60, 100))
+        self._current = None
+
+    def act(self) -> None:
+        random, world = self._random, self.world
+        self._acts += 1
+        if world.members and random.random() < self._falls_asleep:
+            self._fall_asleep()
+        if random.random() < self._comes:
+            world.do_feed(random.randrange(INPUTS), random.choice((1, 1, 2, 5)))
+        elif world.members and random.random() < self._expels:
+            world.do_expel(random.choice(list(world.members)))
+        elif random.random() < 0.05 and (silent := self._silent()):
+            world.do_expel(random.choice(silent))
+        elif random.random() < 0.003:
+            world.do_pass(random.choice((5.0, 31.0)))
+        else:
+            super().act()
+
+    def _silent(self) -> list[str]:
+        """The members that the group does not hear of."""
+        return [*self.world.dead_members(), *(name for name, until in self._asleep.items() if until > self._acts)]
+
+    def run(self) -> World:
+        """Run it to its end. In half of them no recovery runs: a last consumer settles for all others."""
+        if self._random.random() < 0.5:
+            return super().run()
+        with self.world.running():
+            for _ in range(self._length):
+                self.act()
+            self.world.do_last_consumer()
+        return self.world
+
+    def _open(self) -> None:
+        random, world = self._random, self.world
+        if self._consumers and random.random() < 0.05:
+            self._recoverers += 1
+            world.do_recover(f"R{self._recoverers}")
+            return
+        self._consumers += 1
+        self._current = world.do_consume(
+            f"C{self._consumers}",
+            (self._consumers - 1) % self._names,
+            keeps_rows=self._keeps_rows,
+            eager=random.random() < 0.3,
+            engine=self._engine_of_the_next(),
+        )
+
+    def _command(self, process: Process) -> None:
+        random, world = self._random, self.world
+        member = world.members[reader_of(process.name)]
+        reader, worker = (world.simulation.processes.get(name) for name in (member.name, member.worker_name))
+        assert worker is not None
+        if member.has_work and worker in world.idle() and random.random() < 0.8:
+            self._current = worker
+            world.do_unit(worker, random.choice(_WORK_FAILS) if random.random() < 0.1 else None)
+        elif reader not in world.idle():
+            self._current = reader
+        elif random.random() < 0.01:
+            world.do_close(reader)
+        else:
+            self._current = reader
+            world.do_poll(reader)
+
+    def _end(self) -> None:
+        self.world.do_last_consumer()
+
+
 _FROM: tuple[tuple[int, type[Schedule]], ...] = (
+    (CONSUMERS_FROM, ConsumerSchedule),
     (FLEETS_FROM, FleetSchedule),
     (GROUPS_FROM, GroupSchedule),
     (NATIVE_HANDED_OVER_FROM, NativeHandedOverSchedule),

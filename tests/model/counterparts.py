@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from harness.mistakes.handing_over import claiming_nothing_decided
 from simulator import leases
+from simulator.consumed import SimulatedConsumedOffsets
 from simulator.database import Session
 from simulator.handle import SimulatedHandle
 from simulator.leases import SimulatedLeases
@@ -91,7 +94,7 @@ def settled_mark_may_sink(patch: pytest.MonkeyPatch) -> None:
 
                 used.run("UPDATE", update)
 
-        self._run(work)
+        self.run(work)
 
     patch.setattr(SimulatedStore, "mark_settled", mark_settled)
 
@@ -167,6 +170,27 @@ def dead_members_id_left_unclaimed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet, "recover_rows", lambda *given, **more: real(*given, **{**more, "claims_all": False}))
 
 
+def offsets_moved_by_an_upsert(patch: pytest.MonkeyPatch) -> None:
+    def move(self, connection, at, claimed, to):
+        def update(session: Session):
+            row = self._database.lock_consumed(session, self.key(at))
+            self._database.write_consumed(session, self.key(at), replace(row, next_offset=to))
+            return True
+
+        return _of(connection).run("UPDATE consumed", update)
+
+    patch.setattr(SimulatedConsumedOffsets, "move", move)
+
+
+def offset_rows_moved_after_the_commit(patch: pytest.MonkeyPatch) -> None:
+    def run(self, work):
+        return self._store.run(work)
+
+    patch.setattr(
+        SimulatedConsumedOffsets, "_own", property(lambda self: SimpleNamespace(run=partial(run, self))), raising=False
+    )
+
+
 COUNTERPARTS = {
     function.__name__: function
     for function in (
@@ -183,6 +207,8 @@ COUNTERPARTS = {
         lease_given_back_whoever_holds_it,
         dead_members_left_to_newcomers,
         dead_members_id_left_unclaimed,
+        offsets_moved_by_an_upsert,
+        offset_rows_moved_after_the_commit,
     )
 }
 

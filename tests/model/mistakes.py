@@ -10,12 +10,20 @@ import json
 import sys
 from pathlib import Path
 
-from harness.mistakes import MISTAKES, grouping, handing_over, leases, native, native_engine
+from harness.mistakes import MISTAKES, consumer, grouping, handing_over, leases, native, native_engine
 
-from model.chance import FLEETS_FROM, GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
+from model.chance import (
+    CONSUMERS_FROM,
+    FLEETS_FROM,
+    GROUPS_FROM,
+    HANDED_OVER_FROM,
+    NATIVE_FROM,
+    NATIVE_HANDED_OVER_FROM,
+)
 from model.run import chunks
 
 _FROM = {
+    consumer.__name__: CONSUMERS_FROM,
     grouping.__name__: GROUPS_FROM,
     leases.__name__: FLEETS_FROM,
     handing_over.__name__: HANDED_OVER_FROM,

@@ -72,12 +72,21 @@ taken from a member that still believes to hold it, and no id be free under whic
 recovery runs at the end: all members die, and a last one must settle for all of them.
 """
 
+CONSUMERS = """\
+In the schedules from seed 6,000,000,000,000 on, one to three members of a consumer group read messages and write a row and a message
+for each, by the product's own thread that reads and its own workers, with the offsets in the Kafka transaction or as rows. They join,
+leave, die and start again, stand still through rebalances in the middle of a transaction, are expelled, and settle what dead peers
+have left. The simulated group fences by generation, and holds back committed offsets that are pending (KIP-447). Each input must
+count once on both sides, in its order, and the offsets stand behind the last one and never move back. In half of these schedules no
+recovery runs at the end: all members die, and a last one must settle for them, and read the rest.
+"""
+
 FOOT = """\
 ## What this does not show
 
 - The simulated client and database are written by hand, from sources and measurements. Only the simulated broker is held
   against a real one. What they do otherwise than the real ones is shown by the [runs on real servers](proof-chaos.md).
-- Code below the ports: SQL, sockets, threads, forks, Spark, slots and ledgers. Consumed offsets.
+- Code below the ports: SQL, sockets, threads, forks, Spark, slots and ledgers.
 - Leaders that move to other brokers (they go away and come back), topics that are deleted, logs that are truncated, a database that loses commits.
 - Chance tries much, not everything: within bounds, the [search](proof-search.md) does.
 """
@@ -122,6 +131,13 @@ _HAPPENED = {
     "members go on": "a member goes on under another id",
     "dead members settled for": "a member settles for another one",
     "last members": "all members die, and a last one settles for them",
+    "consumers": "a consumer starts, and joins its group",
+    "times that input comes": "messages come for the group",
+    "polls": "a consumer polls",
+    "units of consumers": "a consumer's worker takes a unit",
+    "members expelled": "the group expels a member, dead or alive",
+    "peers settled": "a consumer settles for a dead peer",
+    "last consumers": "all consumers die, and a last one settles for them and reads the rest",
     "drivers": "a driver decides on what workers have handed over",
     "completed without a claim": "such a transaction is completed without a claim",
     "settlers": "a driver claims and settles slots, even if tasks work there",
@@ -195,6 +211,7 @@ def render(figures: Mapping[str, Any]) -> str:
             *([NATIVE] if happened.get("schedules with the native engine") else []),
             *([GROUPS] if happened.get("units") else []),
             *([FLEETS] if happened.get("members") else []),
+            *([CONSUMERS] if happened.get("consumers") else []),
             "## What has happened",
             "",
             "| what | times |",

@@ -9,6 +9,7 @@ from simulator.database import Kind
 from simulator.process import Server
 
 from dualwrite.runtime.failpoints import FAILPOINTS
+from model.consuming import reader_of
 from model.owners import TOPIC
 from model.world import ENDINGS, FAILING, Cluster, World, kafka_id
 
@@ -155,6 +156,32 @@ class Performer:
 
     def beats(self, name: str) -> None:
         self._world.do_beat(self._commanded(name))
+
+    def consumes(self, name: str, number: str, rows: str | None, early: str | None, native: str | None) -> None:
+        self._require_none(name)
+        self._world.do_consume(
+            name, int(number), keeps_rows=rows is not None, eager=early is not None, engine=_engine(native)
+        )
+
+    def input_comes(self, count: str, partition: str) -> None:
+        self._world.do_feed(int(partition), int(count))
+
+    def polls(self, name: str) -> None:
+        self._world.do_poll(self._commanded(name))
+
+    def takes_unit(self, name: str, fails: str | None) -> None:
+        process = self._commanded(name)
+        if not self._world.members[reader_of(name)].has_work:
+            raise Impossible(f"there is no work for {name}")
+        self._world.do_unit(process, _FAILING[fails or ""])
+
+    def expels(self, name: str) -> None:
+        if name not in self._world.members:
+            raise Impossible(f"there is no {name}")
+        self._world.do_expel(name)
+
+    def last_consumer(self) -> None:
+        self._world.do_last_consumer()
 
     def seconds_pass(self, seconds: str) -> None:
         self._world.do_pass(float(seconds))
@@ -335,7 +362,7 @@ class Performer:
 
 _NAME = r"(?P<name>[A-Z]\d*)"
 _LABEL = r"(?P<label>\w+(?: \w+)*)"
-_OF = r"(?P<name>[a-z#0-9-]+), incarnation (?P<incarnation>\d+)"
+_OF = r"(?P<name>[a-z#0-9/-]+), incarnation (?P<incarnation>\d+)"
 _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
     (re.compile(pattern), method)
     for pattern, method in [
@@ -348,6 +375,16 @@ _LINES: list[tuple[re.Pattern[str], Callable[..., None]]] = [
             Performer.joins,
         ),
         (rf"{_NAME} sends a heartbeat", Performer.beats),
+        (
+            rf"{_NAME} consumes as (?P<number>\d+)(?: \((?P<rows>offsets in the database)?(?:, )?(?P<early>sends early)?"
+            r"(?:, )?(?P<native>native)?\))?",
+            Performer.consumes,
+        ),
+        (r"(?P<count>\d+) messages come to input (?P<partition>\d+)", Performer.input_comes),
+        (rf"{_NAME} polls", Performer.polls),
+        (rf"{_NAME} takes a unit(?P<fails>, and .*)?", Performer.takes_unit),
+        (rf"the group expels {_NAME}", Performer.expels),
+        (r"a last consumer settles for all and reads the rest", Performer.last_consumer),
         (r"(?P<seconds>[0-9.]+) s pass", Performer.seconds_pass),
         (r"a last member joins and settles for all", Performer.last_member),
         (rf"{_NAME} recovers", Performer.recovers),

@@ -13,7 +13,14 @@ from harness import broker_mistakes
 from simulator import scheduler
 
 from model import run
-from model.chance import FLEETS_FROM, GROUPS_FROM, HANDED_OVER_FROM, NATIVE_FROM, NATIVE_HANDED_OVER_FROM
+from model.chance import (
+    CONSUMERS_FROM,
+    FLEETS_FROM,
+    GROUPS_FROM,
+    HANDED_OVER_FROM,
+    NATIVE_FROM,
+    NATIVE_HANDED_OVER_FROM,
+)
 from model.counterparts import planted
 from model.results import Counts
 from model.run import chunks, run_chunk
@@ -81,6 +88,42 @@ def test_both_sides_agree_after_every_random_schedule_of_a_fleet_and_nothing_is_
     assert counts.happened["dead members settled for"] > 50
     assert counts.happened["members go on"] > 5
     assert counts.passed["lease.heartbeat"] > 100
+
+
+def test_every_input_of_a_consumer_group_counts_once_and_nothing_is_left_to_a_recovery():
+    counts = run_chunk(CONSUMERS_FROM, CHUNK // 4)
+    assert not counts.findings
+    assert counts.schedules == CHUNK // 4
+    assert counts.happened["units of consumers"] > 200
+    assert counts.happened["members expelled"] > 100
+    assert counts.happened["peers settled"] > 10
+    assert counts.passed["consume.moved"] > 100
+    assert counts.told["decided"] > 500
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "offset_rows_moved_after_the_commit",
+        "dead_members_left_alone",
+        pytest.param("generation_not_sent", marks=pytest.mark.thorough),
+        pytest.param("nothing_read_again_after_an_abort", marks=pytest.mark.thorough),
+        pytest.param("lost_partitions_not_noticed", marks=pytest.mark.thorough),
+        pytest.param("offsets_moved_by_an_upsert", marks=pytest.mark.thorough),
+        pytest.param("offsets_left_where_they_are", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_planted_mistake_of_a_consumer_is_found_soon(mistake):
+    assert run_chunk(CONSUMERS_FROM, 1000, mistake).findings
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mistake", [broker_mistakes.takes_offsets_of_any_generation, broker_mistakes.tells_offsets_that_are_pending]
+)
+def test_a_group_that_gives_up_a_rule_of_kip_447_is_found(monkeypatch, mistake):
+    monkeypatch.setattr(scheduler, "handle", mistake)
+    assert run_chunk(CONSUMERS_FROM, 1000).findings
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,18 @@ def test_offsets_of_a_transaction_are_committed_with_it(both):
     assert handle(broker, look)[1].committed_offset == -1
 
 
+def test_a_group_tells_offsets_that_are_pending_only_to_those_who_do_not_ask_for_stable_ones(both):
+    first = (("init", "owner"), ("add offsets", "owner"), ("commit offsets", "owner", 7))
+    second = (("init", "other"), ("add offsets", "other"), ("commit offsets", "other", 9), ("end", "other", True))
+    look = sim.OffsetFetch("g", ("t", 0))
+    clients = {"owner": "X", "other": "Y"}
+    _, broker = both.play_one(clients, *first, *second)
+    assert handle(broker, look)[1].committed_offset == 9, "another transaction's offsets wait for nobody"
+    assert handle(broker, look._replace(require_stable=True))[1].error_code is ErrorCode.UNSTABLE_OFFSET_COMMIT
+    _, broker = both.play_one(clients, *first, *second, ("end", "owner", True))
+    assert handle(broker, look._replace(require_stable=True))[1].committed_offset == 9, "the log's order counts"
+
+
 def test_a_partition_that_is_gone_needs_no_marker(both):
     begun = (("create topic", "owner", "u"), ("init", "owner"), ("add topic", "owner", "u"), ("add", "owner", 0))
     answers, broker = both.play_one(

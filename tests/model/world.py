@@ -15,15 +15,28 @@ from typing import TYPE_CHECKING, Any
 from simulator import environment
 from simulator.broker import handle
 from simulator.database import Database, Kind
+from simulator.groups import expel, group_of
 from simulator.partition import producer
 from simulator.process import Process, Server
-from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, WriteTxnMarkers
+from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, Produce, WriteTxnMarkers
 from simulator.scheduler import Held, Simulation
-from simulator.state import new_broker, transaction
+from simulator.state import create_topic, new_broker, transaction
 
 from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.writing.block import Ending
 from model.checker import Finding, check, decided_writes
+from model.consuming import (
+    GROUP,
+    INPUT,
+    INPUTS,
+    POLL,
+    WORK,
+    ConsumingMember,
+    Plans,
+    check_consumed,
+    committed_offset,
+    reader_of,
+)
 from model.fleet import BEAT, FLEET, TIMING, Fleet, Member
 from model.grouped import GroupingOwner
 from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
@@ -46,6 +59,7 @@ FAILING = {
     "once": ", and it has a conflict once",
     "connection": ", and it loses the connection",
     "transaction": ", and it rolls back",
+    "work": ", and its work fails",
 }
 NAMESPACE = "n"
 
@@ -71,6 +85,7 @@ class World:
         inbox: The newest undecided transaction that each worker has handed over.
         engines: The engines of the owners and workers.
         fleet: The members of the fleet that has been here.
+        members: The members of the consumer group, by the process that reads; the dead ones, too.
         excused: Numbers of writes whose Kafka transaction the environment has ended.
         trace: What happened: a line, or for a step its process, its call and the fail points passed (None: it waits).
         counts: How often each kind of thing happened.
@@ -89,6 +104,9 @@ class World:
         self.engines: set[EngineName] = set()
         self.excused: set[int] = set()
         self.fleet = Fleet()
+        self.members: dict[str, ConsumingMember] = {}
+        self.plans = Plans(self.writes)
+        self._next_offsets: dict[int, int] = {}
         self.trace: list[str | tuple[str, str, list[str] | None]] = []
         self.counts: Counter[str] = Counter()
         self.places: dict[str, Counter[str]] = defaultdict(Counter)
@@ -241,11 +259,22 @@ class World:
             self.passed.update(process.passed)
         if process.error is not None or self.told.alarms:
             self._check_process(process)
+        if self.members:
+            self._after_a_step(process)
         return gone_on
+
+    def _after_a_step(self, process: Process) -> None:
+        """A consumer whose thread that reads has ended is over."""
+        self._check_offsets()
+        if process.call is None and process.name in self.members and (worker := self._partner(process)) is not None:
+            self.simulation.kill(worker)
 
     def do_kill(self, process: Process) -> None:
         self._happened("kills", f"{process.name} is killed", process.call.label or "its next command")
+        partner = self._partner(process)
         self.simulation.kill(process)
+        if partner is not None:
+            self.simulation.kill(partner)
         if self.kind is Kind.SQLITE:  # no server is left to end its transaction later
             for session in self.simulation.database.orphans:
                 self.simulation.database.end_orphan(session)
@@ -298,6 +327,156 @@ class World:
     def do_end_session(self, process: Process) -> None:
         self._happened("sessions ended", f"the database ends {process.name}'s sessions")
         self.simulation.end_sessions(process)
+
+    # Consumers
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the group's offsets are rows."""
+        return any(member.keeps_rows for member in self.members.values())
+
+    def do_consume(
+        self,
+        name: str,
+        number: int,
+        *,
+        keeps_rows: bool = False,
+        eager: bool = False,
+        engine: EngineName = "librdkafka",
+    ) -> Process:
+        """A member of the group starts. All members keep their offsets in the same place."""
+        how = self._how(["offsets in the database"] * keeps_rows, engine, eager=eager)
+        self._happened("consumers", f"{name} consumes as {number}{how}")
+        self._require_input()
+        member = ConsumingMember(
+            name, number, self.simulation, self.told, self.plans, keeps_rows=keeps_rows, eager=eager, engine=engine
+        )
+        self.members[name] = member
+        member.worker = self.simulation.spawn(member.worker_name, member.work)
+        process = self.simulation.spawn(name, member.read)
+        self._check_process(process)
+        return process
+
+    def _require_input(self) -> None:
+        if not self.simulation.broker.group_topic:
+            broker = create_topic(self.simulation.broker, INPUT, INPUTS)
+            self.simulation.broker = broker._replace(group_topic=INPUT)
+
+    def do_feed(self, partition: int, count: int) -> None:
+        self._happened("times that input comes", f"{count} messages come to input {partition}")
+        self._require_input()
+        for _ in range(count):
+            self.messages += 1
+            request = Produce(None, -1, -1, (INPUT, partition), -1, (f"i{self.messages}",))
+            self.simulation.broker, _ = handle(self.simulation.broker, request)
+
+    def do_poll(self, process: Process) -> None:
+        self._happened("polls", f"{process.name} polls")
+        self.simulation.command(process, POLL)
+        self._check_process(process)
+
+    def do_unit(self, process: Process, fails: str | None = None) -> None:
+        self._happened("units of consumers", f"{process.name} takes a unit{FAILING[fails]}")
+        if fails is not None:
+            self.plans.fails.append(fails)
+        self.simulation.command(process, WORK)
+        self._check_process(process)
+
+    def do_expel(self, name: str) -> None:
+        """The group has not heard of a member for too long: it is dead, or paused."""
+        self._happened("members expelled", f"the group expels {name}")
+        consumer = self.members[name].consumer
+        if consumer is not None and consumer.member_id:
+            self.simulation.broker = expel(self.simulation.broker, GROUP, consumer.member_id)
+
+    def dead_members(self) -> list[str]:
+        """The dead members that the group does not know to be dead."""
+        known = {one.member_id for one in group_of(self.simulation.broker, GROUP).members}
+        alive = {process.name for process in self.alive}
+        return [
+            name
+            for name, member in self.members.items()
+            if name not in alive and member.consumer is not None and member.consumer.member_id in known
+        ]
+
+    def _partner(self, process: Process) -> Process | None:
+        """The other process of a consumer's two."""
+        member = self.members.get(reader_of(process.name))
+        if member is None:
+            return None
+        name = member.name if process.name != member.name else member.worker_name
+        return self.simulation.processes.get(name)
+
+    def _check_offsets(self) -> None:
+        for number in range(INPUTS if self.members else 0):
+            offset = committed_offset(self.simulation, number, keeps_rows=self.keeps_rows)
+            if offset < self._next_offsets.get(number, 0):
+                raise Finding(f"the offset of input {number} moves back to {offset} from {self._next_offsets[number]}")
+            self._next_offsets[number] = offset
+
+    def _check_all(self) -> None:
+        check(self.simulation, self.writes, self.told, self.excused)
+        if self.members:
+            self._check_offsets()
+            losses = self.told.losses | {state for _, state in self.simulation.database.incidents}
+            check_consumed(self.simulation, self.writes, losses, keeps_rows=self.keeps_rows)
+
+    def do_last_consumer(self) -> None:
+        """All members die; a last one settles for them, and consumes the rest. No recovery finds more to do."""
+        self._happened("last consumers", "a last consumer settles for all and reads the rest")
+        for process in self.alive:
+            self.simulation.kill(process)
+        self._come_to_rest()
+        self._end_what_hangs()
+        for member in group_of(self.simulation.broker, GROUP).members:
+            self.simulation.broker = expel(self.simulation.broker, GROUP, member.member_id)
+        keeps_rows, name = self.keeps_rows, f"C{len(self.members) + 1}"
+        for _ in range(2):  # the first one may be told of a loss
+            member = ConsumingMember(
+                name,
+                9,
+                self.simulation,
+                self.told,
+                self.plans,
+                keeps_rows=keeps_rows,
+                eager=False,
+                engine=self._newest_engine,
+            )
+            self.plans.fails.clear()
+            self.members[name] = member
+            member.worker = self.simulation.spawn(member.worker_name, member.work)
+            process = self.simulation.spawn(name, member.read)
+            self._run_all()
+            if self._read_the_rest(member, process):
+                break
+            self.simulation.kill(process)
+            self.simulation.kill(member.worker)
+            for left in group_of(self.simulation.broker, GROUP).members:
+                self.simulation.broker = expel(self.simulation.broker, GROUP, left.member_id)
+        else:
+            raise Finding(f"the last consumer does not come to the end: {self.told.opened}")
+        if self._recover() != 0:
+            raise Finding("the members have left something for a recovery")
+        self._check_all()
+
+    def _read_the_rest(self, member: ConsumingMember, process: Process) -> bool:
+        for _ in range(200):
+            if process.call is None or member.partitions.closed:
+                return False
+            self.simulation.command(process, POLL)
+            self._run_all()
+            while process.call is not None and member.has_work and not member.partitions.closed:
+                assert member.worker is not None
+                self.simulation.command(member.worker, WORK)
+                self._run_all()
+            ends = {found.topic_partition: found.log_end for found in self.simulation.broker.partitions}
+            if all(
+                committed_offset(self.simulation, number, keeps_rows=self.keeps_rows) == ends[INPUT, number]
+                for number in range(INPUTS)
+            ):
+                return True
+            self.simulation.now_s += 5.0
+        return False
 
     def do_keep_house(self, process: Process) -> None:
         self._happened("housekeeping", f"{process.name} keeps house")
@@ -421,7 +600,7 @@ class World:
             raise Finding("the second recovery found something to do")
         if self._shown() != before:
             raise Finding("the second recovery changed something")
-        check(self.simulation, self.writes, self.told, self.excused)
+        self._check_all()
 
     def _come_to_rest(self, *, deliver: bool = True) -> None:
         for _, partition in self.simulation.broker.suspended:
@@ -479,6 +658,8 @@ class World:
                     simulation.step(process)
                     moved = True
                 self._check_process(process)
+                if self.members:
+                    self._after_a_step(process)
             for session in simulation.database.orphans:  # of connections that were thrown away meanwhile
                 simulation.database.end_orphan(session)
                 moved = True

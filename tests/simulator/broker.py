@@ -25,6 +25,7 @@ twice. Nothing else happens by itself. Events of the environment are functions f
 `suspend`, `lose_leader`           a partition's leader is suspended: it does not answer, and its markers wait; once its
                                    session ends, the partition has no leader, and its markers are skipped (KAFKA-20734)
 `resume`                           the leader continues, unaware of the skipped markers
+`expel`                            a group has not heard of a member for too long (`simulator.groups`)
 `delete_topic`, `create_topic`     a topic of the same name gets another id
 `delete_records`                   retention: the log begins later
 `truncate`                         an unclean leader election: the end of the log is lost (never in a healthy cluster)
@@ -43,7 +44,7 @@ A broker answers clients of both versions of transactions, by what each request 
 Force-terminating a transaction (``kafka-transactions.sh --force-terminate``, ``fenceProducers``) is `InitProducerId` with
 another timeout; aborting one past its coordinator is `WriteTxnMarkers`.
 
-Not simulated: authorisation, replication, members of consumer groups, compaction, message formats, quotas. Simulate
+Not simulated: authorisation, replication, compaction, message formats, quotas. Simulate
 answers that only say "not yet" (coordinator moved, loading) in the network.
 """
 
@@ -53,6 +54,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from simulator import coordinator as rules
+from simulator import groups
 from simulator import partition as log
 from simulator.coordinator import TransactionMetadata
 from simulator.partition import Partition
@@ -62,6 +64,7 @@ from simulator.requests import (
     AddOffsetsToTxn,
     AddPartitionsToTxn,
     AddPartitionsToTxnResponse,
+    DescribeGroup,
     DescribeProducers,
     DescribeProducersResponse,
     DescribeTransactions,
@@ -72,8 +75,11 @@ from simulator.requests import (
     ErrorResponse,
     Fetch,
     FetchResponse,
+    GroupHeartbeat,
     InitProducerId,
     InitProducerIdResponse,
+    JoinGroup,
+    LeaveGroup,
     ListedTransaction,
     ListOffsets,
     ListOffsetsResponse,
@@ -232,6 +238,8 @@ def _txn_offset_commit(broker: Broker, request: TxnOffsetCommit) -> tuple[Broker
     found = partition(broker, offsets_partition(broker, request.group_id))
     assert found is not None
     broker, found, error = _verified(broker, found, request, -1)
+    if error is ErrorCode.NONE:
+        error = groups.offsets_refused(broker, request)
     if error is not ErrorCode.NONE:
         return broker, ErrorResponse(error)
     values = tuple((request.group_id, of_partition, offset) for of_partition, offset in request.offsets)
@@ -328,12 +336,23 @@ def _offset_fetch(broker: Broker, request: OffsetFetch) -> tuple[Broker, OffsetF
     found = partition(broker, offsets_partition(broker, request.group_id))
     assert found is not None
     offset = -1
-    for group_id, of_partition, committed in cast(
-        "tuple[tuple[str, TopicPartition, int], ...]", log.committed_values(found)
-    ):
-        if (group_id, of_partition) == request:
+    for group_id, of_partition, committed in cast("list[tuple[str, TopicPartition, int]]", log.ended_values(found)):
+        if (group_id, of_partition) == request[:2]:
             offset = committed
+    if request.require_stable and _is_pending(found, *request[:2]):
+        return broker, OffsetFetchResponse(ErrorCode.UNSTABLE_OFFSET_COMMIT)
     return broker, OffsetFetchResponse(ErrorCode.NONE, offset)
+
+
+def _is_pending(found: Partition, group_id: str, of_partition: TopicPartition) -> bool:
+    """Whether an open transaction holds an offset of the group for this partition."""
+    starts = {entry.producer_id: entry.txn_start for entry in found.producers if entry.txn_start >= 0}
+    return any(
+        value[:2] == (group_id, of_partition)
+        for batch in found.batches
+        if batch.base_offset >= starts.get(batch.producer_id, found.log_end)
+        for value in cast("tuple[tuple[str, TopicPartition, int], ...]", batch.values)
+    )
 
 
 _HANDLERS: Final[dict[type, Callable[[Broker, Any], tuple[Broker, Any]]]] = {
@@ -350,4 +369,8 @@ _HANDLERS: Final[dict[type, Callable[[Broker, Any], tuple[Broker, Any]]]] = {
     Fetch: _fetch,
     WriteTxnMarkers: _write_txn_markers,
     OffsetFetch: _offset_fetch,
+    JoinGroup: groups.join_group,
+    GroupHeartbeat: groups.heartbeat,
+    LeaveGroup: groups.leave_group,
+    DescribeGroup: groups.describe_group,
 }

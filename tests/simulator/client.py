@@ -12,14 +12,16 @@ real client a thread sends it at any time in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 
 from confluent_kafka import KafkaError, KafkaException
 
+from dualwrite.kafka.producer.native.offsets import group_of
 from dualwrite.runtime.deadline import Deadline, pause
 from simulator.process import Unanswered
 from simulator.requests import (
+    AddOffsetsToTxn,
     AddPartitionsToTxn,
     AddPartitionsToTxnResponse,
     EndTxn,
@@ -30,11 +32,14 @@ from simulator.requests import (
     Produce,
     ProduceResponse,
     TopicPartition,
+    TxnOffsetCommit,
 )
 from simulator.scheduler import Simulation
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
+
+    from dualwrite.kafka.producer.native.offsets import ConsumedOffset
 
 Answer = TypeVar("Answer")
 Report = Callable[["KafkaError | None", "Message"], None]
@@ -160,6 +165,41 @@ class SimulatedProducer:
         if self._eager:
             self.deadline = Deadline(1.0)
             self._send()
+
+    def send_offsets_to_transaction(
+        self, offsets: Sequence[ConsumedOffset], group_metadata: object, timeout_s: float
+    ) -> None:
+        """Register the group with the coordinator, and send it the offsets."""
+        del timeout_s
+        self._raise_failure()
+        if not self._inside:
+            raise _error(KafkaError._STATE)
+        group = group_of(group_metadata)
+        self._asked = True
+        try:
+            self._until_taken(AddOffsetsToTxn(self._id, self._producer_id, self._epoch, group.group_id))
+            places = tuple(((one.topic, one.partition), one.offset) for one in offsets)
+            ids = (self._producer_id, self._epoch)
+            self._until_taken(
+                TxnOffsetCommit(
+                    self._id, group.group_id, *ids, places, member_id=group.member_id, generation=group.generation
+                )
+            )
+        except _TooLate:
+            raise _error(KafkaError._TIMED_OUT, retriable=True) from None
+
+    def _until_taken(self, request: AddOffsetsToTxn | TxnOffsetCommit) -> None:
+        while True:
+            error = cast("ErrorResponse", self._until_answered(lambda: self._simulation.ask(request))).error_code
+            if error is ErrorCode.NONE:
+                return
+            if error in _FENCED or (error is ErrorCode.INVALID_TXN_STATE and isinstance(request, AddOffsetsToTxn)):
+                self._die(error)
+            if error is not ErrorCode.CONCURRENT_TRANSACTIONS:
+                self._bump = error is ErrorCode.INVALID_PRODUCER_ID_MAPPING
+                self._fail(error)
+                self._raise_failure()
+            self._pause(_ADD_AGAIN_S)
 
     def poll(self, timeout_s: float) -> int:
         """Call the delivery callbacks that are due."""

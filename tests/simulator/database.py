@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.consumed import ClaimedOffset
 
 _WHOLE: Final = "*"
 ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -69,7 +70,7 @@ class Session:
     """
 
     __slots__ = (
-        "broken", "committing", "failed", "incidents", "locked", "name", "open", "owner", "repeatable", "rows",
+        "broken", "committing", "consumed", "failed", "incidents", "locked", "name", "open", "owner", "repeatable", "rows",
         "savepoint", "snapshot", "tag", "user_rows", "waits_for",
     )  # fmt: skip
 
@@ -87,8 +88,9 @@ class Session:
         self.rows: dict[str, StateRow] = {}
         self.incidents: dict[tuple[str, str], Incident] = {}
         self.user_rows: list[object] = []
+        self.consumed: dict[str, ClaimedOffset] = {}
         self.locked: list[str] = []
-        self.snapshot: dict[str, StateRow] | None = None
+        self.snapshot: dict[str, object] | None = None
         self.tag: object | None = None
         self.name: str | None = None
         self.savepoint: tuple[int, int] | None = None
@@ -107,6 +109,7 @@ class Database:
         committed: The tags of the committed transactions, in order, each with the state rows that it wrote.
         prepared: The user's rows of each prepared transaction (``PREPARE TRANSACTION``), by its name and transactional
             id. In a real database the name suffices, since every row has its own namespace.
+        consumed: The rows of consumed offsets, by group and partition.
         leases: By id, the holder of its lease and when it expires; no holder if it is free.
         sessions: The sessions that are connected, or whose end the server has not noticed.
     """
@@ -118,6 +121,7 @@ class Database:
         self.user_rows: list[object] = []
         self.committed: list[tuple[object, tuple[StateRow, ...]]] = []
         self.prepared: dict[tuple[str, str], list[object]] = {}
+        self.consumed: dict[str, ClaimedOffset] = {}
         self.leases: dict[str, tuple[str | None, float]] = {}
         self.sessions: list[Session] = []
         self._locks: dict[str, dict[Session, bool]] = {}
@@ -208,6 +212,7 @@ class Database:
 
     def _publish(self, session: Session) -> None:
         self.rows.update(session.rows)
+        self.consumed.update(session.consumed)
         self.incidents.update({key: found for key, found in session.incidents.items() if key not in self.incidents})
         self.user_rows.extend(session.user_rows)
         if session.tag is not None:
@@ -317,13 +322,13 @@ class Database:
         if session.failed:
             raise TransactionFailed
         if session.repeatable and session.snapshot is None:
-            session.snapshot = dict(self.rows)
+            session.snapshot = {**self.rows, **self.consumed}
 
     def read(self, session: Session, transactional_id: str) -> StateRow | None:
         """SELECT of one row."""
         self._statement(session)
         seen = self.rows if session.snapshot is None else session.snapshot
-        return session.rows.get(transactional_id) or seen.get(transactional_id)
+        return session.rows.get(transactional_id) or cast("StateRow | None", seen.get(transactional_id))
 
     def lock(self, session: Session, transactional_id: str, *, exclusive: bool = True) -> StateRow | None:
         """SELECT ... FOR UPDATE, or FOR SHARE: the row as it is once the lock is taken."""
@@ -336,6 +341,23 @@ class Database:
         if session.snapshot is not None and session.snapshot.get(transactional_id) is not row:
             raise self._fail(session, Conflict())
         return row
+
+    def lock_consumed(self, session: Session, key: str) -> ClaimedOffset | None:
+        """UPDATE of a row of consumed offsets, up to its lock: the row as it is then."""
+        self._statement(session)
+        self._lock(session, key, exclusive=True)
+        row = session.consumed.get(key)
+        if row is not None:
+            return row
+        row = self.consumed.get(key)
+        if session.snapshot is not None and session.snapshot.get(key) is not row:
+            raise self._fail(session, Conflict())
+        return row
+
+    def write_consumed(self, session: Session, key: str, row: ClaimedOffset) -> None:
+        """The rest of that UPDATE."""
+        session.consumed[key] = row
+        self.name(session)
 
     def write(self, session: Session, row: StateRow) -> None:
         """INSERT or UPDATE of a row that the session has locked."""

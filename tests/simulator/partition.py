@@ -260,6 +260,22 @@ def committed_values(partition: Partition) -> tuple[Hashable, ...]:
     return tuple(value for _, value in committed_records(fetch(partition, partition.log_start, READ_COMMITTED)))
 
 
+def ended_values(partition: Partition) -> list[Hashable]:
+    """The values of transactions that have committed, in the order of the log; also of those behind one that is open.
+
+    So a group coordinator counts offsets: each transaction by its own marker.
+    """
+    open_values: dict[int, list[tuple[int, Hashable]]] = {}
+    ended: list[tuple[int, Hashable]] = []
+    for batch in partition.batches:
+        if batch.control:
+            values = open_values.pop(batch.producer_id, [])
+            ended += values if batch.control == COMMIT else []
+        else:
+            open_values.setdefault(batch.producer_id, []).extend(enumerate(batch.values, batch.base_offset))
+    return [value for _, value in sorted(ended, key=lambda one: one[0])]
+
+
 def committed_records(answer: FetchResponse) -> Iterator[tuple[int, Hashable]]:
     """Yield what a ``read_committed`` consumer sees of an answer: offset and value."""
     starts = sorted(answer.aborted_transactions or (), key=lambda entry: entry.first_offset)

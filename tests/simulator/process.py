@@ -12,6 +12,7 @@ from simulator.database import Session
 from simulator.requests import Request
 
 if TYPE_CHECKING:
+    from dualwrite.runtime.waiting import Event
     from simulator.scheduler import Simulation
 
 
@@ -45,10 +46,13 @@ class Call:
         held: Whether the network holds it: it may arrive, late, or never.
         lost: Whether no answer will come.
         until_s: The end of a pause.
+        event: What ends a pause early.
         requests: The requests to Kafka.
     """
 
-    __slots__ = ("changes", "held", "label", "lost", "process", "requests", "serve", "server", "session", "until_s")
+    __slots__ = (
+        "changes", "event", "held", "label", "lost", "process", "requests", "serve", "server", "session", "until_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Call:
         changes: bool = False,
         session: Session | None = None,
         until_s: float = 0.0,
+        event: Event | None = None,
         requests: Sequence[Request] = (),
     ) -> None:
         self.process = process
@@ -69,6 +74,7 @@ class Call:
         self.changes = changes
         self.session = session
         self.until_s = until_s
+        self.event = event
         self.requests = requests
         self.held = False
         self.lost = False

@@ -52,6 +52,9 @@ class ErrorCode(IntEnum):
     OFFSET_OUT_OF_RANGE = 1
     UNKNOWN_TOPIC_OR_PARTITION = 3
     NOT_ENOUGH_REPLICAS = 19
+    ILLEGAL_GENERATION = 22
+    UNKNOWN_MEMBER_ID = 25
+    REBALANCE_IN_PROGRESS = 27
     OUT_OF_ORDER_SEQUENCE_NUMBER = 45
     INVALID_PRODUCER_EPOCH = 47
     INVALID_TXN_STATE = 48
@@ -61,6 +64,7 @@ class ErrorCode(IntEnum):
     TRANSACTION_COORDINATOR_FENCED = 52
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
     OPERATION_NOT_ATTEMPTED = 55
+    UNSTABLE_OFFSET_COMMIT = 88
     PRODUCER_FENCED = 90
     TRANSACTIONAL_ID_NOT_FOUND = 105
     TRANSACTION_ABORTABLE = 120
@@ -112,7 +116,10 @@ class AddOffsetsToTxn(NamedTuple):
 
 
 class TxnOffsetCommit(NamedTuple):
-    """``offsets``: by partition, the offset to commit for the group."""
+    """``offsets``: by partition, the offset to commit for the group.
+
+    A consumer that has subscribed names its member id and the group's generation (KIP-447).
+    """
 
     transactional_id: str
     group_id: str
@@ -120,6 +127,8 @@ class TxnOffsetCommit(NamedTuple):
     producer_epoch: int
     offsets: tuple[tuple[TopicPartition, int], ...]
     transaction_version: int = 1
+    member_id: str = ""
+    generation: int = -1
 
 
 class Produce(NamedTuple):
@@ -301,10 +310,14 @@ class WriteTxnMarkersResponse(NamedTuple):
 
 
 class OffsetFetch(NamedTuple):
-    """Asks for a group's committed offset of one partition, without those of open transactions."""
+    """Asks for a group's committed offset of one partition, without those of open transactions.
+
+    ``require_stable``: not while an open transaction may still replace it.
+    """
 
     group_id: str
     partition: TopicPartition
+    require_stable: bool = False
 
 
 class OffsetFetchResponse(NamedTuple):
@@ -312,6 +325,50 @@ class OffsetFetchResponse(NamedTuple):
 
     error_code: ErrorCode
     committed_offset: int = -1
+
+
+class JoinGroup(NamedTuple):
+    """Joins a group, under a new member id if it is empty."""
+
+    group_id: str
+    member_id: str
+    client_id: str
+
+
+class JoinGroupResponse(NamedTuple):
+    """``REBALANCE_IN_PROGRESS`` as long as other members have to join: ask again under this member id."""
+
+    error_code: ErrorCode
+    member_id: str = ""
+    generation: int = -1
+    assigned: tuple[TopicPartition, ...] = ()
+
+
+class GroupHeartbeat(NamedTuple):
+    """A member that has joined asks whether anything has changed."""
+
+    group_id: str
+    member_id: str
+    generation: int
+
+
+class LeaveGroup(NamedTuple):
+    """A member leaves."""
+
+    group_id: str
+    member_id: str
+
+
+class DescribeGroup(NamedTuple):
+    """Asks for the members of a group."""
+
+    group_id: str
+
+
+class DescribeGroupResponse(NamedTuple):
+    """The client ids of the members."""
+
+    client_ids: tuple[str, ...]
 
 
 Request = (
@@ -328,6 +385,10 @@ Request = (
     | Fetch
     | WriteTxnMarkers
     | OffsetFetch
+    | JoinGroup
+    | GroupHeartbeat
+    | LeaveGroup
+    | DescribeGroup
 )
 Response = (
     InitProducerIdResponse
@@ -342,4 +403,6 @@ Response = (
     | FetchResponse
     | WriteTxnMarkersResponse
     | OffsetFetchResponse
+    | JoinGroupResponse
+    | DescribeGroupResponse
 )

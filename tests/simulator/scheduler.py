@@ -19,6 +19,7 @@ from greenlet import getcurrent
 
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import running_on
+from simulator import waiting
 from simulator.broker import answers, handle
 from simulator.database import ConnectionLost, Database, MustWait, Session
 from simulator.environment import write_markers
@@ -93,11 +94,13 @@ class Simulation:
         Wrap everything that lets processes run. At the end, kills those that still run.
         """
         with running_on(self), failpoints.watched(self._note_point):
+            waiting.now_running(self)
             try:
                 yield
             finally:
                 for process in self.processes.values():
                     process.kill()
+                waiting.over()
 
     def _note_point(self, name: str) -> None:
         if self.running is not None:
@@ -204,7 +207,7 @@ class Simulation:
         call = process.call
         assert call is not None
         self.steps += 1
-        if call.until_s > self.now_s:
+        if call.until_s > self.now_s and not (call.event and call.event.is_set):
             self.now_s = call.until_s
         else:
             self.now_s += _STEP_S

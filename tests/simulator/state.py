@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from simulator.coordinator import TransactionMetadata
+from simulator.groups import ConsumerGroup
 from simulator.partition import Partition
 from simulator.requests import TopicPartition
 
@@ -31,6 +32,8 @@ class Broker(NamedTuple):
         transaction_version: The version of transactions that the cluster has finalized, which its clients look up. The
             broker answers requests of both versions, even after it was lowered.
         two_phase_commit: ``transaction.two.phase.commit.enable``; None where ``InitProducerId`` 6 is not offered.
+        groups: The consumer groups that have had members.
+        group_topic: The topic that all of them read.
     """
 
     transactions: tuple[TransactionMetadata, ...] = ()
@@ -45,6 +48,8 @@ class Broker(NamedTuple):
     leaderless: tuple[TopicPartition, ...] = ()
     transaction_version: int = 1
     two_phase_commit: bool | None = None
+    groups: tuple[ConsumerGroup, ...] = ()
+    group_topic: str = ""
 
 
 def new_broker(

@@ -25,6 +25,7 @@ from simulator.database import (
     ALWAYS,
     Conflict,
     ConnectionLost,
+    Database,
     Kind,
     LockTimeout,
     Session,
@@ -64,6 +65,11 @@ class SimulatedStore:
         self._simulation = simulation
         self._database = simulation.database
         self._owner = owner
+
+    @property
+    def database(self) -> Database:
+        """The simulated database."""
+        return self._database
 
     # Inside the caller's transaction
 
@@ -207,8 +213,11 @@ class SimulatedStore:
 
     # In transactions of our own
 
-    def _run(self, work: Callable[[SimulatedConnection], Result]) -> Result:
-        """Retry after a conflict or a lost connection, as ``dualwrite.stores.short_transactions`` does."""
+    def run(self, work: Callable[[SimulatedConnection], Result]) -> Result:
+        """Run work in a transaction of its own, again after a conflict or a lost connection.
+
+        As ``dualwrite.stores.short_transactions`` does.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             used = SimulatedConnection(self._simulation)
             used.session.repeatable = False
@@ -274,7 +283,7 @@ class SimulatedStore:
                     raise
             return rows
 
-        return self._run(work) if ids else []
+        return self.run(work) if ids else []
 
     def _raise(self, used: SimulatedConnection, name: str, owner: str, cluster_id: str, at_least: int) -> StateRow:
         database = self._database
@@ -296,7 +305,7 @@ class SimulatedStore:
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """See :meth:`dualwrite.ports.store.StateStore.read_locked`."""
         del deadline  # the scheduler chooses how long a lock wait lasts
-        row = self._run(lambda used: self._lock(used, transactional_id))
+        row = self.run(lambda used: self._lock(used, transactional_id))
         if row is None:
             raise ConfigurationError("the row is gone", transactional_id=transactional_id)
         return row
@@ -310,7 +319,7 @@ class SimulatedStore:
                 self._lock(used, name)
             work()
 
-        self._run(locked)
+        self.run(locked)
 
     def _lock(self, used: SimulatedConnection, name: str) -> StateRow | None:
         return used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, name))
@@ -328,7 +337,7 @@ class SimulatedStore:
                 self._record(used, row, outcome, detail)
 
         if ordered:
-            self._run(work)
+            self.run(work)
 
     def _record(self, used: SimulatedConnection, row: StateRow, outcome: Outcome, detail: str) -> None:
         database = self._database
@@ -362,7 +371,7 @@ class SimulatedStore:
                 raise_mark(used, name)
 
         if incarnations:
-            self._run(work)
+            self.run(work)
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
         """See :meth:`dualwrite.ports.store.StateStore.raise_fence`."""
@@ -376,7 +385,7 @@ class SimulatedStore:
             database.write(session, replace(now, settle_fence=fence))
             return True
 
-        return self._run(lambda used: used.run("UPDATE", update))
+        return self.run(lambda used: used.run("UPDATE", update))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """See :meth:`dualwrite.ports.store.StateStore.participants`. If nothing is prepared, this takes no step."""

@@ -217,7 +217,14 @@ def _txn_offset_commit(message: Message) -> tuple[Request, _Read]:
         for partition in topic.partitions
     )
     request = TxnOffsetCommit(
-        message.transactional_id, message.group_id, message.producer_id, message.producer_epoch, offsets, _VERSION
+        message.transactional_id,
+        message.group_id,
+        message.producer_id,
+        message.producer_epoch,
+        offsets,
+        _VERSION,
+        message.member_id,
+        message.generation_id,
     )
 
     def read(answer: Response) -> Message:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dualwrite.ports.database import Database
+    from dualwrite.recovery.plan import IdStatus
+    from dualwrite.recovery.recover import RecoveryReport
 
 logger = logging.getLogger(__name__)
 
@@ -57,31 +59,27 @@ class Peers:
         return []
 
     def _settle(self) -> list[str]:
-        found = status(
-            prefix=member_prefix(self._group),
-            kafka=self._kafka,
-            database=self._database,
-            timeout_s=_ANSWER_S,
-        )
-        unsettled = {one.row.transactional_id for one in found if one.needs_recovery}
+        unsettled = {one.row.transactional_id for one in self._status() if one.needs_recovery}
         if not unsettled:
             return []
         # Only now: the rule of left_behind() needs a list of members that is younger than the transactions.
         gone = left_behind(self._group, unsettled, self._members(), self._ours)
         settled = []
         for name in gone:
-            report = recover(
-                name,
-                kafka=self._kafka,
-                database=self._database,
-                timeout_s=_ANSWER_S,
-                owner=self._ours,
-            )
+            report = self._recover(name)
             settled += report.settled
             logger.warning("%s: settled what %s, which has left the group, had open", self._ours, name)
             if report.losses:
                 raise report.losses[0].as_error()
         return settled
+
+    def _status(self) -> list[IdStatus]:
+        return status(
+            prefix=member_prefix(self._group), kafka=self._kafka, database=self._database, timeout_s=_ANSWER_S
+        )
+
+    def _recover(self, name: str) -> RecoveryReport:
+        return recover(name, kafka=self._kafka, database=self._database, timeout_s=_ANSWER_S, owner=self._ours)
 
     def _members(self) -> set[str]:
         """The client ids of the group's members, whichever protocol the group uses."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -50,6 +50,7 @@ class Reading:
         offsets: Where the offsets stand.
         peers: The other members.
         stop: Set when the member must end: nothing is waited for then.
+        make_consumer: Makes the consumer of these settings; confluent-kafka's by default.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Reading:
         offsets: Offsets,
         peers: Peers,
         stop: threading.Event,
+        *,
+        make_consumer: Callable[[dict[str, Any]], Consumer] | None = None,
     ) -> None:
-        self._consumer = Consumer(dict(settings))
+        self._consumer = (make_consumer or Consumer)(dict(settings))
         self._incremental = is_incremental(settings)
         self._partitions = partitions
         self._offsets = offsets

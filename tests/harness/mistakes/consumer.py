@@ -10,9 +10,10 @@ from sqlalchemy import select, update
 from dualwrite.apps import async_consumer
 from dualwrite.apps.consumer import offsets, working
 from dualwrite.apps.consumer.deserializing import Deserializing
-from dualwrite.apps.consumer.offsets import KafkaOffsets
+from dualwrite.apps.consumer.offsets import KafkaOffsets, RowOffsets
+from dualwrite.apps.consumer.partitions import Partitions, Unit
 from dualwrite.apps.consumer.peers import Peers
-from dualwrite.stores.consumed import ConsumedOffsets
+from dualwrite.stores.consumed import ClaimedOffset, ConsumedOffsets
 from harness.mistakes.registry import Check, mistake
 
 _GROUP = "integration/test_exactly_once_consumer.py::"
@@ -61,13 +62,24 @@ def offsets_outside_the_log_reset(patch: pytest.MonkeyPatch) -> None:
 def offsets_sent_without_a_membership(patch: pytest.MonkeyPatch) -> None:
     """A member sends offsets that name no member and no generation, and peers do not fence it either."""
     patch.setattr(Peers, "settle", lambda _: [])
+    patch.setattr(KafkaOffsets, "move", _move_as_nobody)
 
-    def move(self, tx, unit, to):
-        group = self._metadata[len(b"CGMDv2:") + 4 :].split(b"\0")[0]
-        nobody = b"CGMDv2:" + struct.pack("=i", -1) + group + b"\0\0\1"
-        tx.send_offsets_to_transaction([TopicPartition(*name, offset) for name, offset in to.items()], nobody)
 
-    patch.setattr(KafkaOffsets, "move", move)
+def _move_as_nobody(self, tx, unit, to):
+    group = self._metadata[len(b"CGMDv2:") + 4 :].split(b"\0")[0]
+    nobody = b"CGMDv2:" + struct.pack("=i", -1) + group + b"\0\0\1"
+    tx.send_offsets_to_transaction([TopicPartition(*name, offset) for name, offset in to.items()], nobody)
+
+
+@mistake(
+    Check(
+        "unit/apps/test_consumer_offsets.py::test_offsets_in_kafka_name_the_member_and_its_generation",
+        "assert .*-1",
+    )
+)
+def generation_not_sent(patch: pytest.MonkeyPatch) -> None:
+    """A member sends offsets that name no member and no generation: one that was expelled begins a unit, and moves them."""
+    patch.setattr(KafkaOffsets, "move", _move_as_nobody)
 
 
 @mistake(
@@ -119,3 +131,47 @@ def a_cancelled_consumer_forgets_what_it_completed(patch: pytest.MonkeyPatch) ->
 def offsets_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
     """A member writes rows and messages, and does not move the group's offsets with them."""
     patch.setattr(KafkaOffsets, "move", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "unit/apps/test_consumer_working.py::test_a_partition_that_is_lost_during_the_work_is_not_written",
+        r"assert \[.+\] == \[\]|assert not|assert False",
+    )
+)
+def lost_partitions_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """A member moves the offsets of a partition that it has lost, by the membership that it has got since."""
+    patch.setattr(Unit, "is_lost", False)
+
+
+@mistake(
+    Check(
+        "unit/apps/test_consumer_partitions.py::test_an_aborted_unit_is_read_again_and_nothing_else_meanwhile",
+        "assert ",
+    )
+)
+def nothing_read_again_after_an_abort(patch: pytest.MonkeyPatch) -> None:
+    """A member goes on with the next messages after a unit that was aborted for good."""
+    real = Partitions.give_back
+    patch.setattr(Partitions, "give_back", lambda self, unit, *, rewind: real(self, unit, rewind=rewind and False))
+
+
+@mistake(
+    Check(
+        "unit/apps/test_consumer_offsets.py::test_rows_move_in_the_transaction_that_writes_what_was_read",
+        r"assert \[\] == ",
+    )
+)
+def offset_rows_moved_after_the_commit(patch: pytest.MonkeyPatch) -> None:
+    """A member moves its rows of offsets in a transaction of their own, once the unit has committed."""
+
+    def moved(self, unit, to):
+        for one in unit.partitions:
+            if one.name in to and one.claimed is not None:
+                self._rows._own.run(
+                    lambda connection, one=one: self._rows.move(connection, one.name, one.claimed, to[one.name])
+                )
+                one.claimed = ClaimedOffset(one.claimed.epoch, to[one.name])
+
+    patch.setattr(RowOffsets, "move", lambda *_: None)
+    patch.setattr(RowOffsets, "moved", moved)

@@ -1,13 +1,15 @@
 """Offsets as rows, on a consumer that knows a log: an offset that the log does not hold stops the member."""
 
+import struct
 from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException
 
-from dualwrite.apps.consumer.offsets import RowOffsets
-from dualwrite.apps.consumer.partitions import Partition
+from dualwrite.apps.consumer.offsets import KafkaOffsets, PartitionLost, RowOffsets
+from dualwrite.apps.consumer.partitions import Partition, Unit
 from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.kafka.producer.native.offsets import Group, group_of
 from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset
 
 AT = ("input", 0)
@@ -53,3 +55,28 @@ def test_a_group_that_has_consumed_nothing_asks_for_no_log(start):
 def test_a_log_that_is_not_known_is_asked_for_again(start, log):
     with pytest.raises(Unavailable, match="are not known"):
         start(5, log)
+
+
+def test_rows_move_in_the_transaction_that_writes_what_was_read():
+    row, moves, ours = ClaimedOffset(1, 3), [], [True, False]
+    rows = SimpleNamespace(move=lambda *given: moves.append(given) or ours.pop(0))
+    offsets, unit = RowOffsets(rows, None), Unit([Partition(AT, claimed=row)], [])
+    transaction = SimpleNamespace(connection="the transaction's")
+    offsets.move(transaction, unit, {AT: 5})
+    assert moves == [("the transaction's", AT, row, 5)]
+    with pytest.raises(PartitionLost):
+        offsets.move(transaction, unit, {AT: 5})
+
+
+def test_offsets_in_kafka_name_the_member_and_its_generation():
+    sent, offsets, unit = [], KafkaOffsets(), Unit([Partition(AT)], [])
+    transaction = SimpleNamespace(send_offsets_to_transaction=lambda *given: sent.append(given))
+    with pytest.raises(PartitionLost):
+        offsets.move(transaction, unit, {AT: 5})
+    for member, generation in (("member-1", 7), ("", -1)):  # then it was expelled, and has not joined again
+        metadata = b"CGMDv2:" + struct.pack("=i", generation) + b"group\0" + member.encode() + b"\0\1"
+        offsets.membership(SimpleNamespace(consumer_group_metadata=lambda metadata=metadata: metadata))
+    offsets.move(transaction, unit, {AT: 5})
+    [([moved], membership)] = sent
+    assert (moved.topic, moved.partition, moved.offset) == (*AT, 5)
+    assert group_of(membership) == Group("group", 7, "member-1")
