@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import group_page, pipelined, records, spark_page, state_page, units
+from benchmarks import group_page, mariadb_bulk, pipelined, records, spark_page, state_page, units
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -70,6 +70,8 @@ def render(figures: Mapping[str, Any]) -> str:
         parts += _records(figures["records"])
     if "memory" in figures:
         parts += _memory(figures["memory"])
+    if "mariadb" in figures:
+        parts += mariadb_bulk.section(figures["mariadb"])
     if "settling" in figures:
         parts += _settling(figures["settling"])
     return "\n".join(parts)

@@ -25,11 +25,10 @@ from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches, without_unused
+from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.sinks.spark.driver.plan import read_layout
 from dualwrite.sinks.spark.formats.serializing import serializing
-from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.sinks.spark.options.settings import SinkOptions
-from dualwrite.sinks.spark.writing.copying import copying
 from dualwrite.sinks.spark.writing.messages import produce_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -186,13 +185,13 @@ def by_database_leg(job: Job) -> None:
     )
 
     def copy_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        engine = connect_engine(options)
+        database = open_database(options)
         try:
-            with engine.begin() as connection, copying(connection, layout, layout.table) as copy:
+            with database.engine.begin() as connection, database.writing(connection, layout, layout.table) as into:
                 for batch in projected_batches(batches, schema, layout):
-                    copy.write(batch)
+                    into.write(batch)
         finally:
-            engine.dispose()
+            database.engine.dispose()
         yield from ()
 
     without_unused(job.df, layout).mapInArrow(copy_partition, "done boolean").collect()

@@ -309,8 +309,10 @@ def migrated_mariadb(mariadb_of_session: str) -> str:
 
 
 @pytest.fixture
-def numbers(dualwrite_kafka, migrated_database, dualwrite_topic):
-    """A sink for numbered rows, in a migrated database."""
+def numbers(request, dualwrite_kafka, dualwrite_topic):
+    """A sink for numbered rows, in a migrated database: PostgreSQL's, unless a test asks for "mariadb"."""
     from harness.spark import SparkCase
 
-    return SparkCase(patient(dualwrite_kafka.client_config()), migrated_database, dualwrite_topic)
+    kind = getattr(request, "param", "postgresql")
+    url = request.getfixturevalue("migrated_mariadb" if kind == "mariadb" else "migrated_database")
+    return SparkCase(patient(dualwrite_kafka.client_config()), url, dualwrite_topic)

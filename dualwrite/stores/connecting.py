@@ -48,8 +48,20 @@ def engine_of(engine: Engine | URL | str) -> Engine:
     if not isinstance(engine, (str, URL)):
         raise _no_engine(engine)
     with _refused():
-        url = make_url(engine)
-        made = create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+        return new_engine(make_url(engine))
+
+
+def new_engine(url: URL, **options: Any) -> Engine:
+    """A new engine, which connects on first use and detects lost servers; the caller disposes of it.
+
+    Args:
+        url: Where to.
+        options: More of SQLAlchemy's.
+
+    Raises:
+        SQLAlchemyError, ImportError: The driver is not installed.
+    """
+    made = create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)}, **options)
     if url.get_backend_name() in MYSQL:
         event.listen(made, "connect", _keep_alive)
     return made

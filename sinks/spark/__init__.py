@@ -1,4 +1,4 @@
-"""Write a DataFrame into a Kafka topic and a PostgreSQL table: together or not at all, and once.
+"""Write a DataFrame into a Kafka topic and a table of PostgreSQL, MariaDB or MySQL: together or not at all, and once.
 
 Install ``dualwrite[spark]``, on the driver and on the executors.
 

@@ -36,7 +36,7 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 
 def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings]) -> BatchReport:
-    """Write a DataFrame into a PostgreSQL table and a Kafka topic: each partition on both sides or on neither.
+    """Write a DataFrame into a database table and a Kafka topic: each partition on both sides or on neither.
 
     After any failure, call it again with the same batch id until it returns: partitions that are already written are skipped.
     This needs the same partitions each time: the same rows in the partition of the same number. A DataFrame whose plan Spark

@@ -69,7 +69,7 @@ class TaskMessage(WriterCommitMessage):
 
 
 class DualWriteDataSource(DataSource):
-    """Writes a batch, or each micro-batch of a stream, into a PostgreSQL table and a Kafka topic: all of it or nothing.
+    """Writes a batch, or each micro-batch of a stream, into a database table and a Kafka topic: all of it or nothing.
 
     Register it with :func:`register`, then use the format ``dualwrite``. `SourceOptions` has the options.
     """

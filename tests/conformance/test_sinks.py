@@ -23,7 +23,7 @@ def sink(request):
     return request.param(request)
 
 
-@pytest.mark.parametrize("sink", SINKS, indirect=True)
+@pytest.mark.parametrize(("sink", "numbers"), SINKS, indirect=True)
 def test_rows_equal_messages_and_a_second_run_changes_nothing(sink, numbers):
     for _ in range(2):
         sink.write(numbers, ROWS)
@@ -31,7 +31,7 @@ def test_rows_equal_messages_and_a_second_run_changes_nothing(sink, numbers):
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("sink", BATCHES, indirect=True)
+@pytest.mark.parametrize(("sink", "numbers"), BATCHES, indirect=True)
 def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_completes_the_batch(sink, numbers):
     """Of the whole batch, where that is decided as one. What has failed is settled by a recovery, too."""
     numbers.execute("ALTER TABLE numbers ADD CONSTRAINT few CHECK (id < 15)")
@@ -48,7 +48,7 @@ def test_a_refused_row_leaves_nothing_of_its_partition_and_a_second_run_complete
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("sink", BATCHES, indirect=True)
+@pytest.mark.parametrize(("sink", "numbers"), BATCHES, indirect=True)
 def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them(sink, numbers):
     """Another process writes them. The transactions of the dead one end at the latest when the batch runs again."""
     sink.write(numbers, ROWS, killed_at="write.prepared")
@@ -58,7 +58,7 @@ def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("sink", BATCHES, indirect=True)
+@pytest.mark.parametrize(("sink", "numbers"), BATCHES, indirect=True)
 def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(sink, numbers):
     """It would find its batch written, write nothing, and report that as success."""
     numbers.execute("CREATE TABLE others (LIKE numbers)")

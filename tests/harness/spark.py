@@ -122,6 +122,10 @@ class SparkCase:
         self.execute(f"CREATE TABLE IF NOT EXISTS {self.table} (id bigint, name text)")
 
     @property
+    def on_mariadb(self) -> bool:
+        return self.url.startswith("mysql")
+
+    @property
     def settings(self) -> dict:
         return {
             "sink": self.sink,

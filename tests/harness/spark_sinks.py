@@ -105,6 +105,8 @@ _MADE = {
 }
 _RARE = {"prepared stream"}
 _STREAMS = {"foreach_batch", "staging stream"}
+_ON_MARIADB = {"write_batch", "staging"}
+"""In every run; the other ways there, but those that prepare, are left to a thorough one."""
 
 
 def _made(name: str, request: pytest.FixtureRequest) -> Sink:
@@ -112,17 +114,28 @@ def _made(name: str, request: pytest.FixtureRequest) -> Sink:
 
 
 def _parameters(thorough: set[str]) -> list[object]:
+    on_postgresql = [(name, "postgresql", name, name in thorough) for name in _MADE]
+    on_mariadb = [
+        (name, "mariadb", f"{name}-mariadb", name not in _ON_MARIADB)
+        for name in _MADE
+        if not name.startswith("prepared")
+    ]
     return [
         pytest.param(
             partial(_made, name),
-            id=name,
-            marks=[pytest.mark.spark, *([pytest.mark.thorough] if name in thorough else [])],
+            kind,
+            id=shown,
+            marks=[
+                pytest.mark.spark,
+                *([pytest.mark.mariadb] if kind == "mariadb" else []),
+                *([pytest.mark.thorough] if is_rare else []),
+            ],
         )
-        for name in _MADE
+        for name, kind, shown, is_rare in (*on_postgresql, *on_mariadb)
     ]
 
 
 SINKS = _parameters(_RARE)
-"""For ``pytest.mark.parametrize``: functions of a test's request."""
+"""For ``pytest.mark.parametrize``: functions of a test's request, and the kind of database."""
 BATCHES = _parameters(_RARE | _STREAMS)
 """For what a stream does as its batches do: it adds their names."""

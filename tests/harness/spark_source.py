@@ -10,7 +10,7 @@ from pyspark import TaskContext
 
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.driver import prepared_limit
+from dualwrite.sinks.spark.databases.postgresql import prepared
 from dualwrite.sinks.spark.options.source_options import OPTION_NAMES
 from dualwrite.sinks.spark.source import (  # not every PySpark has them
     DataSourceArrowWriter,
@@ -60,10 +60,15 @@ def write_by(case, df, way, batch_id="1", **more):
 
 
 def staging_tables(case):
-    return case.execute("SELECT relname FROM pg_class WHERE relname LIKE 'dualwrite_staging_%'")
+    here = "table_schema = database() AND " if case.on_mariadb else ""
+    return case.execute(
+        f"SELECT table_name FROM information_schema.tables WHERE {here}table_name LIKE 'dualwrite_staging_%'"
+    )
 
 
 def prepared_transactions(case):
+    if case.on_mariadb:
+        return case.execute("XA RECOVER")
     return case.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
 
 
@@ -101,7 +106,7 @@ class ArmedSource(DualWriteDataSource):
             int(options.pop("attempts", "1")),
             options.pop("counter", ""),
             options.pop("pidFile", ""),
-            options.pop("waits", prepared_limit._LONGEST_WAIT),
+            options.pop("waits", prepared._LONGEST_WAIT),
         )
         super().__init__(options)
 
@@ -131,7 +136,7 @@ class _Armed:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)
             failpoints.arm(point)
-        with mock.patch.object(prepared_limit, "_LONGEST_WAIT", self.armed.waits):
+        with mock.patch.object(prepared, "_LONGEST_WAIT", self.armed.waits):
             return self.inner.write(iterator)
 
     def commit(self, *arguments):

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import foreach_partition, register, write_batch
-from dualwrite.sinks.spark.columns.table import read_table
+from dualwrite.sinks.spark.databases.postgresql.catalog import read_table
 
 IDENTIFIER = uuid.UUID("0f0e0d0c-0b0a-0908-0706-050403020100")
 

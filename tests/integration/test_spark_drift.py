@@ -7,7 +7,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import LEGS, nothing_is_left, write_by
 
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.options.connecting import connect_engine
+from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -68,7 +68,7 @@ def test_the_sinks_own_transactions_see_what_was_committed_before_each_statement
     numbers.execute(
         f"ALTER DATABASE {numbers.url.rpartition('/')[2]} SET default_transaction_isolation = 'repeatable read'"
     )
-    engine = connect_engine(SinkOptions(**numbers.settings))
+    engine = open_database(SinkOptions(**numbers.settings)).engine
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SHOW transaction_isolation").scalar() == "read committed"
     engine.dispose()

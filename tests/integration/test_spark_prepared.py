@@ -20,7 +20,7 @@ from dualwrite import recover
 from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
-from dualwrite.sinks.spark.driver.prepared_limit import require_prepared
+from dualwrite.sinks.spark.databases.postgresql.prepared import require_prepared
 from dualwrite.stores.state import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -1,4 +1,4 @@
-"""Every Spark SQL type: its form in each message format, and the PostgreSQL columns that take it.
+"""Every Spark SQL type: its form in each message format, and the columns of each database that take it.
 
 The documentation shows this table.
 """
@@ -14,7 +14,7 @@ import pyarrow as pa
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.columns.table import TableColumn
+from dualwrite.sinks.spark.columns.table import Table, TableColumn
 
 
 class Form(Enum):
@@ -29,12 +29,12 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Wire:
-    """How a column travels to PostgreSQL.
+    """How a column travels to the database.
 
     Attributes:
         form: The conversion before it is sent.
         arrow: The Arrow type that it is cast to; values that do not fit fail the task.
-        encoding: ``jsonb`` or ``uuid``, whose binary forms have no Arrow type; empty for all others.
+        encoding: ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; empty for all others.
     """
 
     form: Form
@@ -53,6 +53,18 @@ _WHOLE: Final = {
     "int4": Wire(Form.PLAIN, pa.int32()),
     "int8": Wire(Form.PLAIN, pa.int64()),
 }
+_MARIADB_TEXT: Final = {
+    name: Wire(Form.PLAIN, pa.string())
+    for name in ("text", "varchar", "char", "tinytext", "mediumtext", "longtext", "enum", "json", "uuid")
+}
+_MARIADB_NESTED: Final = {"json": Wire(Form.JSON, pa.string())}
+_MARIADB_WHOLE: Final = {
+    "tinyint": Wire(Form.PLAIN, pa.int8()),
+    **{name: Wire(Form.PLAIN, pa.int16()) for name in ("smallint", "tinyint unsigned")},
+    **{name: Wire(Form.PLAIN, pa.int32()) for name in ("mediumint", "int", "smallint unsigned", "mediumint unsigned")},
+    **{name: Wire(Form.PLAIN, pa.int64()) for name in ("bigint", "int unsigned", "bigint unsigned")},
+}
+"""An Arrow type that holds all values of the column; the server refuses those that are outside of it."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +74,24 @@ class TypeRow:
     Attributes:
         name: The Spark SQL name.
         json: Its form in the JSON value, for people; empty if it is refused there.
-        wires: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
+        postgresql: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
         element: The internal name of the element type of the PostgreSQL arrays that take arrays of it.
         advice: What to do if it is refused.
         avro: Its Avro type, for people; empty if it is refused there.
         json_schema: Its JSON Schema, likewise.
         protobuf: The Protobuf fields that take it, likewise.
+        mariadb: By the type name of MariaDB and MySQL, how it travels there.
     """
 
     name: str
     json: str
-    wires: Mapping[str, Wire] = field(default_factory=dict)
+    postgresql: Mapping[str, Wire] = field(default_factory=dict)
     element: str = ""
     advice: str = "cast it"
     avro: str = ""
     json_schema: str = ""
     protobuf: str = ""
+    mariadb: Mapping[str, Wire] = field(default_factory=dict)
 
 
 _LONGS: Final = "int64, sint64, sfixed64"
@@ -90,6 +104,7 @@ def _whole(name: str, digits: int, element: str, avro: str = "int") -> TypeRow:
         {**_WHOLE, "numeric": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
         element,
         avro=avro,
+        mariadb={**_MARIADB_WHOLE, "decimal": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
         json_schema="integer",
         protobuf=_LONGS if avro == "long" else f"int32, sint32, sfixed32, {_LONGS}",
     )
@@ -108,6 +123,7 @@ _STRING: Final = TypeRow(
     avro="string",
     json_schema="string",
     protobuf="string, enum",
+    mariadb=_MARIADB_TEXT,
 )
 _REFUSED_EVERYWHERE: Final = "cast it to a string or to numbers, or leave it out"
 
@@ -120,6 +136,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="boolean",
         json_schema="boolean",
         protobuf="bool",
+        mariadb={"tinyint": Wire(Form.PLAIN, pa.bool_())},
     ),
     "ByteType": _whole("tinyint", 3, ""),
     "ShortType": _whole("smallint", 5, "int2"),
@@ -133,6 +150,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="float",
         json_schema="number",
         protobuf="float, double",
+        mariadb={"float": Wire(Form.PLAIN, pa.float32()), "double": Wire(Form.PLAIN, pa.float64())},
     ),
     "DoubleType": TypeRow(
         "double",
@@ -142,6 +160,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="double",
         json_schema="number",
         protobuf="double",
+        mariadb={"double": Wire(Form.PLAIN, pa.float64())},
     ),
     "DecimalType": TypeRow(
         "decimal(p,s)",
@@ -151,6 +170,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="bytes decimal",
         json_schema="number",
         protobuf="string",
+        mariadb={"decimal": Wire(Form.PLAIN, pa.decimal128(38, 0))},
     ),
     "StringType": _STRING,
     "CharType": _STRING,
@@ -163,6 +183,10 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="bytes",
         json_schema="string, base64",
         protobuf="bytes",
+        mariadb={
+            name: Wire(Form.PLAIN, pa.binary())
+            for name in ("blob", "varbinary", "binary", "tinyblob", "mediumblob", "longblob")
+        },
     ),
     "DateType": TypeRow(
         "date",
@@ -172,25 +196,28 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="int date",
         json_schema="string, date",
         protobuf="string",
+        mariadb={"date": Wire(Form.PLAIN, pa.date32())},
     ),
     "TimestampType": TypeRow(
         "timestamp",
         'string, UTC, "2013-01-31T23:59:59.123456Z"',
         {"timestamptz": Wire(Form.PLAIN, pa.timestamp("us", "UTC"))},
-        advice="use a column of type timestamptz, or cast it to timestamp_ntz",
+        advice="use a column of type timestamptz (MariaDB: timestamp), or cast it to timestamp_ntz",
         avro="long timestamp-micros",
         json_schema="string, date-time",
         protobuf="google.protobuf.Timestamp",
+        mariadb={"timestamp": Wire(Form.PLAIN, pa.timestamp("us", "UTC"))},
     ),
     "TimestampNTZType": TypeRow(
         "timestamp_ntz",
         'string, "2013-01-31T23:59:59.123456"',
         {"timestamp": Wire(Form.PLAIN, pa.timestamp("us"))},
         "timestamp",
-        advice="use a column of type timestamp without time zone, or cast it to timestamp",
+        advice="use a column of type timestamp without time zone (MariaDB: datetime), or cast it to timestamp",
         avro="long local-timestamp-micros",
         json_schema="string",
         protobuf="string",
+        mariadb={"datetime": Wire(Form.PLAIN, pa.timestamp("us"))},
     ),
     "TimeType": TypeRow(
         "time",
@@ -199,6 +226,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="long time-micros",
         json_schema="string",
         protobuf="string",
+        mariadb={"time": Wire(Form.PLAIN, pa.time64("us"))},
     ),
     "DayTimeIntervalType": TypeRow(
         "interval day to second",
@@ -207,7 +235,15 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         advice="cast it to a string or to a number of seconds, or give the value column yourself",
         protobuf="google.protobuf.Duration",
     ),
-    "ArrayType": TypeRow("array<...>", "array", _NESTED, avro="array", json_schema="array", protobuf="repeated"),
+    "ArrayType": TypeRow(
+        "array<...>",
+        "array",
+        _NESTED,
+        avro="array",
+        json_schema="array",
+        protobuf="repeated",
+        mariadb=_MARIADB_NESTED,
+    ),
     "MapType": TypeRow(
         "map<string,...>",
         "object",
@@ -216,10 +252,25 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         avro="map",
         json_schema="object",
         protobuf="map<string, ...>",
+        mariadb=_MARIADB_NESTED,
     ),
-    "StructType": TypeRow("struct<...>", "object", _NESTED, avro="record", json_schema="object", protobuf="message"),
+    "StructType": TypeRow(
+        "struct<...>",
+        "object",
+        _NESTED,
+        avro="record",
+        json_schema="object",
+        protobuf="message",
+        mariadb=_MARIADB_NESTED,
+    ),
     "VariantType": TypeRow(
-        "variant", "what it holds", _NESTED, avro="string", json_schema="anything", protobuf="string"
+        "variant",
+        "what it holds",
+        _NESTED,
+        avro="string",
+        json_schema="anything",
+        protobuf="string",
+        mariadb=_MARIADB_NESTED,
     ),
     "NullType": TypeRow("void", "", advice="cast it to the type it is meant to have"),
     "YearMonthIntervalType": TypeRow("interval year to month", "", advice=_REFUSED_EVERYWHERE),
@@ -239,18 +290,20 @@ def row_of(data_type: spark.DataType) -> TypeRow:
     return TypeRow(data_type.simpleString(), "", advice=_REFUSED_EVERYWHERE)
 
 
-def wire_for(name: str, data_type: spark.DataType, target: TableColumn) -> Wire:
+def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: Table) -> Wire:
     """How the DataFrame's column ``name`` travels into a column of the table.
 
     Raises:
         ConfigurationError: The table's column does not take the type, or would change its values.
     """
     row = row_of(data_type)
-    wire = row.wires.get(_ENUM if target.is_enum else target.type_name)
+    wire = table.takes(row).get(_ENUM if target.is_enum else target.type_name)
     if wire is None and isinstance(data_type, spark.ArrayType) and target.element_type is not None:
         element = row_of(data_type.elementType)
         if element.element == target.element_type:
-            wire = Wire(Form.PLAIN, pa.list_(_exact(data_type.elementType, element.wires[target.element_type].arrow)))
+            wire = Wire(
+                Form.PLAIN, pa.list_(_exact(data_type.elementType, table.takes(element)[target.element_type].arrow))
+            )
     if wire is None:
         raise ConfigurationError(
             f"column {name!r} of type {data_type.simpleString()} cannot be written into column {target.name!r} of type "

@@ -205,7 +205,7 @@ class _Planning:
                 f"column {target_name!r} of table {self._table.name!r} is computed by the database",
                 next_step="leave it out of `columns`",
             )
-        wire = wire_for(name, self._fields[number].dataType, target)
+        wire = wire_for(name, self._fields[number].dataType, target, self._table)
         return Copied(target_name, self._project(number, wire.form, wire.arrow), wire.encoding, target.shown_type)
 
     def _check_all_given(self, given: set[str]) -> None:

@@ -26,10 +26,8 @@ from dualwrite.recovery.settling.settle import end_participants
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.sinks.spark.columns.layout import plan_layout
-from dualwrite.sinks.spark.columns.table import read_table
-from dualwrite.sinks.spark.driver.prepared_limit import choose_staging
+from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.sinks.spark.formats.registering import given_schemas, registered_layout
-from dualwrite.sinks.spark.options.connecting import connect_engine
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.jobs.batches import batch_in_part
@@ -43,12 +41,12 @@ from dualwrite.units.announcing import announce_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
-    from sqlalchemy import Engine
     from typing_extensions import Self
 
     from dualwrite.ports.coordinator import TransactionCoordinator
     from dualwrite.protocol.rows import Incident, StateRow
     from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.stores.jobs.runs import Run
 
@@ -63,6 +61,7 @@ class DriverSide:
 
     Attributes:
         name: Sink and batch, for logs.
+        database: The sink's database.
         run: The run that may write, from :meth:`settle_left` on; None if runs are not known.
 
     Args:
@@ -83,7 +82,8 @@ class DriverSide:
         self._batch_id = batch_id
         self._run_name = run_name
         self.name = f"sink {options.sink!r} batch {batch_id!r}"
-        self._engine = connect_engine(options)
+        self.database = open_database(options)
+        self._engine = self.database.engine
         self._coordinator = KafkaCoordinator(options.kafka_config())
         self._store = SqlStateStore(self._engine, schema=options.schema)
         self._ledger = Ledger(options.schema)
@@ -124,7 +124,7 @@ class DriverSide:
 
     def layout(self, schema: spark.StructType) -> Layout:
         """As :func:`read_layout`."""
-        return _read_layout(self._options, schema, self._engine, self._coordinator)
+        return _read_layout(self._options, schema, self.database, self._coordinator)
 
     def announce(self) -> None:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
@@ -248,20 +248,20 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         ConfigurationError: Something does not fit: the error names the column and the type. Or the registry refuses a schema.
         Unavailable: A server does not answer.
     """
-    with _servers(options) as (engine, coordinator):
-        return _read_layout(options, schema, engine, coordinator)
+    with _servers(options) as (database, coordinator):
+        return _read_layout(options, schema, database, coordinator)
 
 
 def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) -> tuple[Layout, bool]:
-    """As :func:`read_layout`; also returns whether tasks use staging tables, see :func:`choose_staging`.
+    """As :func:`read_layout`; also returns whether tasks use staging tables, see :meth:`SinkDatabase.choose_staging`.
 
     Raises:
-        ConfigurationError: As :func:`read_layout` and :func:`choose_staging`.
+        ConfigurationError: As :func:`read_layout` and :meth:`SinkDatabase.choose_staging`.
         Unavailable: A server does not answer.
     """
-    with _servers(options) as (engine, coordinator):
-        layout = _read_layout(options, schema, engine, coordinator)
-        return layout, choose_staging(engine, options.database_leg, layout.table[0], moves=moves)
+    with _servers(options) as (database, coordinator):
+        layout = _read_layout(options, schema, database, coordinator)
+        return layout, database.choose_staging(options.database_leg, layout.table[0], moves=moves)
 
 
 def present_run(options: SinkOptions, name: str) -> Run:
@@ -270,7 +270,7 @@ def present_run(options: SinkOptions, name: str) -> Run:
     Raises:
         ConfigurationError, Unavailable: As :meth:`Runs.present`.
     """
-    engine = connect_engine(options)
+    engine = open_database(options).engine
     try:
         check_schema(engine, options.schema)
         return Runs(engine, options.schema).present(options.sink, name)
@@ -279,17 +279,17 @@ def present_run(options: SinkOptions, name: str) -> Run:
 
 
 @contextmanager
-def _servers(options: SinkOptions) -> Generator[tuple[Engine, KafkaCoordinator], None, None]:
-    engine = connect_engine(options)
+def _servers(options: SinkOptions) -> Generator[tuple[SinkDatabase, KafkaCoordinator], None, None]:
+    database = open_database(options)
     try:
         with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
-            yield engine, coordinator
+            yield database, coordinator
     finally:
-        engine.dispose()
+        database.engine.dispose()
 
 
 def _read_layout(
-    options: SinkOptions, schema: spark.StructType, engine: Engine, coordinator: TransactionCoordinator
+    options: SinkOptions, schema: spark.StructType, database: SinkDatabase, coordinator: TransactionCoordinator
 ) -> Layout:
     named = [name for name in (options.topic, options.unit_topic) if name is not None]
     if named:
@@ -298,10 +298,10 @@ def _read_layout(
             if name not in found:
                 raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
     try:
-        with engine.connect() as connection:
-            table = read_table(connection, options.table)
+        with database.engine.connect() as connection:
+            table = database.read_table(connection, options.table)
     except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, options.schema) from error
+        raise map_database_error(error, database.engine, options.schema) from error
     planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
     return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _OURS: Final = re.compile(r"^(?:[\w.]*: )*dualwrite\.errors\.(\w+): (.+)$", re.MULTILINE)
 _OTHER_PYTHON: Final = (
     (
-        re.compile(r"No module named '(dualwrite|sqlalchemy|psycopg|pgpq|confluent_kafka|kafka)"),
+        re.compile(r"No module named '(dualwrite|sqlalchemy|psycopg|pymysql|pgpq|confluent_kafka|kafka)"),
         "Spark's workers run a Python in which dualwrite[spark] is not installed: no module named {}",
     ),
     (

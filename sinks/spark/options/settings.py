@@ -33,7 +33,7 @@ _DEFAULTS: Final = {
     "partitioner": "murmur2_random",
 }
 _FORMATS: Final = tuple(str(item) for item in Format)
-_DRIVER: Final = ("postgresql", "psycopg")
+_DRIVERS: Final = frozenset({("postgresql", "psycopg"), ("mysql", "pymysql"), ("mariadb", "pymysql")})
 
 
 DATABASE_LEGS: Final = ("auto", "staging", "prepared")
@@ -91,7 +91,7 @@ class SinkOptions:
         sink: Name of the sink: stable over restarts, unique among jobs that write at the same time. Sink, batch id and
             partition together identify what is already written. Kafka's transactional ids begin with it, for ACLs.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least. Keys that run code are refused.
-        url: SQLAlchemy URL of the PostgreSQL database, ``postgresql+psycopg://...``.
+        url: SQLAlchemy URL of the database: ``postgresql+psycopg://...``, or ``mysql+pymysql://...`` for MariaDB and MySQL.
         table: The table to write into, as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
         topic: The topic of all messages; it must exist. Either this or ``topic_column``.
         topic_column: Column with each message's topic.
@@ -125,7 +125,8 @@ class SinkOptions:
         database_leg: For a batch decided as a whole: where its tasks put rows before the decision. "staging": into tables
             beside the target; the decision moves the rows, and all of them show at once; works on every server. "prepared":
             into the target, by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server
-            needs max_prepared_transactions. "auto": staging if tables may be created, otherwise prepared.
+            needs max_prepared_transactions; not on MariaDB and MySQL. "auto": staging if tables may be created, otherwise
+            prepared.
         keep_slots: Whether a Python worker that Spark reuses keeps its connections, slots and producers from task to task,
             so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see :class:`dualwrite.TransactionalProducer`.
@@ -374,7 +375,7 @@ def _parse_url(text: str) -> URL:
         dialect = url.get_dialect()
     except (exc.SQLAlchemyError, ValueError):  # ValueError: the port is not a number
         _refuse_url()
-    if (dialect.name, dialect.driver) != _DRIVER:
+    if (dialect.name, dialect.driver) not in _DRIVERS:
         _refuse_url()
     return url
 
@@ -382,6 +383,6 @@ def _parse_url(text: str) -> URL:
 def _refuse_url() -> NoReturn:
     # Without its cause: SQLAlchemy's message repeats the URL, password included.
     raise ConfigurationError(
-        "url is not the URL of a PostgreSQL database through psycopg 3",
-        next_step="write postgresql+psycopg://user:password@host:port/database",
+        "url is not the URL of a PostgreSQL database through psycopg 3, or of MariaDB or MySQL through PyMySQL",
+        next_step="write postgresql+psycopg://user:password@host:port/database, or mysql+pymysql://...",
     ) from None

@@ -196,7 +196,7 @@ class BatchJob(DriverSide):
             Unavailable: The database does not answer.
         """
         if partition_count:
-            destination = destination_of(self._options, self._layout, Way.PARTITIONS)
+            destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
             self._ledger.begin(
                 self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
             )
@@ -244,7 +244,7 @@ class BatchJob(DriverSide):
             return
         assert self.run is not None
         sink, batch_id = self._options.sink, self._batch_id
-        destination = destination_of(self._options, self._layout, Way.PARTITIONS)
+        destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
         try:
             with self._engine.begin() as connection:
                 self._runs.require(connection, self.run)

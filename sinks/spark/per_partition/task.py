@@ -229,6 +229,7 @@ class _Writing:
                     layout,
                     layout.table,
                     options,
+                    database=attempt.database,
                     partition=attempt.partition,
                     progress=self._progress,
                 )
@@ -237,7 +238,7 @@ class _Writing:
 
     def _record(self, connection: Connection, started_at: datetime | None) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
-        destination = destination_of(self._task.options, self._task.layout, Way.PARTITIONS)
+        destination = destination_of(attempt.database, self._task.options, self._task.layout, Way.PARTITIONS)
         partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
         if partition_count is None or attempt.partition >= partition_count:
             raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")

@@ -13,12 +13,10 @@ from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.sinks.spark.columns.row_names import table_key
-from dualwrite.sinks.spark.columns.table import require_types
+from dualwrite.sinks.spark.databases.database import Staged
 from dualwrite.sinks.spark.driver.plan import DriverSide
-from dualwrite.sinks.spark.driver.prepared_limit import choose_staging, require_prepared
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
-from dualwrite.sinks.spark.writing.staging import drop_dead_staging, drop_staging, empty, take_over
 from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 from dualwrite.stores.participants import name_of
 
@@ -36,8 +34,8 @@ class WholeBatch(DriverSide):
     """One run of one batch that is decided as a whole."""
 
     def uses_staging(self, layout: Layout, *, moves: bool) -> bool:
-        """As :func:`choose_staging`."""
-        return choose_staging(self._engine, self._options.database_leg, layout.table[0], moves=moves)
+        """As :meth:`SinkDatabase.choose_staging`."""
+        return self.database.choose_staging(self._options.database_leg, layout.table[0], moves=moves)
 
     def begin(self, layout: Layout) -> None:
         """Record the batch's destination, before anything of it is written.
@@ -46,7 +44,7 @@ class WholeBatch(DriverSide):
             ConfigurationError: The batch was written to another destination, or partition by partition.
             Unavailable: The database does not answer.
         """
-        destination = destination_of(self._options, layout, Way.WHOLE)
+        destination = destination_of(self.database, self._options, layout, Way.WHOLE)
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
     def decide(
@@ -95,7 +93,7 @@ class WholeBatch(DriverSide):
 
     def record(self, connection: Connection, layout: Layout, prepared: Sequence[PreparedPartition]) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
-        options, destination = self._options, destination_of(self._options, layout, Way.WHOLE)
+        options, destination = self._options, destination_of(self.database, self._options, layout, Way.WHOLE)
         self._ledger.begin(connection, options.sink, self._batch_id, destination)
         if self._ledger.seen(connection, options.sink, self._batch_id, WHOLE_BATCH):
             return False
@@ -161,9 +159,8 @@ class WholeBatch(DriverSide):
     def _drop_staging(
         self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[PreparedPartition] = ()
     ) -> None:
-        drop_staging(self._engine, [one.staged for one in completed if one.staged is not None])
-        drop_dead_staging(
-            self._engine,
+        self.database.drop_staging([one.staged for one in completed if one.staged is not None])
+        self.database.drop_dead_staging(
             layout.table[0],
             {row.transactional_id: row.incarnation for row in slots},
             lambda: {lease.transactional_id: lease.owner for lease in self._pool.held_by("")},
@@ -205,24 +202,24 @@ class _Deciding:
 
     def bring(self, connection: Connection) -> None:
         layout = self._layout
+        database = self._driver.database
         if self._truncate:
-            empty(connection, layout.table)
-        staged = [(one, one.staged) for one in self._prepared if one.staged is not None]
+            database.empty(connection, layout.table)
+        staged = [Staged(one.staged, one.rows, one.partition) for one in self._prepared if one.staged is not None]
         names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.staged is None]
-        require_prepared(connection, names, self.name)
-        for one, table in staged:
-            take_over(
+        if names:
+            database.require_prepared(connection, names, self.name)
+        if staged:
+            database.take_over(
                 connection,
-                table,
+                staged,
                 layout.table,
                 layout.table_column_names,
-                rows=one.rows,
-                partition=one.partition,
                 key=table_key(layout),
                 upsert=self._upsert,
             )
-        if staged:  # tasks with prepared rows have checked the types, and their locks keep them
-            require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+            # Tasks with prepared rows have checked the types, and their locks keep them.
+            database.require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
 
     def decided(self) -> None:
         self._decided_at = time.monotonic()

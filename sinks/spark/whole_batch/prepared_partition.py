@@ -8,6 +8,7 @@ to the driver.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,19 +21,16 @@ from dualwrite.protocol.batches.entry import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.columns.from_arrow import awaited
-from dualwrite.sinks.spark.driver.prepared_limit import bound_waiting, ran_out, require_room, waited_in_vain
+from dualwrite.sinks.spark.databases.database import STAGING_PREFIX, StagingTable
 from dualwrite.sinks.spark.worker.attempt import Attempt
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.worker.worker_cache import servers
 from dualwrite.sinks.spark.writing.both_legs import write_rows
 from dualwrite.sinks.spark.writing.progress import Progress, shown
-from dualwrite.sinks.spark.writing.staging import StagingTable, create_staging
 from dualwrite.stores.jobs.ledger import WHOLE_BATCH
 from dualwrite.writing.block import Ending, dual_write
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.sinks.spark.worker.attempt import Workplace
@@ -111,8 +109,9 @@ def prepare_partition(
         return None  # needs no connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
+        destination = destination_of(found.database, options, layout, Way.WHOLE)
         # A stream's driver cannot do this: it learns the batch's name from the tasks.
-        attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination_of(options, layout, Way.WHOLE))
+        attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination)
         if attempt.seen(WHOLE_BATCH):
             logger.info("%s: the batch is already written", attempt.name)
             return None
@@ -124,7 +123,7 @@ def prepare_partition(
 def _prepare(
     attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool
 ) -> PreparedPartition:
-    options = attempt.options
+    options, database = attempt.options, attempt.database
     progress = Progress(attempt.name, options.progress_s)
     try:
         with attempt.workplace() as place:
@@ -142,18 +141,28 @@ def _prepare(
                     permit=attempt.require_run,
                 ) as transaction,
             ):
-                staged = _staging_for(transaction.connection, layout, place) if staging else None
+                inside = transaction.connection
+                staged = _new_staging(layout, place) if staging else None
                 if staged is None:
-                    require_room(transaction.connection)
-                    bound_waiting(transaction.connection)
-                table = layout.table if staged is None else staged.table
-                write_rows(transaction, batches, layout, table, options, partition=attempt.partition, progress=progress)
+                    database.before_prepared(inside)
+                else:
+                    database.create_staging(inside, staged, layout.table, layout.table_column_names)
+                write_rows(
+                    transaction,
+                    batches,
+                    layout,
+                    layout.table if staged is None else staged.table,
+                    options,
+                    database=database,
+                    partition=attempt.partition,
+                    progress=progress,
+                )
             assert transaction.prepared is not None
             place.slot.keep_for(_lifetime_s(attempt, place))
     except TransactionAborted as error:
-        if not staging and waited_in_vain(error):
+        if not staging and database.waited_in_vain(error):
             attempt.settle_former()
-        if (no_room := ran_out(error)) is not None:
+        if (no_room := database.had_no_room(error)) is not None:
             raise no_room from error
         raise
     logger.info("%s: %d rows, %s prepared", attempt.name, progress.rows, shown(progress.bytes))
@@ -172,16 +181,11 @@ def _prepare(
     )
 
 
-def _staging_for(connection: Connection, layout: Layout, place: Workplace) -> StagingTable:
+def _new_staging(layout: Layout, place: Workplace) -> StagingTable:
+    """A name for a staging table, and whose it is."""
     row = place.lane.row
-    return create_staging(
-        connection,
-        layout.table,
-        layout.table_column_names,
-        transactional_id=row.transactional_id,
-        incarnation=row.incarnation,
-        owner=place.slot.lease.owner,
-    )
+    name = f"{STAGING_PREFIX}{secrets.token_hex(12)}"
+    return StagingTable(layout.table[0], name, row.transactional_id, row.incarnation, place.slot.lease.owner)
 
 
 def _lifetime_s(attempt: Attempt, place: Workplace) -> float:

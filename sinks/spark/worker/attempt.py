@@ -60,6 +60,7 @@ class Attempt:
         self.options = options = servers.options
         self.batch_id = batch_id
         self.partition = partition
+        self.database = servers.database
         self.engine = servers.engine
         self.ledger = Ledger(options.schema)
         self._servers = servers

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from psycopg import sql
-
 from dualwrite.protocol.batches.entry import Destination, Way
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
 
 
-def destination_of(options: SinkOptions, layout: Layout, way: Way) -> Destination:
+def destination_of(database: SinkDatabase, options: SinkOptions, layout: Layout, way: Way) -> Destination:
     """The destination that the driver has planned: the driver and its tasks get the same one."""
     topic = options.topic
     if topic is None:
         assert options.topic_column is not None
         topic = Destination.topics_of_column(options.topic_column)
-    return Destination(way, sql.Identifier(*layout.table).as_string(), topic, layout.cluster_id)
+    return Destination(way, database.quoted(layout.table), topic, layout.cluster_id)

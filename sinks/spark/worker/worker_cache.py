@@ -19,7 +19,7 @@ from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery.claim import OwnerContext, unique_owner
-from dualwrite.sinks.spark.options.connecting import connect_engine
+from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
 
@@ -38,7 +38,8 @@ class WorkerCache:
 
     Attributes:
         options: The sink's settings.
-        engine: The database.
+        database: The database.
+        engine: Its engine.
         context: The two servers.
 
     Raises:
@@ -48,7 +49,8 @@ class WorkerCache:
     def __init__(self, options: SinkOptions) -> None:
         self.options = options
         self._config = options.kafka_config()
-        self.engine = connect_engine(options)
+        self.database = open_database(options)
+        self.engine = self.database.engine
         store = SqlStateStore(self.engine, schema=options.schema)
         self.context = OwnerContext(KafkaCoordinator(self._config), store, unique_owner())
         self._resting: dict[str, Lane] = {}

@@ -1,5 +1,5 @@
-"""Both legs of a partition in one pass: COPY and messages.
+"""Both legs of a partition in one pass: rows and messages.
 
 What belongs here: moving rows, however the batch is decided.
-May use: ``formats``, ``columns`` and ``options``.
+May use: ``formats``, ``databases``, ``columns`` and ``options``.
 """

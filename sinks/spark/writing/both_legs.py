@@ -10,11 +10,11 @@ import pyarrow as pa
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.columns.row_names import RowNames
 from dualwrite.sinks.spark.formats.serializing import serializing
-from dualwrite.sinks.spark.writing.copying import copying
 from dualwrite.sinks.spark.writing.messages import produce_batch
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.sinks.spark.writing.progress import Progress
     from dualwrite.writing.transaction import Transaction
@@ -27,6 +27,7 @@ def write_rows(
     table: tuple[str, str],
     options: SinkOptions,
     *,
+    database: SinkDatabase,
     partition: int,
     progress: Progress,
 ) -> None:
@@ -38,6 +39,7 @@ def write_rows(
         layout: Which column goes where.
         table: Schema and name of the table that the rows go into: the target, or a staging table.
         options: The sink's settings.
+        database: The database.
         partition: Number of the partition.
         progress: Counts each batch that is written.
 
@@ -47,11 +49,11 @@ def write_rows(
     names = RowNames(partition, layout)
     with (
         serializing(options, layout, names) as serializers,
-        copying(transaction.connection, layout, table, names) as copy,
+        database.writing(transaction.connection, layout, table, names) as into,
     ):
         for batch in batches:
             names.add(batch)
-            copy.write(batch)
+            into.write(batch)
             produce_batch(transaction, batch, layout, options.topic, serializers)
             progress.add(batch)
     failpoints.hit("spark.rows_copied")

@@ -108,8 +108,8 @@ def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A task takes the rows that it has sent for the rows that the table has taken."""
+    from dualwrite.sinks.spark.databases.postgresql import copying
     from dualwrite.sinks.spark.per_partition import job
-    from dualwrite.sinks.spark.writing import copying
     from harness.spark import SameTask
 
     patch.setattr(copying, "require_all_taken", lambda *_, **__: None)

@@ -60,6 +60,10 @@ PLANTED = {
         "sinks/spark/options/near_names",
         "dualwrite.sinks.spark.schemas.parts",
     ),
+    "the Spark sinks: each kind of database over what they share": (
+        "sinks/spark/databases/postgresql/catalog",
+        "dualwrite.sinks.spark.databases.mariadb.catalog",
+    ),
     "the pure core imports no driver and does no I/O": ("protocol/settling/settle", "sqlalchemy"),
     "the ports import no driver": ("ports/store", "psycopg"),
     "the simulated broker is pure": ("../simulator/broker", "time"),

@@ -80,13 +80,14 @@ def test_the_documentation_shows_the_table():
     lines = []
     rows = {row.name: row for row in TYPE_TABLE.values()}.values()
     for row in rows:
-        taken = ", ".join(f"`{SQL_NAMES.get(name, name)}`" for name in row.wires)
+        taken = ", ".join(f"`{SQL_NAMES.get(name, name)}`" for name in row.postgresql)
         if row.name == "array<...>":
             elements = [SQL_NAMES.get(item.element, item.element) for item in rows if item.element]
             taken += "; arrays of " + ", ".join(f"`{name}`" for name in elements) + " from arrays of just that type"
         refusal = f"refused: {row.advice}"
         formats = " | ".join(text or "refused" for text in (row.json, row.avro, row.json_schema, row.protobuf))
-        lines.append(f"| `{row.name}` | {formats} | {taken or refusal} |")
+        on_mariadb = ", ".join(f"`{name}`" for name in row.mariadb if not name.endswith(" unsigned"))
+        lines.append(f"| `{row.name}` | {formats} | {taken or refusal} | {on_mariadb or 'refused'} |")
     shown = DOCUMENTATION.read_text().partition("| Spark SQL |")[2].splitlines()
     documented = [line for line in shown[: shown.index("")] if line.startswith("| `")]
     assert documented == lines
@@ -112,7 +113,7 @@ def test_a_type_of_a_newer_spark_is_refused_by_name():
     class QuaternionType(spark.DataType):
         pass
 
-    assert row_of(QuaternionType()).wires == {}
+    assert row_of(QuaternionType()).postgresql == {}
     refused("'bad' of type quaternion", fields(bad=QuaternionType()), table(column("bad", "text")))
 
 

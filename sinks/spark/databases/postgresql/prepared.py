@@ -37,18 +37,7 @@ _ALLOWED: Final = text(
 
 
 def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> bool:
-    """Whether tasks bring rows in through staging tables.
-
-    Args:
-        engine: The database.
-        wanted: The setting ``database_leg``.
-        schema: Where staging tables would be created.
-        moves: Whether rows have to be moved: because rows replace others, or the table is emptied first.
-
-    Raises:
-        ConfigurationError: This database cannot do what the setting asks for.
-        Unavailable: The database does not answer.
-    """
+    """See :meth:`SinkDatabase.choose_staging`."""
     try:
         with engine.connect() as connection:
             may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
@@ -108,18 +97,7 @@ def waited_in_vain(error: BaseException | None) -> bool:
 
 
 def require_prepared(connection: Connection, names: Collection[str], name: str) -> None:
-    """Make sure, inside the deciding transaction, that the transactions that tasks have prepared are still there.
-
-    A settler claims the slot before it ends one, and then the decision on that slot fails.
-
-    Args:
-        connection: Inside the transaction.
-        names: The prepared transactions.
-        name: Names the batch in the error.
-
-    Raises:
-        TransactionAborted: At least one is missing.
-    """
+    """See :meth:`SinkDatabase.require_prepared`."""
     present: int = connection.execute(_PRESENT, {"names": list(names)}).scalar_one() if names else 0
     if present != len(names):
         raise TransactionAborted(

@@ -1,4 +1,4 @@
-"""Staging tables: hold the rows that tasks have brought into the database until the driver moves them into the target.
+"""PostgreSQL's staging tables: hold the rows that tasks have brought into it until the driver moves them into the target.
 
 Each attempt at a partition fills a table of its own. The table is unlogged: written once, read once, and useless after a
 crash of the database, which empties it. The driver compares the number of rows with the task's count before it moves them,
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
@@ -25,7 +23,16 @@ from sqlalchemy import Connection, CursorResult, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.columns.row_names import row_name
-from dualwrite.sinks.spark.writing.copying import refused, require_all_taken
+from dualwrite.sinks.spark.databases.database import (
+    KEY_TWICE_STEP,
+    STAGING_PREFIX,
+    Staged,
+    StagingTable,
+    can_be_dropped,
+    require_all_taken,
+    rows_lost,
+)
+from dualwrite.sinks.spark.databases.postgresql.copying import refused
 from dualwrite.stores.failures import driver_words, map_database_error
 
 if TYPE_CHECKING:
@@ -33,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFIX: Final = "dualwrite_staging_"
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 _DROP_LOCK_TIMEOUT: Final = "2s"
 _FIND: Final = text(
@@ -49,47 +55,11 @@ _CHECK: Final = text(
 )
 
 
-@dataclass(frozen=True)
-class StagingTable:
-    """One staging table.
-
-    Attributes:
-        schema: The database schema that it is in.
-        name: Its name.
-        transactional_id: The slot of the task that created it.
-        incarnation: The incarnation of that slot.
-        owner: The holder of the slot's lease.
-    """
-
-    schema: str
-    name: str
-    transactional_id: str
-    incarnation: int
-    owner: str
-
-    @property
-    def table(self) -> tuple[str, str]:
-        """Schema and name."""
-        return self.schema, self.name
-
-
-def create_staging(
-    connection: Connection,
-    target: tuple[str, str],
-    columns: Sequence[str],
-    *,
-    transactional_id: str,
-    incarnation: int,
-    owner: str,
-) -> StagingTable:
-    """Create an empty staging table for some columns of the target, in the target's schema and the caller's transaction.
-
-    Raises:
-        ConfigurationError: Tables may not be created in that schema.
-        TransactionAborted, Unavailable: The transaction cannot continue.
-    """
-    made = StagingTable(target[0], f"{_PREFIX}{secrets.token_hex(12)}", transactional_id, incarnation, owner)
-    comment = _COMMENT + json.dumps({"slot": transactional_id, "incarnation": incarnation, "owner": owner})
+def create_staging(connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
+    """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
+    comment = _COMMENT + json.dumps(
+        {"slot": made.transactional_id, "incarnation": made.incarnation, "owner": made.owner}
+    )
     try:
         # Types only: the target checks constraints and sets defaults when the rows are moved.
         _execute(
@@ -110,36 +80,19 @@ def create_staging(
                 "on the table that is written",
             ) from error
         raise mapped from error
-    return made
 
 
 def take_over(
     connection: Connection,
-    staged: StagingTable,
+    part: Staged,
     target: tuple[str, str],
     columns: Sequence[str],
     *,
-    rows: int,
-    partition: int,
     key: Sequence[str] = (),
     upsert: Sequence[str] = (),
 ) -> None:
-    """Move the rows of a staging table into the target, in the caller's transaction.
-
-    Args:
-        connection: Inside the deciding transaction.
-        staged: The staging table.
-        target: Schema and name of the target table.
-        columns: The columns.
-        rows: Number of rows that the staging table must hold.
-        partition: Number of the partition, for people.
-        key: Columns that name a row, for people.
-        upsert: Key columns: a row whose key is in the target replaces the other columns there.
-
-    Raises:
-        TransactionAborted: Rows are missing, a key comes twice, or the target refuses them; nothing is moved.
-        ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
-    """
+    """See :meth:`SinkDatabase.take_over`: the rows of one staging table."""
+    staged, rows = part.table, part.rows
     statement = sql.SQL("INSERT INTO {} AS present ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
         sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*staged.table)
     )
@@ -157,21 +110,17 @@ def take_over(
         held = moved if moved == rows else _count(connection, staged)
     except exc.SQLAlchemyError as error:
         if isinstance(error.__cause__, psycopg.Error) and error.__cause__.sqlstate:
-            row = _refused_row(connection.engine, staged, target, error.__cause__, partition=partition, key=key)
+            row = _refused_row(connection.engine, staged, target, error.__cause__, partition=part.partition, key=key)
             raise refused(f"table {target[1]!r} does not take the batch", error.__cause__, row) from error
         raise map_database_error(error, connection.engine) from error
     if held != rows:
-        raise TransactionAborted(
-            f"a staging table holds {held} rows of {rows}: the database has crashed in between",
-            transactional_id=staged.transactional_id,
-        )
+        raise rows_lost(part, held)
     if moved != rows and upsert:
         raise TransactionAborted(
             f"table {target[1]!r} took {moved} of {rows} rows of a partition: a key comes twice in the batch, or a trigger "
             "leaves rows out",
             transactional_id=staged.transactional_id,
-            next_step="nothing of the batch was written on either side: let each key come once in the batch, also in two "
-            "partitions, and filter out the rows that a trigger skips",
+            next_step=KEY_TWICE_STEP,
             retryable=False,
         )
     require_all_taken(target[1], sent=rows, taken=moved)
@@ -226,7 +175,7 @@ def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Erro
 
 
 def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
-    """Drop staging tables whose rows were moved. Tables that are still being read are left for :func:`drop_dead_staging`."""
+    """See :meth:`SinkDatabase.drop_staging`."""
     with engine.connect() as connection:
         for staged in tables:
             _drop(connection, staged)
@@ -235,31 +184,14 @@ def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
 def drop_dead_staging(
     engine: Engine, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
 ) -> int:
-    """Drop the staging tables that no process can decide on any more. Tables that are still being read stay until next time.
-
-    A settled incarnation cannot decide. A live incarnation may have left tables as well, if its driver died after it moved
-    their rows and before it dropped them: their creators no longer hold the slot.
-
-    Args:
-        engine: The database.
-        schema: Where staging tables are created.
-        incarnations: The current incarnation by slot.
-        holders: Reads the current holder by slot. Called after the tables have been found: a table's creator held its slot
-            before that, and never gets it back under the same name.
-
-    Returns:
-        Number of tables dropped.
-    """
+    """See :meth:`SinkDatabase.drop_dead_staging`."""
     dropped = 0
     with engine.connect() as connection:
-        found = [_parsed(*row) for row in connection.execute(_FIND, {"prefix": _PREFIX, "schema": schema})]
+        found = [_parsed(*row) for row in connection.execute(_FIND, {"prefix": STAGING_PREFIX, "schema": schema})]
         connection.rollback()
         held = holders() if found else {}
         for staged in found:
-            if staged is None or staged.transactional_id not in incarnations:
-                continue
-            is_over = staged.incarnation < incarnations[staged.transactional_id]
-            if is_over or held.get(staged.transactional_id) != staged.owner:
+            if staged is not None and can_be_dropped(staged, incarnations, held):
                 dropped += _drop(connection, staged)
     return dropped
 
@@ -288,12 +220,7 @@ def listed(names: Sequence[str]) -> sql.Composed:
 
 
 def empty(connection: Connection, table: tuple[str, str]) -> None:
-    """Empty a table in the caller's transaction.
-
-    Raises:
-        ConfigurationError: The right to empty it is missing.
-        TransactionAborted, Unavailable: The transaction cannot continue.
-    """
+    """See :meth:`SinkDatabase.empty`."""
     try:
         _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(sql.Identifier(*table)))
     except exc.SQLAlchemyError as error:

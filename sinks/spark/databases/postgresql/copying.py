@@ -15,7 +15,8 @@ from pgpq.schema import Jsonb
 from psycopg import sql
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.sinks.spark.columns.table import require_types
+from dualwrite.sinks.spark.databases.database import require_all_taken
+from dualwrite.sinks.spark.databases.postgresql.catalog import require_types
 from dualwrite.stores.failures import driver_words
 
 if TYPE_CHECKING:
@@ -135,26 +136,6 @@ def copying(
         raise refused(f"table {layout.table[1]!r} does not take the rows", error, row) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
     require_types(connection, table, layout.table_types, shown_name=layout.table[1])
-
-
-def require_all_taken(table: str, *, sent: int, taken: int) -> None:
-    """Compare the number of rows that the database reports with the number sent: each row sent has its message.
-
-    Args:
-        table: The target's name.
-        sent: Number of rows sent.
-        taken: Number of rows that the statement's completion tag reports.
-
-    Raises:
-        TransactionAborted: They differ: leave the dual write, both sides abort.
-    """
-    if taken != sent:
-        raise TransactionAborted(
-            f"table {table!r} took {taken} of {sent} rows: a trigger or a rule of the table leaves rows out",
-            next_step="nothing of the partition was written on either side: filter those rows out before they are written, or "
-            "change the trigger (a BEFORE trigger that returns NULL skips the row)",
-            retryable=False,
-        )
 
 
 def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:

@@ -1,0 +1,322 @@
+"""The questions of the sinks to a database, and the answers that all kinds of databases share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from dualwrite.errors import TransactionAborted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from sqlalchemy import Connection, Engine
+
+    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.columns.row_names import RowNames
+    from dualwrite.sinks.spark.columns.table import Table
+
+STAGING_PREFIX: Final = "dualwrite_staging_"
+"""Staging tables have names that begin with it."""
+
+
+@dataclass(frozen=True)
+class StagingTable:
+    """One staging table.
+
+    Attributes:
+        schema: The database schema that it is in.
+        name: Its name.
+        transactional_id: The slot of the task that created it.
+        incarnation: The incarnation of that slot.
+        owner: The holder of the slot's lease.
+    """
+
+    schema: str
+    name: str
+    transactional_id: str
+    incarnation: int
+    owner: str
+
+    @property
+    def table(self) -> tuple[str, str]:
+        """Schema and name."""
+        return self.schema, self.name
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The rows of one partition in their staging table.
+
+    Attributes:
+        table: The staging table.
+        rows: Number of rows that it must hold.
+        partition: Number of the partition, for people.
+    """
+
+    table: StagingTable
+    rows: int
+    partition: int
+
+
+class RowWriter(Protocol):
+    """Writes rows into one table, inside the dual write's own database transaction."""
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send the rows of one projected batch. They are in the table once the transaction commits.
+
+        Raises:
+            ConfigurationError: A value does not fit its column.
+            TransactionAborted: The database refuses a row, or is gone. May also be raised by a later call, or at the end.
+        """
+        ...
+
+
+class SinkDatabase(Protocol):
+    """One kind of database. `Connection` is one of its engine's.
+
+    Attributes:
+        engine: Its engine, at READ COMMITTED: each statement sees what was committed before it.
+    """
+
+    engine: Engine
+
+    def quoted(self, table: tuple[str, str]) -> str:
+        """A table's schema and name as SQL."""
+        ...
+
+    def read_table(self, connection: Connection, name: str) -> Table:
+        """Look the table up as the database itself would.
+
+        Args:
+            connection: Any connection to the database.
+            name: The table's name, written as in SQL.
+
+        Raises:
+            ConfigurationError: There is no such table, it is not a table, or may not be written to.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def require_types(
+        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+    ) -> None:
+        """Make sure that the table's columns have the types that the rows were made for.
+
+        Call it in the transaction that has written the rows, which protects the table from ALTER until it ends. Before it
+        began, the table could change.
+
+        Args:
+            connection: Inside that transaction.
+            table: Schema and name of the table.
+            planned: The types by column, as `TableColumn.shown_type`.
+            shown_name: The table's name for people: they do not know a staging table's.
+
+        Raises:
+            TransactionAborted: A column has another type now.
+            ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+        """
+        ...
+
+    def writing(
+        self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+    ) -> AbstractContextManager[RowWriter]:
+        """Write rows into the layout's columns of a table until the block ends; then all of them are there, or it raises.
+
+        Args:
+            connection: Inside the dual write.
+            layout: Which column goes where.
+            table: Schema and name of the table.
+            names: Names a row that the database refuses.
+
+        Raises:
+            TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those
+                of the plan: leave the dual write, both sides abort.
+        """
+        ...
+
+    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+        """Whether the tasks of a batch decided as a whole bring rows in through staging tables.
+
+        Args:
+            wanted: The setting ``database_leg``.
+            schema: Where staging tables would be created.
+            moves: Whether rows have to be moved: because rows replace others, or the table is emptied first.
+
+        Raises:
+            ConfigurationError: This database cannot do what the setting asks for.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def create_staging(
+        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
+    ) -> None:
+        """Create an empty staging table for some columns of the target.
+
+        If the caller's transaction is rolled back, the table may stay, for :meth:`drop_dead_staging`.
+
+        Args:
+            connection: Inside the dual write.
+            made: The table to create.
+            target: Schema and name of the target table.
+            columns: The columns.
+
+        Raises:
+            ConfigurationError: Tables may not be created in that schema.
+            TransactionAborted, Unavailable: The transaction cannot continue.
+        """
+        ...
+
+    def take_over(
+        self,
+        connection: Connection,
+        parts: Sequence[Staged],
+        target: tuple[str, str],
+        columns: Sequence[str],
+        *,
+        key: Sequence[str] = (),
+        upsert: Sequence[str] = (),
+    ) -> None:
+        """Move the rows of staging tables into the target, in the caller's transaction.
+
+        Args:
+            connection: Inside the deciding transaction.
+            parts: The staging tables.
+            target: Schema and name of the target table.
+            columns: The columns.
+            key: Columns that name a row, for people.
+            upsert: Key columns: a row whose key is in the target replaces the other columns there.
+
+        Raises:
+            TransactionAborted: Rows are missing, a key comes twice, or the target refuses them; nothing is moved.
+            ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+        """
+        ...
+
+    def drop_staging(self, tables: Collection[StagingTable]) -> None:
+        """Drop staging tables whose rows were moved. Those still being read are left for :meth:`drop_dead_staging`."""
+        ...
+
+    def drop_dead_staging(
+        self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
+    ) -> int:
+        """Drop the staging tables that no process can decide on any more. Tables still being read stay until next time.
+
+        Args:
+            schema: Where staging tables are created.
+            incarnations: The current incarnation by slot.
+            holders: Reads the current holder by slot; called after the tables have been found.
+
+        Returns:
+            Number of tables dropped.
+        """
+        ...
+
+    def empty(self, connection: Connection, table: tuple[str, str]) -> None:
+        """Empty a table in the caller's transaction.
+
+        Raises:
+            ConfigurationError: The right to empty it is missing.
+            TransactionAborted, Unavailable: The transaction cannot continue.
+        """
+        ...
+
+    def before_prepared(self, connection: Connection) -> None:
+        """Make ready a transaction whose rows will be prepared in the target. Call it before they are written.
+
+        Raises:
+            ConfigurationError: The database takes no more prepared transactions, or none at all.
+        """
+        ...
+
+    def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
+        """Make sure, inside the deciding transaction, that the transactions that tasks have prepared are still there.
+
+        A settler claims the slot before it ends one, and then the decision on that slot fails.
+
+        Args:
+            connection: Inside the transaction.
+            names: The prepared transactions.
+            name: Names the batch in the error.
+
+        Raises:
+            TransactionAborted: At least one is missing.
+        """
+        ...
+
+    def had_no_room(self, error: BaseException) -> TransactionAborted | None:
+        """The error for a transaction that the database had no room to prepare; None if `error` has another cause."""
+        ...
+
+    def waited_in_vain(self, error: BaseException) -> bool:
+        """Whether a lock was not free in time."""
+        ...
+
+
+def can_be_dropped(staged: StagingTable, incarnations: Mapping[str, int], holders: Mapping[str, str]) -> bool:
+    """Whether no process can decide on a staging table's rows any more.
+
+    A settled incarnation cannot decide. A live incarnation may have left tables as well, if its driver died after it moved
+    their rows and before it dropped them: their creators no longer hold the slot.
+
+    Args:
+        staged: The table.
+        incarnations: The current incarnation by slot.
+        holders: The current holder by slot, read after the table was found: its creator held its slot before that, and never
+            gets it back under the same name.
+    """
+    present = incarnations.get(staged.transactional_id)
+    if present is None:
+        return False
+    return staged.incarnation < present or holders.get(staged.transactional_id) != staged.owner
+
+
+def require_all_taken(table: str, *, sent: int, taken: int) -> None:
+    """Compare the number of rows that the database reports with the number sent: each row sent has its message.
+
+    Args:
+        table: The target's name.
+        sent: Number of rows sent.
+        taken: Number of rows that the database reports.
+
+    Raises:
+        TransactionAborted: They differ: leave the dual write, both sides abort.
+    """
+    if taken != sent:
+        raise TransactionAborted(
+            f"table {table!r} took {taken} of {sent} rows: a trigger or a rule of the table leaves rows out",
+            next_step="nothing of the partition was written on either side: filter those rows out before they are written, or "
+            "change the trigger (a BEFORE trigger that returns NULL skips the row)",
+            retryable=False,
+        )
+
+
+def rows_lost(staged: Staged, held: int) -> TransactionAborted:
+    """The error for a staging table that does not hold what its task has written."""
+    return TransactionAborted(
+        f"a staging table holds {held} rows of {staged.rows}: the database has crashed in between",
+        transactional_id=staged.table.transactional_id,
+    )
+
+
+KEY_TWICE_STEP: Final = (
+    "nothing of the batch was written on either side: let each key come once in the batch, also in two partitions, and filter "
+    "out the rows that a trigger skips"
+)
+
+
+def require_planned(present: Mapping[str, str], planned: Mapping[str, str], shown_name: str) -> None:
+    """Compare the types of columns with those of the plan; see :meth:`SinkDatabase.require_types`.
+
+    Raises:
+        TransactionAborted: A column has another type now.
+    """
+    for name, shown in planned.items():
+        if present.get(name) != shown:
+            raise TransactionAborted(
+                f"column {name!r} of table {shown_name!r} was {shown} when the batch was planned, and is "
+                f"{present.get(name, 'gone')} now",
+                next_step="run the batch again: it makes a new plan",
+            )

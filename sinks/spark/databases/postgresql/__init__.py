@@ -1,0 +1,1 @@
+"""PostgreSQL through psycopg 3: binary COPY, unlogged staging tables, prepared transactions."""
