@@ -125,8 +125,11 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         *_dealt(waiting, max(1, workers - (3 if workers > 3 else 2))),
     ]
     found: list[pytest.Item] = []
-    for begin in begins:
-        taken = max(0, len(items) // workers - len(begin))
+    end = 0
+    for number, begin in enumerate(begins):
+        # As xdist divides them: off by one, a worker would begin with the last module's first test, and its servers.
+        end += (len(items) - end) // max(1, workers - number)
+        taken = max(0, end - len(found) - len(begin))
         found += begin + computing[:taken]
         del computing[:taken]
     return found + computing

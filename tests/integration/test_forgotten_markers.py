@@ -317,7 +317,7 @@ def go_on_without_a_broker_at(cluster, tmp_path, point, take_away, bring_back):
     resumers = []
 
     def resume():
-        ended.wait(5)  # what waits for the broker must not wait for ever
+        ended.wait(2)  # what waits for the broker must not wait for ever
         bring_back(AWAY)
 
     def suspend_at(reached):

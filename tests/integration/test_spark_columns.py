@@ -308,8 +308,9 @@ def test_a_text_that_is_no_uuid_names_its_column(spark, numbers, write):
 @before_the_ways_part
 def test_an_unknown_topic_in_a_column_fails_the_task(spark, numbers, write):
     df = spark.sql("SELECT 1L AS id, 'x' AS name, 'no-such-topic' AS t")
+    kafka = {**numbers.kafka, "topic.metadata.propagation.max.ms": "200"}  # each attempt waits for the topic so long
     with pytest.raises(SPARKS_ERRORS, match="no-such-topic"):
-        write(df, **{**numbers.settings, "topic": None, "topic_column": "t"})
+        write(df, **{**numbers.settings, "kafka": kafka, "topic": None, "topic_column": "t"})
     numbers.verify(0)
 
 
