@@ -431,7 +431,7 @@ class World:
         for member in group_of(self.simulation.broker, GROUP).members:
             self.simulation.broker = expel(self.simulation.broker, GROUP, member.member_id)
         keeps_rows, name = self.keeps_rows, f"C{len(self.members) + 1}"
-        for _ in range(2):  # the first one may be told of a loss
+        for _ in range(len(self.members) + 1):  # each loss that one is told of ends it
             member = ConsumingMember(
                 name,
                 9,
