@@ -21,10 +21,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from dualwrite import DualWriter, recover
 from dualwrite.runtime import failpoints
+from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
 
 TRANSACTIONAL_ID = "orders"
 TOO_LARGE = 2_000
+RECORDS_OF_A_UNIT = 3
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class _Actor:
         self._gate = gate
         self._engine = create_engine(settings.url)
         self._writer: DualWriter | None = None
+        self._units: UnitWriter | None = None
 
     def opens(self, lanes: int) -> None:
         writer = DualWriter(
@@ -122,6 +125,24 @@ class _Actor:
                     raise _ChangedItsMindError
         except _ChangedItsMindError:
             return
+
+    def opens_units(self) -> None:
+        self._units = UnitWriter(
+            self._settings.topic,
+            kafka=self._settings.kafka,
+            database=self._engine,
+            part_records=RECORDS_OF_A_UNIT - 1,
+            producer_engine=self._settings.options["producer_engine"],
+        )
+        self._units.open()
+
+    def writes_unit(self, label: str) -> None:
+        """A unit of two parts; its end commits with a row."""
+        assert self._units is not None
+        row = insert(ROWS).values(label=label)
+        with self._units.unit(label, at_end=lambda tx: tx.connection.execute(row)) as unit:
+            for number in range(RECORDS_OF_A_UNIT):
+                unit.produce(label.encode(), f"{label}.{number}".encode())
 
     def recovers(self, *, after_restore: bool) -> None:
         recover(

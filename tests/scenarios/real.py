@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
@@ -31,7 +32,8 @@ from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.state import SqlStateStore
 from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Api, KafkaProxy, PostgresProxy, read_committed
-from scenarios.actor import TRANSACTIONAL_ID, Settings
+from dualwrite.units import KeyedImage, UnitReader
+from scenarios.actor import RECORDS_OF_A_UNIT, TRANSACTIONAL_ID, Settings
 from scenarios.actor import main as act
 from scenarios.language import Scenario, Statement
 from scenarios.rows import METADATA, ROWS
@@ -124,6 +126,7 @@ class RealStage:
         self._players: dict[str, _Player] = {}
         self._rules: dict[tuple[str, str], Rule[Any]] = {}
         self._kafka_ids: dict[str, str] = {}
+        self._reader: UnitReader[Any] | None = None
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -173,6 +176,12 @@ class RealStage:
 
     def writes_badly(self, actor: str, label: str, fault: str, **how: str | None) -> None:
         self._order(actor, how, "writes", label=label, fault=fault)
+
+    def opens_units(self, actor: str, **how: str | None) -> None:
+        self._order(actor, how, "opens_units")
+
+    def writes_unit(self, actor: str, label: str, **how: str | None) -> None:
+        self._order(actor, how, "writes_unit", label=label)
 
     def recovers(self, actor: str, after_restore: str | None, **how: str | None) -> None:
         self._order(actor, how, "recovers", after_restore=after_restore is not None)
@@ -441,6 +450,20 @@ class RealStage:
     def both_show(self, labels: str) -> None:
         self.database_shows(labels)
         self.kafka_shows(labels)
+
+    def units_shown(self, labels: str) -> None:
+        """One reader, which goes on where it has read to."""
+        if self._reader is None:
+            reader = UnitReader(self.topic, kafka=self._kafka.client_config(), image=KeyedImage())
+            self._reader = self._cleanup.enter_context(reader)
+        self._reader.catch_up(PATIENCE_S)
+        found = Counter(value.decode() for value in self._reader.snapshot().contents.values())
+        assert found == dict.fromkeys(_labels(labels), RECORDS_OF_A_UNIT), f"the reader shows {found}"
+
+    def unit_aborted(self, reason: str) -> None:
+        records = read_committed(self._kafka.client_config(), self.topic, timeout_s=60)
+        aborts = [record.value or b"" for record in records if reason.encode() in (record.value or b"")]
+        assert aborts, f"no marker says {reason!r}"
 
     def recorded(self, outcome: str, labels: str) -> None:
         found = [incident for incident in self._store.incidents() if incident.outcome.value == outcome]

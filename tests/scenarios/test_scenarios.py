@@ -39,9 +39,12 @@ SHOWN_IN_EVERY_RUN_BY = {
     "database_fails_over_under_its_owner": "test_database_went_back.py::test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded",
     "database_restored": "test_database_went_back.py::test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup",
     "decided_owner_dead": "test_kill_at_failpoints.py::test_writer_killed_then_next_start_makes_both_sides_equal",
+    "paused_unit_writer_wakes_after_a_claim": "test_units.py::test_a_second_writer_fences_the_first_whose_unit_is_aborted",
     "recoverer_killed": "test_kill_at_failpoints.py::test_settler_killed_then_another_settles",
     "row_deleted_under_its_owner": "test_counterexamples.py::test_a_row_that_was_deleted_and_made_anew_has_another_owner",
     "two_recoverers_at_once": "test_faults.py::test_recoverers_at_once_converge",
+    "unit_writer_dies_before_its_end_is_decided": "test_units.py::test_a_writer_that_is_killed_leaves_its_unit_whole_or_not_at_all",
+    "unit_writer_dies_within": "test_units.py::test_a_writer_that_is_killed_leaves_its_unit_whole_or_not_at_all",
     "undecided_owner_dead": "test_kill_at_failpoints.py::test_writer_killed_then_next_start_makes_both_sides_equal",
 }
 """Hazards that tests in `integration` bring about on real servers, too: their scenarios are left to thorough runs."""
