@@ -35,7 +35,7 @@ Write: TypeAlias = Callable[[Connection, Layout, list[pa.RecordBatch]], None]
 _BATCH = 10_000
 
 
-def run(ground: Ground, *, rows: int = 100_000, rounds: int = 5) -> dict[str, Any]:
+def run(ground: Ground, *, rows: int = 50_000, rounds: int = 5) -> dict[str, Any]:
     """Each way in turn, in a transaction of its own that is committed; rows per second by way, medians."""
     del ground  # PostgreSQL's
     given = read_flights().slice(0, rows)
