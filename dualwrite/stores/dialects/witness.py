@@ -9,13 +9,13 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from contextlib import contextmanager, suppress
-from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import exc, text
 from sqlalchemy.util import await_only
 
 from dualwrite.errors import IllegalStateError
+from dualwrite.stores.dialects.awaited import is_awaited
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator, Sequence
@@ -133,6 +133,7 @@ class PsycopgWitness:
     def __init__(self, connection: Connection, *, doubtful: bool) -> None:
         self.doubtful = doubtful
         self._driver = cast("_Psycopg", connection.connection.driver_connection)
+        self._awaits = is_awaited(connection.connection.dbapi_connection)
         self._wait = self._driver.wait
         self._expected = 0.0
         self._unanswered = False
@@ -151,7 +152,7 @@ class PsycopgWitness:
         except BaseException:
             self._expected = 0
             raise
-        return self._awaited(result) if isawaitable(result) else result
+        return self._awaited(cast("Awaitable[object]", result)) if self._awaits else result
 
     async def _awaited(self, result: Awaitable[object]) -> object:
         try:
@@ -200,13 +201,18 @@ class PsycopgWitness:
 
     def settle(self, connection: Connection) -> None:
         """See :class:`Witness`."""
+        if not self._unanswered and self._failure is None:
+            return
         with _mapped(connection):
-            if self._unanswered:
-                answered = self._wait(self._answers())
-                if isawaitable(answered):
-                    await_only(answered)
+            self._take_answers()
             if self._failure is not None:
                 raise self._failure
+
+    def _take_answers(self) -> None:
+        if self._unanswered:
+            answered = self._wait(self._answers())
+            if self._awaits:
+                await_only(cast("Awaitable[object]", answered))
 
     def _answers(self) -> Generator[object, object, None]:
         from psycopg import errors, generators  # noqa: PLC0415 - only SQLite's users may lack it
@@ -224,8 +230,7 @@ class PsycopgWitness:
     def stop(self) -> None:
         """See :class:`Witness`."""
         with suppress(Exception):  # a connection that is lost, or will show it
-            if self._unanswered and (answered := self._wait(self._answers())) is not None and isawaitable(answered):
-                await_only(answered)
+            self._take_answers()
         vars(self._driver).pop("wait", None)
 
 
