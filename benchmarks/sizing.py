@@ -156,7 +156,7 @@ def _records_each(line: Mapping[str, Any]) -> float:
 
 
 def _log_size(ground: Ground) -> int:
-    directories = [broker.process.directory for broker in ground.kafka_server._brokers]
+    directories = [broker.process.directory for broker in ground.kafka_server._members]
     return sum(
         path.stat().st_size for directory in directories for path in directory.glob("data/__transaction_state-*/*.log")
     )

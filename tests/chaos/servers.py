@@ -161,7 +161,7 @@ class Servers:
 
     def forget_logs(self) -> None:
         """Empty the logs of the servers: hundreds of starts fill them."""
-        for process in (self.postgres._process, *(broker.process for broker in self.kafka._brokers)):
+        for process in (self.postgres._process, *(broker.process for broker in self.kafka._members)):
             os.truncate(process.log, 0)
 
     def were_up(self, since: float, until: float) -> bool:

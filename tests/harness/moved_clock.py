@@ -16,7 +16,7 @@ def restart_days_later(kafka: EmbeddedKafka, days: int) -> None:
     """Restart a cluster of one broker with a clock that is ahead by that many days."""
     assert LIBRARY is not None
     kafka.stop()
-    [broker] = kafka._brokers
+    [broker] = kafka._members
     command = broker._command
     # The library is for the broker alone: the process that guards it would not work with it.
     broker._command = lambda *arguments: ["env", f"LD_PRELOAD={LIBRARY}", f"FAKETIME=+{days}d", *command(*arguments)]

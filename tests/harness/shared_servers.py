@@ -80,7 +80,7 @@ def data_directory(kafka: EmbeddedKafka) -> Path:
     """Where the only broker has its logs."""
     if isinstance(kafka, BorrowedKafka):
         return kafka.data
-    [broker] = kafka._brokers
+    [broker] = kafka._members
     return broker.process.directory / "data"
 
 

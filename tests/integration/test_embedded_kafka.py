@@ -127,7 +127,7 @@ def test_a_broker_outlives_the_thread_that_started_it_and_leaves_nothing_when_it
     thread.join()
     with closing(kafka):
         assert AdminClient(kafka.client_config()).list_topics(timeout=120).brokers
-        process, where = kafka._brokers[0].process, int(kafka.bootstrap_servers.split(":")[1])
+        process, where = kafka._members[0].process, int(kafka.bootstrap_servers.split(":")[1])
         assert process.directory.is_dir()
     assert not process.directory.exists()
     assert not accepts_connections(where)

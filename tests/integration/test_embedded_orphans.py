@@ -28,7 +28,7 @@ if {fork}:
         os.close(1)
         os.close(2)
         signal.pause()
-process = server._brokers[0].process if hasattr(server, "_brokers") else server._process
+process = server._members[0].process if hasattr(server, "_members") else server._process
 print(process.pid or 0, fork, process.directory, flush=True)
 signal.pause()
 """

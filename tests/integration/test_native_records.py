@@ -119,7 +119,7 @@ def shown_headers(headers):
 @pytest.mark.parametrize("codec", ["zstd", *(pytest.param(one, marks=pytest.mark.thorough) for one in CODECS[:-1])])
 def test_the_brokers_own_tool_finds_every_batch_valid_and_as_it_was_sent(written, mortal_kafka, codec):
     partition = CODECS.index(codec)
-    directory = mortal_kafka._brokers[0].process.directory / "data" / f"{written.topic}-{partition}"
+    directory = mortal_kafka._members[0].process.directory / "data" / f"{written.topic}-{partition}"
     [log] = directory.glob("*.log")
     batches, records = kafka_tools.dump(log)
     assert all(one.is_valid and one.is_transactional for one in batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 import signal
 import uuid
@@ -13,26 +12,23 @@ from typing import TYPE_CHECKING, Literal
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ConfigurationError
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.servers import kafka_admin
+from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
 from dualwrite.testing.servers.jars import kafka_jars
-from dualwrite.testing.servers.kafka_broker import Broker
+from dualwrite.testing.servers.kafka_broker import WHO, Broker
 from dualwrite.testing.servers.kafka_properties import ADMIN, server_properties
-from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
-
-    from typing_extensions import Self
 
 SERVERS_VARIABLE = "DUALWRITE_TEST_KAFKA"
 Mechanism = Literal["SCRAM-SHA-512", "PLAIN"]
 
 
-class EmbeddedKafka:
+class EmbeddedKafka(EmbeddedCluster[Broker]):
     """A cluster of brokers that are also controllers, one by default. Deletes their directories on exit.
 
     With three or more brokers, every partition has three replicas and needs two in sync, internal topics included: you
@@ -59,6 +55,11 @@ class EmbeddedKafka:
         Unavailable: Raised by `start`: the broker was not ready in time.
     """
 
+    _SOFTWARE = "Kafka"
+    _VARIABLE = SERVERS_VARIABLE
+    _CLUSTER = "cluster"
+    _MEMBER = "broker"
+
     def __init__(
         self,
         properties: Mapping[str, str] | None = None,
@@ -68,33 +69,15 @@ class EmbeddedKafka:
         proxies: int = 1,
         start_timeout_s: float = 180.0,
     ) -> None:
+        special = properties or users or brokers > 1 or proxies > 1
+        super().__init__(special=bool(special), start_timeout_s=start_timeout_s)
         self._properties = dict(properties or {})
         self._users = dict(users or {})
         self._count = brokers
         self._proxies = proxies
-        self._start_timeout_s = start_timeout_s
-        special = self._properties or self._users or brokers > 1 or proxies > 1
-        self._external = None if special else os.environ.get(SERVERS_VARIABLE) or None
-        self._brokers: list[Broker] = []
         self._admin_password = secrets.token_hex(16)
         self.cluster_id: str | None = None
         """The id of the embedded cluster; None before the start, and for servers from the environment."""
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        where = self._external or (self.bootstrap_servers if self._brokers else "not started")
-        return f"{type(self).__name__}({where})"
 
     @property
     def bootstrap_servers(self) -> str:
@@ -103,9 +86,7 @@ class EmbeddedKafka:
         Raises:
             IllegalStateError: Never started.
         """
-        return self._external or ",".join(
-            f"{LOOPBACK}:{broker.ports.client.number}" for broker in self._chosen(None, "connect to")
-        )
+        return self._addresses()
 
     def proxy_ports(self, number: int = 0, *, broker: int = 1) -> tuple[int, int]:
         """The broker's port behind a proxy, and the proxy's own port, which that listener advertises to clients.
@@ -119,13 +100,6 @@ class EmbeddedKafka:
         """
         ports = self._chosen(broker, "stand in front of")[0].ports
         return ports.proxied[number].number, ports.proxy[number].number
-
-    @property
-    def running(self) -> bool:
-        """Whether all brokers' processes exist (a suspended one does); True for servers from the environment."""
-        return self._external is not None or (
-            bool(self._brokers) and all(broker.process.running for broker in self._brokers)
-        )
 
     def client_config(self, user: str | None = None, *, mechanism: Mechanism = "SCRAM-SHA-512") -> dict[str, str]:
         """A configuration for confluent-kafka: bootstrap servers, and security settings where there are any.
@@ -173,16 +147,15 @@ class EmbeddedKafka:
             return
         jars = kafka_jars()
         deadline = Deadline(self._start_timeout_s)
-        if self._brokers:
-            chosen = self._chosen(broker, "start")
-            self._run([one for one in chosen if not one.process.running] or chosen, jars, deadline)
+        if self._members:
+            self._run(self._stopped(broker), jars, deadline)
             return
         heap = "512m" if self._count == 1 else "384m"
         try:
             for number in range(self._count):
-                self._brokers.append(Broker(number + 1, proxies=self._proxies, heap=heap))
+                self._members.append(Broker(number + 1, proxies=self._proxies, heap=heap))
             self._format(jars, deadline)
-            self._run(self._brokers, jars, deadline)
+            self._run(self._members, jars, deadline)
         except BaseException:
             self.close()
             raise
@@ -190,7 +163,7 @@ class EmbeddedKafka:
     def _format(self, jars: Path, deadline: Deadline) -> None:
         # A leading hyphen would look like an option to the tool.
         self.cluster_id = cluster_id = "D" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
-        controllers = {broker.node_id: broker.ports.controller for broker in self._brokers}
+        controllers = {broker.node_id: broker.ports.controller for broker in self._members}
         passwords = {**self._users, ADMIN: self._admin_password} if self._users else {}
 
         def format_one(broker: Broker) -> None:
@@ -205,8 +178,8 @@ class EmbeddedKafka:
             )
             broker.format(jars, cluster_id, settings, passwords, deadline)
 
-        with ThreadPoolExecutor(len(self._brokers)) as threads:
-            list(threads.map(format_one, self._brokers))
+        with ThreadPoolExecutor(len(self._members)) as threads:
+            list(threads.map(format_one, self._members))
 
     def _run(self, brokers: Sequence[Broker], jars: Path, deadline: Deadline) -> None:
         for broker in brokers:
@@ -215,23 +188,7 @@ class EmbeddedKafka:
             broker.wait_until_it_listens(deadline)
         admin = self._admin()
         wanted = {broker.node_id for broker in brokers}
-        while not wanted <= _members(admin, deadline):
-            brokers[0].check(deadline)
-
-    def _chosen(self, broker: int | None, deed: str) -> list[Broker]:
-        """One broker, or all of them."""
-        if self._external is not None:
-            raise IllegalStateError(
-                f"cannot {deed} the Kafka servers named by {SERVERS_VARIABLE}: this cluster is not ours",
-                next_step=f"unset {SERVERS_VARIABLE} to run this with an embedded broker",
-            )
-        if not self._brokers:
-            raise IllegalStateError(f"cannot {deed} a Kafka broker that was never started, or is closed")
-        if broker is None:
-            return self._brokers
-        if not 1 <= broker <= len(self._brokers):
-            raise IllegalStateError(f"there is no broker {broker}: their ids are 1 to {len(self._brokers)}")
-        return [self._brokers[broker - 1]]
+        wait_until_ready(brokers[0].process, WHO, lambda: wanted <= _joined(admin, deadline), deadline)
 
     def stop(self, timeout_s: float = 180.0, *, broker: int | None = None) -> None:
         """Stop the brokers as an operator would (SIGTERM). `start` finds their data again.
@@ -246,7 +203,7 @@ class EmbeddedKafka:
             Unavailable: It still runs.
         """
         for one in self._running(broker, "stop"):
-            one.stop(timeout_s)
+            stop_process(one.process, WHO, timeout_s)
 
     def kill(self, broker: int | None = None) -> None:
         """SIGKILL the brokers, and return when they are gone. `start` finds the data that they had written.
@@ -293,16 +250,6 @@ class EmbeddedKafka:
         """
         for one in self._running(broker, "resume"):
             one.process.signal(signal.SIGCONT)
-
-    def _running(self, broker: int | None, deed: str) -> list[Broker]:
-        chosen = self._chosen(broker, deed)
-        # If none runs, the first one raises the error.
-        return [one for one in chosen if one.process.running] or chosen
-
-    def close(self) -> None:
-        """Kill the running brokers, delete their directories, release their ports. Idempotent."""
-        while self._brokers:
-            self._brokers.pop().close()
 
     def log_tail(self, lines: int = 50, *, broker: int = 1) -> str:
         """The last lines of a broker's log.
@@ -376,7 +323,7 @@ class EmbeddedKafka:
         )
 
 
-def _members(admin: AdminClient, deadline: Deadline) -> set[int]:
+def _joined(admin: AdminClient, deadline: Deadline) -> set[int]:
     try:
         return set(admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s()))).brokers)
     except KafkaException:  # the broker listens, but has not joined its cluster yet

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.errors import ConfigurationError
+from dualwrite.testing.servers.embedded import wait_until_ready
 from dualwrite.testing.servers.jars import java
 from dualwrite.testing.servers.kafka_properties import Ports, render
-from dualwrite.testing.servers.ports import accepts_connections
+from dualwrite.testing.servers.ports import LOOPBACK, accepts_connections
 from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from dualwrite.runtime.deadline import Deadline
 
+WHO = "the broker"
+"""Its name in errors."""
 JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
 
 
@@ -34,6 +36,11 @@ class Broker:
         self.process = ServerProcess("kafka")
         self.ports = Ports(proxies)
         self._heap = heap
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as ``host:port``."""
+        return f"{LOOPBACK}:{self.ports.client.number}"
 
     def format(
         self, jars: Path, cluster_id: str, settings: Mapping[str, str], passwords: Mapping[str, str], deadline: Deadline
@@ -69,28 +76,8 @@ class Broker:
             ConfigurationError: It exited while starting.
             Unavailable: It took too long.
         """
-        while not accepts_connections(self.ports.client.number):
-            code = self.process.exit_code(0.05)
-            if code is not None:
-                raise ConfigurationError(f"the broker ended with {code} while it started:\n{self.process.log_tail()}")
-            self.check(deadline)
-
-    def check(self, deadline: Deadline) -> None:
-        """Raise Unavailable, with the end of its log, if the time is up."""
-        if deadline.expired:
-            raise Unavailable(f"the broker was not ready in time:\n{self.process.log_tail()}")
-
-    def stop(self, timeout_s: float) -> None:
-        """Stop it as an operator would.
-
-        Raises:
-            IllegalStateError: It is not running.
-            Unavailable: It still runs.
-        """
-        self.process.signal(signal.SIGCONT)
-        self.process.signal(signal.SIGTERM)
-        if self.process.exit_code(timeout_s) is None:
-            raise Unavailable(f"the broker still runs {timeout_s} s after SIGTERM:\n{self.process.log_tail()}")
+        port = self.ports.client.number
+        wait_until_ready(self.process, WHO, lambda: accepts_connections(port), deadline)
 
     def close(self) -> None:
         """Kill it if it runs, delete its directory, release its ports."""

@@ -12,19 +12,15 @@ from urllib.parse import urlencode
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL
 
-from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
+from dualwrite.testing.servers.ports import LOOPBACK
 from dualwrite.testing.servers.postgresql_binaries import binaries, unprivileged_user
-from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
-
-    from typing_extensions import Self
+    from dualwrite.runtime.deadline import Deadline
+    from dualwrite.testing.servers.server_process import ServerProcess
 
 SERVER_VARIABLE = "DUALWRITE_TEST_POSTGRES"
 DRIVER = "postgresql+psycopg"
@@ -33,7 +29,7 @@ StopMode = Literal["smart", "fast", "immediate"]
 STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 
 
-class EmbeddedPostgres:
+class EmbeddedPostgres(EmbeddedDatabase):
     """One PostgreSQL server on a free port of the loopback interface. Deletes its directory on exit.
 
     It is as durable as PostgreSQL is out of the box: ``fsync`` and ``synchronous_commit`` are on. If you are root, the
@@ -51,52 +47,14 @@ class EmbeddedPostgres:
         Unavailable: Raised by `start`: the server was not ready in time.
     """
 
-    def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 180.0) -> None:
-        self._settings = dict(settings or {})
-        self._start_timeout_s = start_timeout_s
-        external = None if self._settings else os.environ.get(SERVER_VARIABLE) or None
-        self._external = None if external is None else make_url(external)
-        self._process: ServerProcess | None = None
-        self._port: ReservedPort | None = None
-        self._password = secrets.token_hex(16)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        where = self._external or (f"{LOOPBACK}:{self._port.number}" if self._port else "not started")
-        return f"{type(self).__name__}({where})"
-
-    @property
-    def port(self) -> int:
-        """The TCP port, the same after `restart`.
-
-        Raises:
-            IllegalStateError: Never started.
-        """
-        if self._external is not None:
-            return self._external.port or 5432
-        if self._port is None:
-            raise IllegalStateError("the embedded PostgreSQL was never started, or is closed")
-        return self._port.number
+    _SOFTWARE = "PostgreSQL"
+    _VARIABLE = SERVER_VARIABLE
+    _DEFAULT_PORT = 5432
 
     def _location(self, database: str | None) -> URL:
         if self._external is not None:
             return self._external if database is None else self._external.set(database=database)
         return URL.create(DRIVER, SUPERUSER, self._password, LOOPBACK, self.port, database or SUPERUSER)
-
-    def url_of(self, database: str) -> str:
-        """The SQLAlchemy URL of a database on this server, for psycopg, password included."""
-        return self._location(database).render_as_string(hide_password=False)
 
     @property
     def url(self) -> str:
@@ -125,39 +83,10 @@ class EmbeddedPostgres:
         """The JDBC URL of a database on this server, user and password included; the first database if None."""
         url = self._location(database)
         login = urlencode({"user": url.username or "", "password": url.password or ""})
-        return f"jdbc:postgresql://{url.host}:{url.port or 5432}/{url.database}?{login}"
+        return f"jdbc:postgresql://{url.host}:{url.port or self._DEFAULT_PORT}/{url.database}?{login}"
 
-    @property
-    def running(self) -> bool:
-        """Whether the server's process exists (a suspended one does); True for a server from the environment."""
-        return self._external is not None or (self._process is not None and self._process.running)
-
-    def start(self) -> None:
-        """Start the server, the first time with a new port and an empty directory, and return when it answers.
-
-        After a `kill` it returns once crash recovery is done.
-
-        Raises:
-            IllegalStateError: It is running.
-            ConfigurationError: The binaries are not installed, or the server refuses its settings.
-            Unavailable: It was not ready in time.
-        """
-        if self._external is not None:
-            return
-        if self._process is None:
-            self._process = ServerProcess("postgresql")
-            self._port = ReservedPort()
-            try:
-                self._bin = binaries(self._process.directory)
-                self._initialise(self._process, self._port.number)
-                self._run(self._process)
-            except BaseException:
-                self.close()
-                raise
-        else:
-            self._run(self._process)
-
-    def _initialise(self, process: ServerProcess, port: int) -> None:
+    def _initialise(self, process: ServerProcess) -> None:
+        self._bin = binaries(process.directory)
         user = unprivileged_user()
         data, password = process.directory / "data", process.directory / "password"
         data.mkdir(mode=0o700)
@@ -169,7 +98,7 @@ class EmbeddedPostgres:
                 os.chown(path, user.pw_uid, user.pw_gid)
         settings = {
             "listen_addresses": LOOPBACK,
-            "port": str(port),
+            "port": str(self.port),
             # No Unix sockets, whose paths may be too long: everything uses TCP, as in production.
             "unix_socket_directories": "",
             # The password is random, so a slow check gains nothing.
@@ -183,23 +112,14 @@ class EmbeddedPostgres:
         arguments += ["--no-sync", "--no-locale", "--encoding=UTF8"]
         for name, value in settings.items():
             arguments += ["--set", f"{name}={value}"]
-        process.start([str(self._bin / "initdb"), *arguments], user=None if user is None else user.pw_name)
-        code = process.exit_code(self._start_timeout_s)
-        if code != 0:
-            raise ConfigurationError(f"initdb ended with {code}:\n{process.log_tail()}")
+        argv = [str(self._bin / "initdb"), *arguments]
+        self._make_data(process, argv, user=None if user is None else user.pw_name)
         password.unlink()
 
-    def _run(self, process: ServerProcess) -> None:
-        deadline = Deadline(self._start_timeout_s)
+    def _launch(self, process: ServerProcess) -> None:
         user = unprivileged_user()
         argv = [str(self._bin / "postgres"), "-D", str(process.directory / "data")]
         process.start(argv, user=None if user is None else user.pw_name)
-        while not self._answers(deadline):
-            code = process.exit_code(0.02)
-            if code is not None:
-                raise ConfigurationError(f"PostgreSQL ended with {code} while it started:\n{process.log_tail()}")
-            if deadline.expired:
-                raise Unavailable(f"PostgreSQL was not ready in {self._start_timeout_s} s:\n{process.log_tail()}")
 
     def _answers(self, deadline: Deadline) -> bool:
         try:
@@ -207,16 +127,6 @@ class EmbeddedPostgres:
                 return True
         except psycopg.OperationalError:  # it does not listen yet, or is in crash recovery
             return False
-
-    def _own(self, deed: str) -> ServerProcess:
-        if self._external is not None:
-            raise IllegalStateError(
-                f"cannot {deed} the PostgreSQL server named by {SERVER_VARIABLE}",
-                next_step=f"unset {SERVER_VARIABLE} to run this with an embedded server",
-            )
-        if self._process is None:
-            raise IllegalStateError(f"cannot {deed} a PostgreSQL server that was never started")
-        return self._process
 
     def stop(self, mode: StopMode = "fast", *, timeout_s: float = 180.0) -> None:
         """Stop the server. `start` finds its data again.
@@ -230,42 +140,13 @@ class EmbeddedPostgres:
             IllegalStateError: It is not running, or not ours.
             Unavailable: It still runs.
         """
-        process = self._own("stop")
-        process.signal(signal.SIGCONT)
-        process.signal(STOP_SIGNALS[mode])
-        if process.exit_code(timeout_s) is None:
-            raise Unavailable(f"PostgreSQL still runs {timeout_s} s after a {mode} stop:\n{process.log_tail()}")
-
-    def kill(self) -> None:
-        """SIGKILL the server with all its back ends (on Linux), and return when they are gone. The data stays.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        self._own("kill").kill()
+        stop_process(self._own("stop"), self._SOFTWARE, timeout_s, f"a {mode} stop", by=STOP_SIGNALS[mode])
 
     def restart(self, mode: StopMode = "fast") -> None:
         """`stop` the server if it runs, then `start` it: same port, same data."""
         if self._own("restart").running:
             self.stop(mode)
         self.start()
-
-    def close(self) -> None:
-        """Kill the server if it runs, delete its directory, release its port. Idempotent."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-        if self._port is not None:
-            self._port.release()
-            self._port = None
-
-    def log_tail(self, lines: int = 50) -> str:
-        """The last lines of the server's log.
-
-        Raises:
-            IllegalStateError: Never started, or not ours.
-        """
-        return self._own("read the log of").log_tail(lines)
 
     def create_database(self, name: str | None = None) -> str:
         """Create an empty database and return its SQLAlchemy URL.

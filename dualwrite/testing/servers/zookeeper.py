@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.errors import ConfigurationError
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
 from dualwrite.testing.servers.jars import fetched_jars, java
 from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
 from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
-
-    from typing_extensions import Self
 
 POM = Path(__file__).with_name("zookeeper_pom.xml")
 HOSTS_VARIABLE = "DUALWRITE_TEST_ZOOKEEPER"
@@ -34,7 +31,7 @@ _SETTINGS = {
 }
 
 
-class EmbeddedZooKeeper:
+class EmbeddedZooKeeper(EmbeddedCluster["_Server"]):
     """An ensemble of servers, one by default. Deletes their directories on exit.
 
     It is as durable as ZooKeeper is out of the box: every server forces its log to the disk before it answers.
@@ -53,6 +50,11 @@ class EmbeddedZooKeeper:
         Unavailable: Raised by `start`: the servers were not ready in time.
     """
 
+    _SOFTWARE = "ZooKeeper"
+    _VARIABLE = HOSTS_VARIABLE
+    _CLUSTER = "ensemble"
+    _MEMBER = "server"
+
     def __init__(
         self,
         settings: Mapping[str, str] | None = None,
@@ -61,29 +63,11 @@ class EmbeddedZooKeeper:
         jvm: tuple[str, ...] = (),
         start_timeout_s: float = 180.0,
     ) -> None:
+        special = settings or jvm or servers > 1
+        super().__init__(special=bool(special), start_timeout_s=start_timeout_s)
         self._settings = {**_SETTINGS, **(settings or {})}
         self._count = servers
         self._jvm = jvm
-        self._start_timeout_s = start_timeout_s
-        special = settings or jvm or servers > 1
-        self._external = None if special else os.environ.get(HOSTS_VARIABLE) or None
-        self._servers: list[_Server] = []
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        where = self._external or (self.hosts if self._servers else "not started")
-        return f"{type(self).__name__}({where})"
 
     @property
     def hosts(self) -> str:
@@ -92,7 +76,7 @@ class EmbeddedZooKeeper:
         Raises:
             IllegalStateError: Never started.
         """
-        return self._external or ",".join(self.host(server.number) for server in self._chosen(None, "connect to"))
+        return self._addresses()
 
     def host(self, server: int) -> str:
         """The address of one server.
@@ -100,12 +84,7 @@ class EmbeddedZooKeeper:
         Raises:
             IllegalStateError: Never started, or not ours.
         """
-        return f"{LOOPBACK}:{self._chosen(server, 'connect to')[0].client.number}"
-
-    @property
-    def running(self) -> bool:
-        """Whether all servers' processes exist (a suspended one does); True for servers from the environment."""
-        return self._external is not None or (bool(self._servers) and all(one.process.running for one in self._servers))
+        return self._chosen(server, "connect to")[0].address
 
     def start(self, server: int | None = None) -> None:
         """Start the servers, the first time with new ports and empty directories, and return when they serve requests.
@@ -122,39 +101,18 @@ class EmbeddedZooKeeper:
             return
         jars = fetched_jars(POM, "zookeeper", "Apache ZooKeeper")
         deadline = Deadline(self._start_timeout_s)
-        if self._servers:
-            chosen = self._chosen(server, "start")
-            chosen = [one for one in chosen if not one.process.running] or chosen
+        if self._members:
+            chosen = self._stopped(server)
         else:
-            self._servers = chosen = [_Server(number + 1) for number in range(self._count)]
+            self._members = chosen = [_Server(number + 1) for number in range(self._count)]
         try:
             for one in chosen:
-                one.start(jars, self._settings, self._servers, self._jvm)
+                one.start(jars, self._settings, self._members, self._jvm)
             for one in chosen:
                 one.wait_until_it_serves(deadline)
         except ConfigurationError:
             self.close()
             raise
-
-    def _chosen(self, server: int | None, deed: str) -> list[_Server]:
-        """One server, or all of them."""
-        if self._external is not None:
-            raise IllegalStateError(
-                f"cannot {deed} the ZooKeeper servers named by {HOSTS_VARIABLE}: this ensemble is not ours",
-                next_step=f"unset {HOSTS_VARIABLE} to run this with an embedded server",
-            )
-        if not self._servers:
-            raise IllegalStateError(f"cannot {deed} a ZooKeeper server that was never started, or is closed")
-        if server is None:
-            return self._servers
-        if not 1 <= server <= len(self._servers):
-            raise IllegalStateError(f"there is no server {server}: their ids are 1 to {len(self._servers)}")
-        return [self._servers[server - 1]]
-
-    def _running(self, server: int | None, deed: str) -> list[_Server]:
-        chosen = self._chosen(server, deed)
-        # If none runs, the first one raises the error.
-        return [one for one in chosen if one.process.running] or chosen
 
     def stop(self, timeout_s: float = 60.0, *, server: int | None = None) -> None:
         """Stop the servers as an operator would (SIGTERM). `start` finds their data again.
@@ -168,10 +126,7 @@ class EmbeddedZooKeeper:
             Unavailable: It still runs.
         """
         for one in self._running(server, "stop"):
-            one.process.signal(signal.SIGCONT)
-            one.process.signal(signal.SIGTERM)
-            if one.process.exit_code(timeout_s) is None:
-                raise Unavailable(f"ZooKeeper still runs {timeout_s} s after SIGTERM:\n{one.process.log_tail()}")
+            stop_process(one.process, self._SOFTWARE, timeout_s)
 
     def kill(self, server: int | None = None) -> None:
         """SIGKILL the servers, and return when they are gone. `start` finds the data that they had written.
@@ -235,11 +190,6 @@ class EmbeddedZooKeeper:
         """
         return self._chosen(server, "read the log of")[0].process.log_tail(lines)
 
-    def close(self) -> None:
-        """Kill the running servers, delete their directories, release their ports. Idempotent."""
-        while self._servers:
-            self._servers.pop().close()
-
 
 class _Server:
     """One server: a process with a directory and ports. Closing it deletes its directory."""
@@ -248,6 +198,11 @@ class _Server:
         self.number = number
         self.process = ServerProcess("zookeeper")
         self.client, self.peer, self.election = ReservedPort(), ReservedPort(), ReservedPort()
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as ``host:port``."""
+        return f"{LOOPBACK}:{self.client.number}"
 
     def start(self, jars: Path, settings: Mapping[str, str], ensemble: list[_Server], jvm: tuple[str, ...]) -> None:
         """Start the process."""
@@ -288,12 +243,7 @@ class _Server:
             ConfigurationError: It exited while starting.
             Unavailable: It took too long.
         """
-        while not self.mode():
-            code = self.process.exit_code(0.05)
-            if code is not None:
-                raise ConfigurationError(f"ZooKeeper ended with {code} while it started:\n{self.process.log_tail()}")
-            if deadline.expired:
-                raise Unavailable(f"ZooKeeper was not ready in time:\n{self.process.log_tail()}")
+        wait_until_ready(self.process, "ZooKeeper", self.mode, deadline)
 
     def mode(self) -> str:
         """See :meth:`EmbeddedZooKeeper.mode`."""

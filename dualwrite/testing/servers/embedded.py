@@ -1,0 +1,324 @@
+"""The common part of embedded servers: a database is one process; a cluster has members, one of which can be chosen."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+
+from sqlalchemy.engine import make_url
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from sqlalchemy.engine import URL
+    from typing_extensions import Self
+
+
+class Embedded(ABC):
+    """A server that runs as long as a ``with`` block."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, and return when it answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Kill it if it runs, and delete its directory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EmbeddedDatabase(Embedded):
+    """One database server on a free port of the loopback interface.
+
+    Args:
+        settings: Server settings to add or to override.
+        start_timeout_s: Seconds that a start may take.
+    """
+
+    _SOFTWARE: ClassVar[str]
+    """Its name in errors; in lower case, in the name of its directory."""
+    _VARIABLE: ClassVar[str]
+    """The environment variable that may hold the URL of a server to use instead."""
+    _DEFAULT_PORT: ClassVar[int]
+    """The port of a URL that names none."""
+
+    def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 180.0) -> None:
+        self._settings = dict(settings or {})
+        self._start_timeout_s = start_timeout_s
+        external = None if self._settings else os.environ.get(self._VARIABLE) or None
+        self._external = None if external is None else make_url(external)
+        self._process: ServerProcess | None = None
+        self._port: ReservedPort | None = None
+        self._password = secrets.token_hex(16)
+
+    @abstractmethod
+    def _initialise(self, process: ServerProcess) -> None:
+        """Create the data directory."""
+
+    @abstractmethod
+    def _launch(self, process: ServerProcess) -> None:
+        """Start the server on its data directory."""
+
+    @abstractmethod
+    def _answers(self, deadline: Deadline) -> bool:
+        """Whether a client can log in."""
+
+    @abstractmethod
+    def _location(self, database: str | None) -> URL:
+        """The URL of a database on this server; of the server itself if None."""
+
+    def __repr__(self) -> str:
+        where = self._external or (f"{LOOPBACK}:{self._port.number}" if self._port else "not started")
+        return f"{type(self).__name__}({where})"
+
+    @property
+    def port(self) -> int:
+        """The TCP port, the same after `restart`.
+
+        Raises:
+            IllegalStateError: Never started.
+        """
+        if self._external is not None:
+            return self._external.port or self._DEFAULT_PORT
+        if self._port is None:
+            raise IllegalStateError(f"the embedded {self._SOFTWARE} was never started, or is closed")
+        return self._port.number
+
+    def url_of(self, database: str) -> str:
+        """The SQLAlchemy URL of a database on this server, password included."""
+        return self._location(database).render_as_string(hide_password=False)
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's process exists (a suspended one does); True for a server from the environment."""
+        return self._external is not None or (self._process is not None and self._process.running)
+
+    def start(self) -> None:
+        """Start the server, the first time with a new port and an empty directory, and return when it answers.
+
+        After a `kill` it returns once crash recovery is done.
+
+        Raises:
+            IllegalStateError: It is running.
+            ConfigurationError: The server is not installed, or refuses its settings.
+            Unavailable: It was not ready in time.
+        """
+        if self._external is not None:
+            return
+        if self._process is not None:
+            self._run(self._process)
+            return
+        self._process = ServerProcess(self._SOFTWARE.lower())
+        self._port = ReservedPort()
+        try:
+            self._initialise(self._process)
+            self._run(self._process)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, process: ServerProcess) -> None:
+        deadline = Deadline(self._start_timeout_s)
+        self._launch(process)
+        limit = f"in {self._start_timeout_s} s"
+        wait_until_ready(
+            process, self._SOFTWARE, lambda: self._answers(deadline), deadline, limit=limit, look_every_s=0.02
+        )
+
+    def _make_data(self, process: ServerProcess, argv: Sequence[str], *, user: str | None = None) -> None:
+        """Run the program that creates the data directory.
+
+        Raises:
+            ConfigurationError: It failed, or was too slow.
+        """
+        process.start(argv, user=user)
+        code = process.exit_code(self._start_timeout_s)
+        if code != 0:
+            raise ConfigurationError(f"{Path(argv[0]).name} ended with {code}:\n{process.log_tail()}")
+
+    def _own(self, deed: str) -> ServerProcess:
+        if self._external is not None:
+            raise IllegalStateError(
+                f"cannot {deed} the {self._SOFTWARE} server named by {self._VARIABLE}",
+                next_step=f"unset {self._VARIABLE} to run this with an embedded server",
+            )
+        if self._process is None:
+            raise IllegalStateError(f"cannot {deed} a {self._SOFTWARE} server that was never started")
+        return self._process
+
+    def kill(self) -> None:
+        """SIGKILL the server and (on Linux) its child processes, and return when they are gone. The data stays.
+
+        Raises:
+            IllegalStateError: It is not running, or not ours.
+        """
+        self._own("kill").kill()
+
+    def close(self) -> None:
+        """Kill the server if it runs, delete its directory, release its port. Idempotent."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._port is not None:
+            self._port.release()
+            self._port = None
+
+    def log_tail(self, lines: int = 50) -> str:
+        """The last lines of the server's log.
+
+        Raises:
+            IllegalStateError: Never started, or not ours.
+        """
+        return self._own("read the log of").log_tail(lines)
+
+
+class Member(Protocol):
+    """One server of a cluster."""
+
+    process: ServerProcess
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as ``host:port``."""
+        ...
+
+    def close(self) -> None:
+        """Kill it if it runs, delete its directory, release its ports."""
+        ...
+
+
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+class EmbeddedCluster(Embedded, Generic[MemberT]):
+    """The servers of one cluster, on free ports of the loopback interface; their ids count from 1.
+
+    Args:
+        special: Whether only servers of our own will do, whatever the environment names.
+        start_timeout_s: Seconds that a start may take.
+    """
+
+    _SOFTWARE: ClassVar[str]
+    """Its name in errors."""
+    _VARIABLE: ClassVar[str]
+    """The environment variable that may hold the addresses of servers to use instead."""
+    _CLUSTER: ClassVar[str]
+    """The word of errors for all servers together."""
+    _MEMBER: ClassVar[str]
+    """The word of errors for one server."""
+
+    def __init__(self, *, special: bool, start_timeout_s: float) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._external = None if special else os.environ.get(self._VARIABLE) or None
+        self._members: list[MemberT] = []
+
+    def __repr__(self) -> str:
+        where = self._addresses() if self._external or self._members else "not started"
+        return f"{type(self).__name__}({where})"
+
+    def _addresses(self) -> str:
+        return self._external or ",".join(one.address for one in self._chosen(None, "connect to"))
+
+    @property
+    def running(self) -> bool:
+        """Whether all servers' processes exist (a suspended one does); True for servers from the environment."""
+        return self._external is not None or (bool(self._members) and all(one.process.running for one in self._members))
+
+    def _chosen(self, number: int | None, deed: str) -> list[MemberT]:
+        """One server, or all of them."""
+        if self._external is not None:
+            raise IllegalStateError(
+                f"cannot {deed} the {self._SOFTWARE} servers named by {self._VARIABLE}: this {self._CLUSTER} is not ours",
+                next_step=f"unset {self._VARIABLE} to run this with an embedded {self._MEMBER}",
+            )
+        if not self._members:
+            raise IllegalStateError(
+                f"cannot {deed} a {self._SOFTWARE} {self._MEMBER} that was never started, or is closed"
+            )
+        if number is None:
+            return self._members
+        if not 1 <= number <= len(self._members):
+            raise IllegalStateError(f"there is no {self._MEMBER} {number}: their ids are 1 to {len(self._members)}")
+        return [self._members[number - 1]]
+
+    def _running(self, number: int | None, deed: str) -> list[MemberT]:
+        chosen = self._chosen(number, deed)
+        # If none runs, the first one raises the error.
+        return [one for one in chosen if one.process.running] or chosen
+
+    def _stopped(self, number: int | None) -> list[MemberT]:
+        chosen = self._chosen(number, "start")
+        # If all run, the first one raises the error.
+        return [one for one in chosen if not one.process.running] or chosen
+
+    def close(self) -> None:
+        """Kill the running servers, delete their directories, release their ports. Idempotent."""
+        while self._members:
+            self._members.pop().close()
+
+
+def wait_until_ready(
+    process: ServerProcess,
+    who: str,
+    ready: Callable[[], object],
+    deadline: Deadline,
+    *,
+    limit: str = "in time",
+    look_every_s: float = 0.05,
+) -> None:
+    """Wait for a server that is starting.
+
+    Args:
+        process: Its process.
+        who: Names it in errors.
+        ready: Whether it is ready. Called at least once.
+        deadline: When to give up.
+        limit: Names the deadline in errors.
+        look_every_s: Seconds between two calls of ``ready``.
+
+    Raises:
+        ConfigurationError: It exited.
+        Unavailable: It took too long.
+    """
+    while not ready():
+        code = process.exit_code(look_every_s)
+        if code is not None:
+            raise ConfigurationError(f"{who} ended with {code} while it started:\n{process.log_tail()}")
+        if deadline.expired:
+            raise Unavailable(f"{who} was not ready {limit}:\n{process.log_tail()}")
+
+
+def stop_process(
+    process: ServerProcess, who: str, timeout_s: float, how: str = "SIGTERM", *, by: signal.Signals = signal.SIGTERM
+) -> None:
+    """Stop a server by a signal, even if it is suspended.
+
+    Raises:
+        IllegalStateError: It is not running.
+        Unavailable: It still runs.
+    """
+    process.signal(signal.SIGCONT)
+    process.signal(by)
+    if process.exit_code(timeout_s) is None:
+        raise Unavailable(f"{who} still runs {timeout_s} s after {how}:\n{process.log_tail()}")
