@@ -417,8 +417,8 @@ def test_missing_rights_are_granted_by_what_the_error_says(database: Database) -
 
 @pytest.fixture(scope="module")
 def logging_server(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[EmbeddedMariaDB]:
-    """A server of its own, with a binary log, as primaries have it."""
-    with EmbeddedMariaDB({"log-bin": "binlog", "sync-binlog": "1"}) as made:
+    """A server of its own, with a binary log, as primaries have it; a lock wait that times out ends its transaction."""
+    with EmbeddedMariaDB({"log-bin": "binlog", "sync-binlog": "1", "innodb-rollback-on-timeout": "ON"}) as made:
         yield made
 
 
@@ -456,6 +456,30 @@ def test_settings_that_lose_commits_are_refused(logging_database: Database, chan
             store.rollback(connection)
     finally:
         database.execute(f"SET GLOBAL {back}")
+
+
+def test_a_lock_wait_that_rolls_back_the_transaction_is_not_taken_for_a_commit_as_text(
+    logging_database: Database,
+) -> None:
+    database = logging_database
+    store = database.store()
+    row = database.claim(store, "orders")
+    database.execute("INSERT INTO orders (id) VALUES (1)")
+    with store.engine.connect() as other, store.engine.connect() as connection:
+        other.exec_driver_sql("DELETE FROM orders WHERE id = 1")
+        connection.exec_driver_sql("SET SESSION innodb_lock_wait_timeout = 0")
+        connection.rollback()
+        store.begin(connection)
+        store.read_incarnation(connection, "orders")
+        connection.exec_driver_sql("INSERT INTO orders (id) VALUES (2)")
+        with pytest.raises(exc.OperationalError, match="1205"):
+            connection.exec_driver_sql("DELETE FROM orders WHERE id = 1")
+        with pytest.raises(TransactionAborted, match=r"rolled back the whole transaction.*timeout exceeded"):
+            store.decide(connection, "orders", row.incarnation, prepared(row.incarnation))
+        store.rollback(connection)
+        other.rollback()
+    assert database.query("SELECT id FROM orders") == [(1,)], "the row inserted before the timeout is gone"
+    database.execute("DELETE FROM orders")
 
 
 def test_a_server_that_is_killed_keeps_what_it_has_committed(

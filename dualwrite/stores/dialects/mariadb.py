@@ -23,7 +23,7 @@ from dualwrite.stores.connecting import fileno_of
 from dualwrite.stores.dialects.committing import driver_of
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.implicit_commits import ddl_in, end_in
-from dualwrite.stores.dialects.mariadb_server import FACTS, Server, check_facts, is_mariadb
+from dualwrite.stores.dialects.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
 from dualwrite.stores.dialects.queries import QueryWitness, queries_of
 from dualwrite.stores.dialects.watchdog import WATCHDOG
 from dualwrite.stores.failures import driver_words, number_of
@@ -178,13 +178,13 @@ class MariaDB:
         self._server.check(connection)
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Whether the server is read-only, and whether its commits survive a crash."""
+        """Whether the server is read-only, whether its commits survive a crash, and what a lock wait that times out ends."""
         return [literal_column(fact) for fact in FACTS]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
-        del connection
         check_facts(values)
+        queries_of(_driver(connection)).timeout_rolls_back = rolls_back_on_timeout(values)
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """A constant, returned for the row that matched."""
@@ -275,7 +275,7 @@ class MariaDB:
         if lost is not None:
             raise TransactionAborted(
                 f"the database has rolled back the whole transaction: {driver_words(lost)}",
-                next_step="run the same work again; after a deadlock not even a savepoint is left to go back to",
+                next_step="run the same work again: not even a savepoint is left to go back to",
             ) from lost
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:

@@ -26,6 +26,7 @@ FACTS: Final = (
     "@@global.innodb_flush_log_at_trx_commit",
     "@@global.log_bin",
     "@@global.sync_binlog",
+    "@@global.innodb_rollback_on_timeout",
 )
 """Read in every dual write."""
 _MORE_FACTS: Final = ("@@global.innodb_doublewrite", "@@session.character_set_client")
@@ -109,6 +110,11 @@ def check_facts(values: Sequence[object]) -> None:
             f"the binary log is on, and sync_binlog is {sync}: after a crash the server rolls back what the log has lost",
             next_step="SET GLOBAL sync_binlog = 1, and the same in the server's configuration",
         )
+
+
+def rolls_back_on_timeout(values: Sequence[object]) -> bool:
+    """Whether a lock wait that times out rolls back the whole transaction, by the values of :data:`FACTS`."""
+    return str(values[len(FACTS) - 1]) not in _OFF
 
 
 def _check_tables(connection: Connection, tables: Tables) -> None:

@@ -27,6 +27,7 @@ ROLLED_BACK: Final = frozenset(
     }
 )
 """Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
+LOCK_WAIT_TIMEOUT: Final = 1205
 _NO_TABLE: Final = 1146
 _KEPT: Final = "dualwrite_queries"
 
@@ -48,6 +49,7 @@ class Queries:
         expected: How many statements SQLAlchemy is about to send.
         doubtful: Whether a statement may have set or rolled back to a savepoint past SQLAlchemy.
         ended: Whether a statement was sent that ends the transaction.
+        timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
         has_table: Whether the connection has the witness's table.
@@ -56,6 +58,7 @@ class Queries:
     def __init__(self, driver: _Driver) -> None:
         self.expected = 0.0
         self.has_table = False
+        self.timeout_rolls_back = False
         self.begin()
         self._query = driver.query
         self._commit = driver.commit
@@ -80,7 +83,8 @@ class Queries:
             return self._query(*arguments, **options)
         except BaseException as error:
             self.expected = 0
-            if number_of(error) in ROLLED_BACK:
+            number = number_of(error)
+            if number in ROLLED_BACK or (number == LOCK_WAIT_TIMEOUT and self.timeout_rolls_back):
                 self.rolled_back = error
             raise
 
