@@ -37,6 +37,7 @@ class Partition:
         lost: Whether it is no longer ours: a transaction with it must not commit.
         rewind: Whether its position must be set back before anything else is read.
         paused: Whether the consumer does not fetch it.
+        reached: The end of the log that the consumer came to before it read anything; None if it did not.
         read_at: When something was last read from it, or it was assigned.
     """
 
@@ -49,6 +50,7 @@ class Partition:
     lost: bool = False
     rewind: bool = False
     paused: bool = False
+    reached: int | None = None
     read_at: float = field(default_factory=now_s)
 
     @property
@@ -131,6 +133,14 @@ class Partitions:
                     if partition.next_offset is None:
                         partition.next_offset = message.offset()
             self._changed.notify_all()
+
+    def reach(self, ends: Iterable[Message]) -> None:
+        """Note that the consumer has come to the end of partitions. Nothing waits there for a unit."""
+        with self._changed:
+            for end in ends:
+                partition = self._assigned.get((end.topic() or "", end.partition() or 0))
+                if partition is not None:
+                    partition.reached = end.offset()
 
     def take(self) -> Unit | None:
         """Wait for a unit of work, and take it. Returns None when closed. :meth:`give_back` must follow."""

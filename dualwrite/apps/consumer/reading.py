@@ -63,7 +63,8 @@ class Reading:
         *,
         make_consumer: Callable[[dict[str, Any]], Consumer] | None = None,
     ) -> None:
-        self._consumer = (make_consumer or Consumer)(dict(settings))
+        # End-of-partition events are for :meth:`lag` alone: nothing else shows where the consumer stands before it reads.
+        self._consumer = (make_consumer or Consumer)({**settings, "enable.partition.eof": True})
         self._incremental = is_incremental(settings)
         self._partitions = partitions
         self._offsets = offsets
@@ -101,13 +102,18 @@ class Reading:
             self._look_for_stalled()
             return False
         rebalances = self._rebalances
-        found = self._good([message, *self._consumer.consume(_MOST, 0)])
+        messages, ends = _divided([message, *self._consumer.consume(_MOST, 0)])
+        self._partitions.reach(ends)
+        found = self._good(messages)
         if self._rebalances == rebalances:
             self._partitions.put(found)
         else:
             # Their partitions may have gone and come back meanwhile: read them again.
             self._offsets.membership(self._consumer)
             self._read_again(found)
+        if not messages:
+            self._look_for_stalled()
+            return False
         self._stalled_s = _STALLED_S
         return True
 
@@ -119,7 +125,7 @@ class Reading:
                 good.append(message)
             elif error.fatal() or error.code() in _MISCONFIGURED:
                 raise ConfigurationError(f"the consumer cannot read: {error.str()}")
-            elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001 - as above
+            else:
                 logger.warning("the consumer reports: %s", error.str())
         return good
 
@@ -230,10 +236,19 @@ class Reading:
         """By partition, how many offsets are behind the last one written."""
         found = {}
         for one in self._partitions.all():
-            end = self._end(one)
-            if end is not None and one.next_offset is not None:
-                found[one.name] = max(0, end - one.next_offset)
+            end, at = self._end(one), one.reached if one.next_offset is None else one.next_offset
+            if end is not None and at is not None:
+                found[one.name] = max(0, end - at)
         return found
+
+
+def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """The messages and errors, and the events that tell of a partition's end."""
+    found: tuple[list[Message], list[Message]] = ([], [])
+    for one in polled:
+        error = one.error()
+        found[error is not None and error.code() == KafkaError._PARTITION_EOF].append(one)  # noqa: SLF001 - as above
+    return found
 
 
 def _shown(partitions: Sequence[TopicPartition]) -> str:

@@ -204,8 +204,8 @@ def test_a_stalled_partition_makes_the_member_look_for_dead_peers_again(member, 
 
 
 class Broken(Read):
-    def __init__(self, code):
-        super().__init__(0)
+    def __init__(self, code, offset=0):
+        super().__init__(offset)
         self._error = KafkaError(code)
 
     def error(self):
@@ -252,3 +252,34 @@ def test_the_lag_is_what_is_behind_the_last_offset_written(member):
     assert found.reading.lag() == {}
     found.read(read(3, begin=4))
     assert found.reading.lag() == {AT: 6}
+
+
+def test_a_partition_that_was_at_its_end_when_it_was_assigned_has_no_lag(member):
+    found = member()
+    assert found.consumer.settings["enable.partition.eof"]
+    found.consumer.call("assign", AT)
+    found.consumer.polls.append(lambda: Broken(KafkaError._PARTITION_EOF, 10))
+    assert not found.reading.poll(), "no message came"
+    assert found.reading.lag() == {AT: 0}
+    found.consumer.end = 14
+    assert found.reading.lag() == {AT: 4}
+    [partition] = found.partitions.all()
+    assert partition.next_offset is None, "an end is not an offset to commit, or to go back to"
+    found.read([*read(3, begin=10), Broken(KafkaError._PARTITION_EOF, 14)])
+    assert found.reading.lag() == {AT: 4}
+
+
+def test_an_end_does_not_hide_that_another_partition_is_stalled(member, monkeypatch):
+    found = member()
+    found.consumer.call("assign", AT)
+    clock = [0.0]
+    monkeypatch.setattr(reading, "now_s", lambda: clock[0])
+    [partition] = found.partitions.all()
+    partition.read_at = 0.0
+    found.reading._look_at = 0.0
+    found.consumer.at = 4
+    before = found.peers.calls
+    for second in range(7):
+        clock[0] = float(second)
+        found.read([Broken(KafkaError._PARTITION_EOF, 3)])
+    assert found.peers.calls == before + 1
