@@ -20,6 +20,7 @@ from chaos.plan import Episode, Round, Step
 from chaos.processes import Forks, Process
 from chaos.results import Results
 from chaos.servers import Servers
+from chaos.tables import MOMENT
 
 BOUND_S = 300.0
 """A process that has not ended by then hangs: every call in it is bounded by less, outages included."""
@@ -270,12 +271,7 @@ class Conductor:
 
     def _end(self, name: str, process: Process, step: Step, *, opening: str = "", resumed: bool = False) -> bool:
         """Wait for its end and count it. Whether it was killed as it should."""
-        if not process.wait(BOUND_S):
-            process.signal(signal.SIGCONT)
-            process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
-            process.wait(2)
-            process.signal(signal.SIGKILL)
-            process.wait(30)
+        if not process.end(BOUND_S):
             self._find("hanging", name, f"{step} did not end in {BOUND_S} s: see the stacks in its log")
             return False
         armed = not resumed and (step.failpoint or step.after_ms is not None)
@@ -329,11 +325,7 @@ class Conductor:
     def _check(self, checker: Process) -> None:
         if checker.code is None:
             os.close(os.open(self._directory / "go", os.O_WRONLY | os.O_NONBLOCK))
-        if not checker.wait(600):
-            checker.signal(signal.SIGUSR1)
-            checker.wait(2)
-            checker.signal(signal.SIGKILL)
-            checker.wait(30)
+        checker.end(600)
         verdict = self._directory / "verdict.json"
         if not verdict.exists():
             log = (self._directory / "checker.log").read_text(encoding="utf-8", errors="replace")
@@ -353,7 +345,7 @@ class Conductor:
 
 
 def _point(step: Step) -> str:
-    return step.failpoint.partition(":")[0] or "any moment"
+    return step.failpoint.partition(":")[0] or MOMENT
 
 
 def _thread(call: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -14,19 +14,19 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.members import PROTOCOLS, copies, fill, numbers, settings_of
-from harness.worker import FENCED, LOST, UNAVAILABLE
 
-from chaos.conductor import BOUND_S, PAUSED_OWNER_S, TAIL, TIMEOUT_S
+from chaos.conductor import PAUSED_OWNER_S, TIMEOUT_S
+from chaos.part import Part
 from chaos.processes import Forks, Process
 from chaos.results import Results
 from chaos.servers import Servers
+from chaos.tables import MOMENT
 from dualwrite.runtime.failpoints import FAILPOINTS
 
 BROKER = {
@@ -40,14 +40,12 @@ BROKER = {
 SESSION_MS = 4000
 POINTS = [name for name in FAILPOINTS if name.startswith(("consume.", "write.", "claim.", "settle."))]
 CONSUMING = [name for name in POINTS if name.startswith("consume.")]
-MOMENT = "any moment"
 GROUPS = 6
 """How many groups work at once; twice as many combinations are taken in turn."""
 KILLS_PER_GROUP = 25
 INPUTS = 20
 IDLE_S, LAST_IDLE_S = 6, 12
 DISTURB_EVERY_S = 15.0
-MAY_END = {0, FENCED, UNAVAILABLE}
 KINDS = [
     {"protocol": protocol, "offsets": offsets, "asynchronous": asynchronous}
     for asynchronous, (protocol, offsets) in itertools.product(
@@ -79,7 +77,7 @@ class _Group:
         return f"{self.name}:"
 
 
-class Consumers:
+class Consumers(Part[_Group]):
     """Runs rounds of groups until enough members were killed.
 
     Args:
@@ -89,12 +87,12 @@ class Consumers:
         results: Where it counts.
     """
 
+    COUNTS = "consumers"
+    KILLED = ("kafka", "database")
+    LOSS = "lost"
+
     def __init__(self, servers: Servers, forks: Forks, directory: Path, results: Results) -> None:
-        self._servers = servers
-        self._forks = forks
-        self._directory = directory
-        self._results = results
-        self._counting = threading.Lock()
+        super().__init__(servers, forks, directory, results)
         self._over = threading.Event()
 
     def run(self, kills: int) -> None:
@@ -159,7 +157,7 @@ class Consumers:
     def _start(self, group: _Group, name: str, failpoint: str = "", idle_s: float = IDLE_S) -> Process:
         member = {**group.options, "name": name, "group": group.name, "source": group.source, "target": group.target}
         job = {"do": "consume", "name": f"{group.name}.{name}", "url": group.options["url"]}
-        return self._forks.start({**job, "member": member, "idle_s": idle_s}, self._log(group.name), failpoint)
+        return self._forks.start({**job, "member": member, "idle_s": idle_s}, self._log(group), failpoint)
 
     def _disturb(self) -> None:
         for name, disturb in itertools.cycle(
@@ -209,46 +207,10 @@ class Consumers:
                 self._find("lost" if expected - found else "twice", group.name, detail)
         self._add("inputs", "counted", group.filled if rows == messages == expected else 0)
 
-    def _end(self, group: _Group, process: Process, point: str) -> bool:
-        """Wait for its end and count it. Whether it was killed."""
-        if not process.wait(BOUND_S):
-            process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
-            process.wait(2)
-            process.signal(signal.SIGKILL)
-            process.wait(30)
-            self._find(
-                "hanging", group.name, f"{group.kind} at {point} did not end in {BOUND_S} s: see the stacks in its log"
-            )
-            return False
-        if process.killed:
-            self._add(group.kind["offsets"], point)
-            self._add("by", group.kind["protocol"])
-            self._add("by", "tasks" if group.kind["asynchronous"] else "threads")
-            return True
-        if point:
-            self._add("missed", point)
-        if process.code == LOST:
-            self._find("lost", group.name, f"{group.kind} at {point} was told of a loss")
-        elif process.code not in MAY_END:
-            log = self._log(group.name).read_text(encoding="utf-8", errors="replace")
-            self._find("error", group.name, f"{group.kind} at {point} ended with {process.code}: {log[-TAIL:]}")
-        return False
+    def _story(self, subject: _Group, point: str) -> str:
+        return f"{subject.kind} at {point}"
 
-    def _log(self, group: str) -> Path:
-        return self._directory / f"{group}.log"
-
-    @property
-    def _killed(self) -> int:
-        return sum(self._results.consumers.get(offsets, Counter()).total() for offsets in ("kafka", "database"))
-
-    def _count(self, of: str, what: str) -> int:
-        return self._results.consumers.get(of, Counter())[what]
-
-    def _add(self, of: str, what: str, count: int = 1) -> None:
-        with self._counting:
-            self._results.consumers.setdefault(of, Counter())[what] += count
-
-    def _find(self, kind: str, subject: str, detail: str) -> None:
-        with self._counting:
-            self._results.findings.append({"kind": kind, "subject": subject, "detail": detail})
-        sys.stdout.write(f"  FOUND {kind}: {subject}: {detail[:1500]}\n")
+    def _count_kill(self, subject: _Group, point: str) -> None:
+        self._add(subject.kind["offsets"], point)
+        self._add("by", subject.kind["protocol"])
+        self._add("by", "tasks" if subject.kind["asynchronous"] else "threads")

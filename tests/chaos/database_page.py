@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from chaos.results import Results
+from chaos.tables import MOMENT
 from dualwrite.runtime.failpoints import FAILPOINTS
 
-MOMENT: Final = "any moment"
 NAMES: Final = {
     "rocksdb": "RocksDB",
     "zookeeper": "ZooKeeper",

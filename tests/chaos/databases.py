@@ -26,6 +26,7 @@ from sqlalchemy import create_engine
 
 from chaos.plan import ABORTING, LEFT_BY, NEEDS_DECIDED, SETTLING, WRITING
 from chaos.results import Results
+from chaos.tables import MOMENT
 from dualwrite import status
 from dualwrite.migrations import upgrade
 from dualwrite.ports.database import Database
@@ -34,7 +35,6 @@ from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 KILLS_PER_ROUND: Final = 25
-MOMENT: Final = "any moment"
 OPERATIONS: Final = 4
 MOST_IN_VAIN: Final = 3
 """No round goes on after so many writers per kill: they do not reach what they are to die at."""

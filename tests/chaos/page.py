@@ -34,7 +34,6 @@ SERIES = {
     "away": "a server was away meanwhile",
     "paused": "a paused owner held the row",
 }
-MOMENT = "any moment"
 
 
 def summary(runs: Sequence[Results]) -> dict[str, Any]:

@@ -43,6 +43,17 @@ class Process:
         """Whether it ended in that time."""
         return self.forks.wait(lambda: self.code is not None, timeout_s)
 
+    def end(self, timeout_s: float) -> bool:
+        """Whether it ended in that time; otherwise every thread's stack goes to its log, and it is killed."""
+        if self.wait(timeout_s):
+            return True
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGUSR1)
+        self.wait(2)
+        self.signal(signal.SIGKILL)
+        self.wait(30)
+        return False
+
     def wait_stopped(self, timeout_s: float) -> bool:
         """Whether it stopped (SIGSTOP) or ended in that time."""
         return self.forks.wait(lambda: self.code is not None or self.stops > 0, timeout_s)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chaos.results import Results
-from chaos.states import MOMENT
+from chaos.tables import MOMENT
 from dualwrite.runtime.failpoints import FAILPOINTS
 
 

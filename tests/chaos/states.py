@@ -15,23 +15,19 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from confluent_kafka import Producer
-from harness.worker import FENCED, LOST, UNAVAILABLE
 
-from chaos.conductor import BOUND_S, TAIL
-from chaos.processes import Forks, Process
-from chaos.results import Results
-from chaos.servers import Servers
+from chaos.part import MAY_END, Part
+from chaos.processes import Process
+from chaos.tables import MOMENT
 from chaos.tally import key_of
 from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.state import KeyValueStore, Standby
 
-MOMENT = "any moment"
 OF_STORE = [name for name in FAILPOINTS if name.startswith("state.")]
 OF_ROWS = [
     "write.prepared",
@@ -55,7 +51,6 @@ COMPACTED = {
 }
 BROKER = {"log.cleaner.backoff.ms": "500"}
 """With these the broker compacts a changelog while its tasks die."""
-MAY_END = {0, FENCED, UNAVAILABLE}
 
 
 @dataclass
@@ -94,7 +89,7 @@ class _Life:
         return self.root / "standby"
 
 
-class States:
+class States(Part[_Life]):
     """Runs lives until enough tasks were killed.
 
     Args:
@@ -104,12 +99,9 @@ class States:
         results: Where it counts.
     """
 
-    def __init__(self, servers: Servers, forks: Forks, directory: Path, results: Results) -> None:
-        self._servers = servers
-        self._forks = forks
-        self._directory = directory
-        self._results = results
-        self._counting = threading.Lock()
+    COUNTS = "states"
+    KILLED = ("rows", "messages")
+    LOSS = "differs"
 
     def run(self, kills: int) -> None:
         """Kill so many tasks. The counts are kept after each round of lives."""
@@ -227,48 +219,15 @@ class States:
             )
             self._add("standbys", "records", standby.catch_up())
 
-    def _end(self, life: _Life, process: Process, point: str) -> bool:
-        """Wait for its end and count it. Whether it was killed."""
-        if not process.wait(BOUND_S):
-            process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
-            process.wait(2)
-            process.signal(signal.SIGKILL)
-            process.wait(30)
-            self._find("hanging", life.name, f"{point} did not end in {BOUND_S} s: see the stacks in its log")
-            return False
+    def _end(self, subject: _Life, process: Process, point: str) -> bool:
+        killed = super()._end(subject, process, point)
         for line in process.told:
             if line.startswith("restored"):
                 self._add("restored", "records", int(line.split()[2]))
         self._add("compared", "all", process.told.count("compared"))
-        if process.killed:
-            self._add("rows" if life.rows else "messages", point)
-            return True
-        if point:
-            self._add("missed", point)
-        if process.code == LOST:
-            self._find("differs", life.name, f"{point}: {' '.join(process.told)}")
-        elif process.code not in MAY_END:
-            log = self._log(life).read_text(encoding="utf-8", errors="replace")
-            self._find("error", life.name, f"{point} ended with {process.code}: {log[-TAIL:]}")
-        elif not point:
+        if process.code in MAY_END and not point:
             self._add("counted", "inputs", sum(int(line.split()[1]) for line in process.told if "counted" in line))
-        return False
+        return killed
 
-    def _log(self, life: _Life) -> Path:
-        return self._directory / f"{life.name}.log"
-
-    @property
-    def _killed(self) -> int:
-        return sum(self._results.states.get(of, Counter()).total() for of in ("rows", "messages"))
-
-    def _count(self, of: str, what: str) -> int:
-        return self._results.states.get(of, Counter())[what]
-
-    def _add(self, of: str, what: str, count: int = 1) -> None:
-        with self._counting:
-            self._results.states.setdefault(of, Counter())[what] += count
-
-    def _find(self, kind: str, subject: str, detail: str) -> None:
-        with self._counting:
-            self._results.findings.append({"kind": kind, "subject": subject, "detail": detail})
-        sys.stdout.write(f"  FOUND {kind}: {subject}: {detail[:1500]}\n")
+    def _count_kill(self, subject: _Life, point: str) -> None:
+        self._add("rows" if subject.rows else "messages", point)

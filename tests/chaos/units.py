@@ -34,6 +34,7 @@ from chaos.processes import Forks, Process
 from chaos.results import machine
 from chaos.run import CACHE
 from chaos.servers import Servers
+from chaos.tables import MOMENT
 from chaos.units_page import FIGURES
 from dualwrite import Unavailable
 from dualwrite.protocol.tables.unit_life import UnitState
@@ -44,7 +45,6 @@ TOPIC = "units"
 PARTITIONS = 4
 UNITS = 4
 DISTURB_EVERY_S = 15.0
-MOMENT = "any moment"
 OWN = [name for name in FAILPOINTS if name.startswith("unit.") and name != "unit.batch"]
 RARE = {"write.before_abort", "write.rolled_back"}
 POINTS = [*OWN, *(name for name in FAILPOINTS if name.startswith(("write.", "claim.", "settle.")) and name not in RARE)]
@@ -182,11 +182,7 @@ class Units:
 
     def _end(self, process: Process, point: str, told: list[str]) -> bool:
         """Wait for its end and count it. Whether it was killed."""
-        if not process.wait(BOUND_S):
-            process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
-            process.wait(2)
-            process.signal(signal.SIGKILL)
-            process.wait(30)
+        if not process.end(BOUND_S):
             self._find(f"a writer at {point} did not end in {BOUND_S} s: see the stacks in its log")
             return False
         told += process.told

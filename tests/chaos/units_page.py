@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chaos.tables import MOMENT
 from dualwrite.runtime.failpoints import FAILPOINTS
 
 FIGURES = Path(__file__).with_name("units.json")
@@ -18,7 +19,7 @@ def section() -> list[str]:
     if not runs:
         return []
     rows = []
-    for point in [*FAILPOINTS, "any moment"]:
+    for point in [*FAILPOINTS, MOMENT]:
         counts = [run["killed"].get(point, 0) for run in runs.values()]
         if any(counts):
             rows.append(f"| `{point}` | {' | '.join(map(str, counts))} |")
