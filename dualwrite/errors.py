@@ -86,7 +86,7 @@ class StoreInUse(ConfigurationError):
 class StoreUnreadable(ConfigurationError):
     """The directory of a state store cannot be opened: RocksDB's message says why. Nothing was deleted."""
 
-    advice = "mend the cause, or restore into an empty directory"
+    advice = "fix the cause, or restore into an empty directory"
 
 
 class ChangelogDiffers(ConfigurationError):

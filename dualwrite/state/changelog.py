@@ -41,11 +41,11 @@ _PASSING: Final = {
     KafkaError._TIMED_OUT,  # noqa: SLF001
     KafkaError._RESOLVE,  # noqa: SLF001
 }
-"""Errors of brokers that start, move partitions or do not answer: they are asked again until the deadline."""
+"""Transient errors: a broker is starting, moving partitions or not answering. Retried until the deadline."""
 
 
 class Changelog:
-    """Questions about one partition, and its committed records.
+    """Describes one partition, and reads its committed records.
 
     Args:
         kafka: librdkafka configuration.
@@ -86,10 +86,10 @@ class Changelog:
 
         Args:
             deadline: When to give up.
-            at_least: Where a transaction is open, the end is where the first of them begins, if that is not below this offset.
-                Otherwise it is waited for: the marker of a committed transaction comes a moment after the answer to its commit.
-                None waits until no transaction is open.
-            check: Called meanwhile.
+            at_least: Wait only for transactions that are open below this offset: the marker of a committed one is written a
+                moment after its commit is answered. The end is then where the first open transaction begins. None waits
+                until no transaction is open.
+            check: Called while waiting.
 
         Raises:
             ConfigurationError: A right is missing, or the topic.
@@ -136,10 +136,10 @@ class Changelog:
     def read(
         self, start: int, end: int, deadline: Deadline, check: Callable[[], None]
     ) -> Generator[tuple[list[Change], int], None, None]:
-        """The committed records of the offsets from ``start`` to ``end``, in parts. Calls ``check`` in between.
+        """The committed records of the offsets from ``start`` to ``end``, in batches. Calls ``check`` in between.
 
         Yields:
-            Some records, and the offset after the last of them; in the last part ``end``.
+            A batch of records, and the offset after its last one; ``end`` with the last batch.
 
         Raises:
             Unavailable: The end was not reached in time.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoggedStore:
-    """A store and its changelog, through one transaction after the other: `begin`, `log`, then `commit` or `discard`.
+    """A store and its changelog across a sequence of transactions: `begin`, `log`, then `commit` or `discard`.
 
     Args:
         store: The store; nobody else writes to it.
@@ -44,7 +44,7 @@ class LoggedStore:
 
         Raises:
             DualWriteError: As `StateTask.restore`.
-            Exception: What ``check`` raises: it is asked again and again.
+            Exception: Whatever ``check`` raises; it is called repeatedly.
         """
         applied = roll_forward(
             self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress, check=check
@@ -93,7 +93,7 @@ class LoggedStore:
             try:
                 self.store.commit(logged.last + 1)
             except Exception:
-                # Raised, it would look as if the transaction had failed: its work would be run again.
+                # If raised, it would look as though the transaction had failed, and its work would run again.
                 logger.exception("state store %s: not committed: it is restored", self.store.path)
                 self.discard()
             else:

@@ -49,7 +49,7 @@ class PartitionStores:
         kafka: librdkafka configuration.
         changelog: A topic with ``cleanup.policy=compact`` and at least as many partitions as the one that is read.
         max_memory_bytes: As for `KeyValueStore`, for each store.
-        timeout_s: Limits each attempt to restore, in seconds; one that did not reach the end continues.
+        timeout_s: Limits each attempt to restore, in seconds; the next attempt continues where one has stopped.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PartitionStores:
         """Surround a transaction with messages of these partitions. Called by the consumer.
 
         Args:
-            assignments: By partition, an object that is another one after each assignment.
+            assignments: By partition, an object that stands for its assignment; each new assignment has a new one.
             check: Called while a store is restored; raises to interrupt that.
 
         Yields:

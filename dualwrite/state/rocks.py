@@ -1,4 +1,4 @@
-"""One RocksDB with the entries and, apart from them, one note, which a batch writes together with entries."""
+"""One RocksDB that holds entries and, apart from them, one note; a batch writes both atomically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rocks:
     """An open RocksDB. One thread at a time uses it.
 
     Args:
-        path: Its directory; made if it is not there.
+        path: Its directory; created if missing.
 
     Raises:
         StoreInUse: It is open elsewhere.
@@ -78,9 +78,9 @@ class Rocks:
         return batch
 
     def write(self, batch: WriteBatch, *, note: bytes | None = None) -> None:
-        """Write the batch, and with it the note, if there is one: all or nothing, also in a crash.
+        """Write the batch, and the note with it if there is one: all or nothing, also in a crash.
 
-        With a note all that was written before and this batch are durable on return. Without one, nothing need be.
+        With a note, this batch and all earlier ones are durable on return; without one, perhaps none is.
         """
         options = self._rocksdict.WriteOptions()
         if note is not None:
@@ -101,7 +101,7 @@ class Rocks:
         return self._db.property_int_value("rocksdb.estimate-num-keys") or 0
 
     def close(self) -> None:
-        """Close it and give up its lock, if no iterator over it is left."""
+        """Close it and release its lock, unless an iterator over it is still alive."""
         del self._notes_handle
         self._notes.close()
         self._db.close()

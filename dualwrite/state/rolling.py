@@ -1,7 +1,7 @@
 """Whether a store may be rolled forward from its changelog. Pure.
 
-A compacted log shows the newest value of each key for ever, but a deletion only for a time: after ``delete.retention.ms`` the
-broker may remove the tombstone. A store that read the key before and comes back later would keep it for ever.
+A compacted log keeps the newest value of each key forever, but a deletion only for a while: after ``delete.retention.ms`` the
+broker may remove the tombstone. A store that read the key before and comes back later would keep it forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Log:
         policy: The topic's ``cleanup.policy``.
         retention_ms: The time after which records are deleted; -1 for never.
         retention_bytes: The size above which records are deleted; -1 for none.
-        delete_retention_ms: How long a tombstone stays at least.
+        delete_retention_ms: The time for which a tombstone is kept at least.
     """
 
     name: str

@@ -51,7 +51,7 @@ class Scan(Iterator[Item]):
     """The entries of a range as they were when the scan began. It ends with the transaction that it began in.
 
     After the store's next commit, recovery or closing it raises `IllegalStateError`. It holds resources of RocksDB until it is
-    exhausted, closed or forgotten.
+    exhausted, closed or garbage-collected.
     """
 
     def __init__(self, entries: Generator[Item, None, None]) -> None:

@@ -31,7 +31,7 @@ class Spilled:
         self._rocks = Rocks(path)
 
     def add(self, changes: Iterable[Change]) -> None:
-        """Take these changes over. Nothing is durable on return."""
+        """Add these changes. Nothing is durable on return."""
         batch = self._rocks.batch()
         for key, value in changes:
             batch.put(key, _DELETED if value is None else _WRITTEN + value)
@@ -59,9 +59,9 @@ class Spilled:
 
     def discard(self) -> None:
         """Delete the changes and close. A crash in the middle leaves them uncommitted or deletes them."""
-        self._rocks.erase_note()  # first: nothing is copied twice once the store has gone on
+        self._rocks.erase_note()  # first, so that nothing is copied again after the store has moved on
         self.close()
-        self._path.rename(_discarded(self._path))  # RocksDB cannot open a part of a database
+        self._path.rename(_discarded(self._path))  # RocksDB cannot open a partly deleted database
         delete_discarded(self._path)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Spilled:
 
 
 def delete_discarded(path: Path) -> None:
-    """Delete what `Spilled.discard` of this directory has left when its process died."""
+    """Delete what an interrupted `Spilled.discard` of this directory has left behind."""
     if (left := _discarded(path)).exists():
         shutil.rmtree(left)
 

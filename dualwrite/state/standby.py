@@ -16,7 +16,7 @@ from dualwrite.state.store import KeyValueStore
 logger = logging.getLogger(__name__)
 
 OnProgress: TypeAlias = Callable[[int, int], None]
-"""Called with the offset that is reached, and the end."""
+"""Called with the offset reached so far, and the end."""
 
 
 def ignore_progress(reached: int, end: int) -> None:
@@ -30,7 +30,7 @@ def do_not_ask() -> None:
 class Standby:
     """A copy of a task's store, kept warm: it follows the changelog that the task's process writes.
 
-    To take over, end the following, and give the store to a `StateTask`.
+    To take over, stop calling `catch_up`, and give the store to a `StateTask`.
 
     Args:
         store: The store; nobody else writes to it.
@@ -54,7 +54,7 @@ class Standby:
         self._timeout_s = timeout_s
 
     def catch_up(self, on_progress: OnProgress = ignore_progress) -> int:
-        """Apply what is committed in the changelog since the last call. Call it again and again.
+        """Apply what is committed in the changelog since the last call. Call it repeatedly.
 
         An interrupted call leaves the store at the last part that it has committed; the next one continues there.
 
@@ -68,7 +68,7 @@ class Standby:
             ChangelogDiffers: The changelog is another topic than before, was truncated, or its beginning was deleted.
             StoreTooOld: Deletions may be gone that the store has not seen.
             ConfigurationError: The topic, or a right on it, is missing, or it deletes records.
-            Unavailable: The brokers did not answer, or the time was too short.
+            Unavailable: The brokers did not answer, or the end was not reached in time.
         """
         return roll_forward(self.store, self._changelog, self._timeout_s, wait_for_end=False, on_progress=on_progress)
 
@@ -106,7 +106,7 @@ def roll_forward(
     log = changelog.describe(deadline, at_least, check)
     require_complete(log)
     start = first_to_read(store.committed, log, began_ms)
-    # Deletions may vanish from the log while it is read: the store stays as old as it was until the end is reached.
+    # Tombstones may vanish from the log while it is read: the store counts as old as before until the end is reached.
     as_of_ms = store.committed.at_ms or began_ms
     applied = 0
     for changes, reached in changelog.read(start, log.end, deadline, check):

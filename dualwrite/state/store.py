@@ -36,7 +36,7 @@ class KeyValueStore:
     One process has a store open at a time, and one thread uses it at a time.
 
     Args:
-        path: Its directory; made if it is not there. Nothing else may be in it.
+        path: Its directory; created if missing. Nothing else may be in it.
         max_memory_bytes: Uncommitted writes above this size move from memory to disk; 0 moves each of them.
 
     Raises:
@@ -203,7 +203,7 @@ class KeyValueStore:
         """Record which changelog the store follows. Durable on return.
 
         Args:
-            changelog: A text that names it for ever, such as its topic's id with the partition.
+            changelog: A text that identifies it permanently, such as its topic's id with the partition.
 
         Raises:
             ChangelogDiffers: The store follows another one.
@@ -236,7 +236,7 @@ class KeyValueStore:
 
         Raises:
             IllegalStateError: The offset lies before that of the last commit; or the store is closed, or a commit has failed.
-            Exception: RocksDB could not write. Whether it has committed shows after `recover`, or once the store is open again.
+            Exception: RocksDB could not write. `recover`, or opening the store again, shows whether it has committed.
         """
         rocks = self._usable()
         before = self._committed.offset
@@ -265,7 +265,7 @@ class KeyValueStore:
 
     @contextmanager
     def _failing(self) -> Generator[None, None, None]:
-        """After an error in the block nobody knows what is on disk, until it is read again."""
+        """After an error in the block, what is on disk is unknown until it is read again."""
         try:
             yield
         except BaseException as failed:

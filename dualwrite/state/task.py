@@ -25,7 +25,7 @@ class Blocks(Protocol[Tx_co]):
     """Makes the block around one transaction: a `DualWriter`, or `ProducerBlocks`."""
 
     def transaction(self) -> AbstractContextManager[Tx_co]:
-        """Return a block whose end commits, and in which an exception aborts."""
+        """Return a context manager: leaving it commits, an exception in it aborts."""
 
 
 class ProducerBlocks:
@@ -51,7 +51,7 @@ class ProducerBlocks:
             self._producer.commit_transaction()
         except BaseException:
             if self._producer.state in _OPEN:
-                with suppress(DualWriteError):  # the first error is the one to raise; the producer then is doubtful
+                with suppress(DualWriteError):  # the first error is the one to raise; the producer is then in doubt
                     self._producer.abort_transaction()
             raise
 
@@ -98,9 +98,9 @@ class StateTask(Generic[Tx]):
         return self._logged.behind
 
     def restore(self, on_progress: OnProgress = ignore_progress) -> int:
-        """Bring the store to the changelog's end, as a block does when it must: call it first to see the progress.
+        """Bring the store to the changelog's end, as a block does if needed. Call it first to see the progress.
 
-        Waits until no transaction is open in the partition. An interrupted one continues where it stopped.
+        Waits until no transaction is open in the partition. After an interruption, the next call continues where it stopped.
 
         Args:
             on_progress: Called with the offset reached and the end, after each part.

@@ -1,6 +1,6 @@
-"""Stores with timestamps and with windows, over a key-value store: they only make keys and values.
+"""Stores with timestamps and with windows: encodings of keys and values over a key-value store.
 
-All that concerns transactions, scans and recovery is the key-value store's, which a task takes.
+Transactions, scans and recovery are left to the key-value store, which is what a task takes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class TimestampedKeyValueStore:
 class WindowStore:
     """A store of one value for each key and window; a window is known by its start.
 
-    Windows that have become older than the retention are not read any more, and :meth:`expire` deletes them. What is old is
-    measured by the newest window that was written or expired through this object, not by a clock.
+    Windows older than the retention are no longer read, and :meth:`expire` deletes them. Age is measured from the newest
+    window that was written or expired through this object, not by a clock.
 
     Args:
         store: Holds the entries; nobody else writes to it. Its keys are the length of the key, the key, and the window's start.
@@ -134,7 +134,7 @@ class WindowStore:
                     yield key, start_ms, value
 
     def expire(self, now_ms: int) -> int:
-        """Delete windows that are older than the retention at that time. Uncommitted as every write. Reads the whole store.
+        """Delete windows that are older than the retention at that time. Uncommitted, like every write. Reads the whole store.
 
         The deletions go to the changelog. Call it inside a block, once in a while.
 

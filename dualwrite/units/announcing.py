@@ -50,14 +50,14 @@ def announce_batch(
         schema: The database schema of the library's tables.
         timeout_s: Limits each step, in seconds.
         producer_engine: As of `DualWriter`.
-        others: Called before and after looking at the topic. It raises while another producer is at work, and returns another
-            value once one has been.
+        others: Called before and after the topic is read. It raises while another producer is at work, and its value changes
+            once one has been.
 
     Returns:
-        Whether it was written now. False if the topic holds no message that the last unit does not cover.
+        Whether it was written now. False if the last unit already covers every message of the topic.
 
     Raises:
-        ConfigurationError: The unit topic does not continue, because retention has deleted its last unit, or the topic was
+        ConfigurationError: The unit topic cannot be continued, because retention has deleted its last unit, or the topic was
             created again; or as `UnitWriter.open`.
         Unavailable: Another producer was at work meanwhile, or a server does not answer. The unit is not written.
         DualWriteError: As `UnitWriter.unit`. The unit is not written, unless the error says so.
@@ -83,7 +83,7 @@ def announce_batch(
         if others() != before:
             raise Unavailable(f"another batch was written into {topic} while batch {batch!r} was announced")
         ranges = following(batch, last, found)
-        # Markers, and messages of aborted attempts, have offsets, too.
+        # Markers and messages of aborted attempts take up offsets, too.
         if not ranges or _is_empty(logs, ranges, deadline):
             return False
         with writer.unit(shortened(batch)) as unit:

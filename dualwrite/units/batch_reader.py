@@ -47,13 +47,13 @@ class VisibleBatch:
         self._timeout_s = timeout_s
 
     def records(self) -> Iterator[BatchRecord]:
-        """Yield its messages, each partition in its order, while they are read: no more than a consumer's queue is in memory.
+        """Yield its messages as they are read, in order within each partition: only a consumer's queue is held in memory.
 
-        May be called again, not while another call is still yielding.
+        May be called again, but not while another call is still yielding.
 
         Raises:
             ConfigurationError: Retention has deleted some of them, or a right is missing.
-            Unavailable: The brokers send nothing for long.
+            Unavailable: The brokers send nothing for too long.
         """
         wanted = {one.name: one.offsets for one in self.ranges}
         for (topic, partition), offset, record in self._logs.read(wanted, timeout_s=self._timeout_s):
@@ -91,7 +91,7 @@ class BatchReader:
 
     Args:
         unit_topic: The sink's ``unit_topic``.
-        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Of it only what reaches the brokers is used.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Only its connection settings are used.
         position: That of the last batch that was processed; None to begin with the first one that the unit topic holds.
         timeout_s: How long brokers may send nothing of a batch, in seconds.
 
@@ -112,7 +112,7 @@ class BatchReader:
         self._units.follow(self._name, position)
 
     def next_batch(self, timeout_s: float = 1.0) -> VisibleBatch | None:
-        """The next complete batch; None if there is none after the time.
+        """The next complete batch; None if there is none in time.
 
         Args:
             timeout_s: The longest wait, in seconds.

@@ -16,9 +16,9 @@ Contents_co = TypeVar("Contents_co", covariant=True)
 
 
 class UnitImage(Protocol[Contents_co]):
-    """The state of an application that a reader applies records to, with a change that nobody sees until it is published.
+    """An application's state, to which a reader applies records: a change stays invisible until it is published.
 
-    `KeyedImage` is one. Methods are called by one thread at a time, and must not raise: a reader cannot pass over a record.
+    `KeyedImage` is one. Methods are called by one thread at a time, and must not raise: a reader cannot skip a record.
     """
 
     def apply(self, record: UnitRecord) -> None:
@@ -50,7 +50,7 @@ class Snapshot(Generic[Contents]):
 class Follower(Generic[Contents]):
     """Applies the records of one partition to an image, so that it never shows a part of a unit. Does no I/O.
 
-    The memory that it needs is the image's. Threads may take snapshots while one thread reads.
+    It needs no memory besides the image's. Threads may take snapshots while one thread reads.
 
     Args:
         image: What to apply the records to.
@@ -65,13 +65,13 @@ class Follower(Generic[Contents]):
         self._lock = threading.Lock()
 
     def read(self, offset: int, record: UnitRecord) -> Effect:
-        """Take the next record of the partition, in order of offsets, without gaps but those of Kafka's own markers.
+        """Take the next record of the partition, in order of offsets: only Kafka's own markers may be left out.
 
         Returns:
             What was done with it. After ``SHOW`` and ``PUBLISH`` the image shows more than before.
 
         Raises:
-            ConfigurationError: The record cannot stand here: something else than one `UnitWriter` writes to the partition.
+            ConfigurationError: The record cannot stand here: something other than one `UnitWriter` writes to the partition.
                 Nothing was changed.
         """
         event, state = event_of(record.headers), self._machine.state
@@ -98,6 +98,6 @@ class Follower(Generic[Contents]):
         return self._machine.state
 
     def snapshot(self) -> Snapshot[Contents]:
-        """All that is published now, and where to read on. Inside a unit that is its beginning."""
+        """All that is published now, and where to read on: inside a unit, at its beginning."""
         with self._lock:
             return Snapshot(self._position, self._image.contents())

@@ -42,7 +42,7 @@ class KeyedImage:
             return dict(self._shown)
 
     def apply(self, record: UnitRecord) -> None:
-        """Take a record into the unpublished change. A record without a key is passed over."""
+        """Take a record into the unpublished change. A record without a key is skipped."""
         if record.key is not None:
             self._change[record.key] = record.value
 

@@ -39,7 +39,7 @@ _SETTINGS: Final = {
     "isolation.level": "read_committed",
     "enable.auto.commit": False,
     "enable.partition.eof": True,
-    # An offset that retention has deleted must not be passed over.
+    # An offset that retention has deleted must not be skipped silently.
     "auto.offset.reset": "error",
     "queued.max.messages.kbytes": _QUEUED_KB,
 }
@@ -93,13 +93,13 @@ class PartitionLogs:
         return sorted(found.partitions)
 
     def offsets(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, Offsets]:
-        """Where partitions begin, and where they end for readers now, with the records of no transaction that is open.
+        """Where partitions begin, and where they end for ``read_committed`` consumers now: before the first open transaction.
 
         Raises:
             Unavailable: No answer in time.
         """
         wanted = list(partitions)
-        # The begins first: retention may delete in between, and no begin may lie behind its end.
+        # Beginnings first: retention may delete in between, and a beginning must not lie beyond its end.
         begins = self._asked(wanted, OffsetSpec.earliest(), IsolationLevel.READ_COMMITTED, deadline)
         ends = self._asked(wanted, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, deadline)
         return {name: Offsets(begins[name], ends[name]) for name in wanted}
@@ -146,11 +146,11 @@ class PartitionLogs:
         Keeps no more in memory than a consumer's queue. One call at a time.
 
         Args:
-            ranges: From where to where, by partition.
+            ranges: The first offset and the end, by partition.
             timeout_s: How long the brokers may send nothing, in seconds.
 
         Raises:
-            ConfigurationError: Retention has deleted a begin, or a right is missing.
+            ConfigurationError: Retention has deleted the beginning of a range, or a right is missing.
             Unavailable: Nothing came in time.
         """
         missing = {name: wanted.end for name, wanted in ranges.items() if wanted.begin < wanted.end}
@@ -211,17 +211,17 @@ class PartitionLogs:
         return None
 
     def follow(self, name: Partition, begin: int | None) -> None:
-        """Begin to read a partition without an end, for :meth:`poll`: from an offset, or from its beginning."""
+        """Start to read a partition by :meth:`poll`, from an offset or from its beginning."""
         self._consumer.assign([TopicPartition(*name, OFFSET_BEGINNING if begin is None else begin)])
 
     def poll(self, timeout_s: float) -> list[Message]:
-        """The next messages and ends of partitions; empty if none came in time."""
+        """The next messages and end-of-partition events; empty if none came in time."""
         first = self._consumer.poll(timeout_s)  # consume() would wait for as many as it may return
         return [] if first is None else [first, *self._consumer.consume(_AT_ONCE, 0)]
 
 
 def place_of(message: Message) -> tuple[Partition, int]:
-    """The partition and offset of a message, or of an end.
+    """The partition and offset of a message, or of an end-of-partition event.
 
     Raises:
         ConfigurationError: It is an error: retention has deleted what is read, or a right is missing.
@@ -242,7 +242,7 @@ def place_of(message: Message) -> tuple[Partition, int]:
 
 
 def is_end(message: Message) -> bool:
-    """Whether it is no record, but says how far reading has come."""
+    """Whether it is an end-of-partition event, not a record."""
     return message.error() is not None
 
 

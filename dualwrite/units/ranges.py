@@ -12,7 +12,7 @@ Partition: TypeAlias = tuple[str, int]
 
 
 class Offsets(NamedTuple):
-    """Where a partition, or a part of it, begins and ends: the end is the offset behind the last one."""
+    """Where a partition, or a part of it, begins and ends: the end is the offset after the last one."""
 
     begin: int
     end: int
@@ -26,7 +26,7 @@ class BatchRange(NamedTuple):
         topic: The topic of the messages.
         partition: Its partition.
         begin: The offset where the batch before ended.
-        end: The offset behind the last message of the batch.
+        end: The offset after the last message of the batch.
     """
 
     batch: str
@@ -41,7 +41,7 @@ class BatchRange(NamedTuple):
 
     @classmethod
     def decoded(cls, value: bytes | None) -> BatchRange:
-        """The range of :meth:`encoded`; unknown fields are passed over.
+        """The range of :meth:`encoded`; unknown fields are ignored.
 
         Raises:
             ConfigurationError: The value is no such range.

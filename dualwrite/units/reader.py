@@ -30,7 +30,7 @@ class UnitReader(Generic[Contents]):
     Args:
         topic: The topic.
         partition: The number of the partition.
-        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Of it only what reaches the brokers is used.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Only its connection settings are used.
         image: What it applies records to: a `KeyedImage`, or one of yours.
         position: That of the snapshot that the image begins with; None to read the log from its beginning.
 

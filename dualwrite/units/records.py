@@ -1,6 +1,6 @@
 """The records of units: KIP-868's markers as Kafka's own metadata log encodes them, and the header that tells them from data.
 
-Every record of a unit has the header ``dualwrite.unit``: ``begin``, ``end`` or ``abort`` of a marker, ``part`` of any other. A
+Every record of a unit has the header ``dualwrite.unit``: ``begin``, ``end`` or ``abort`` on a marker, ``part`` on any other. A
 marker has no key: a broker refuses it in a compacted topic, where compaction would tear units.
 """
 
@@ -99,7 +99,7 @@ def encoded(marker: Marker) -> bytes:
 
 
 def decoded(value: bytes) -> Marker:
-    """The marker of :func:`encoded`. Fields of later versions of Kafka, which are tagged, are passed over.
+    """The marker of :func:`encoded`. Tagged fields, which later versions of Kafka may add, are ignored.
 
     Raises:
         ConfigurationError: The bytes are no marker, or one of an unknown version.
@@ -160,7 +160,7 @@ def event_of(headers: Iterable[tuple[str, bytes | None]]) -> UnitEvent:
 
 
 def shortened(text: str) -> str:
-    """The text, cut to what a name or a reason may hold, between characters."""
+    """The text, truncated between characters to what a name or a reason may hold."""
     return text.encode()[:LONGEST_TEXT].decode(errors="ignore")
 
 

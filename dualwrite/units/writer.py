@@ -120,7 +120,7 @@ class UnitWriter:
     """The one writer of a partition. Its units are sequences of records, of any length, that readers see at one moment.
 
     A unit is written in parts, each a dual write of its own; markers around them (KIP-868) say when it is whole. Opening a
-    second writer of the same partition, in any process, fences the first: a paused one cannot add to the log when it goes on.
+    second writer of the same partition, in any process, fences the first: a paused one cannot add to the log when it resumes.
     Opening also aborts the unit that a former writer has left unfinished.
 
     The topic must not be compacted, which would tear units, and nothing else may write to the partition. Used by one thread.
@@ -131,8 +131,8 @@ class UnitWriter:
         kafka: librdkafka configuration; ``bootstrap.servers`` at least.
         database: A SQLAlchemy engine or a database URL, as for `DualWriter`.
         schema: The database schema of the library's tables, if it is not the default one.
-        part_records: How many records a part has at most. It needs memory for them. A part of 16 MiB is full, too.
-        timeout_s: Limits opening, and each ending of a part, in seconds.
+        part_records: The most records in a part, which are held in memory. A part is also full at 16 MiB.
+        timeout_s: Limits opening, and the end of each part, in seconds.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
 
     Raises:
@@ -185,7 +185,7 @@ class UnitWriter:
         Call it once; ``with writer:`` does so. On return no former writer can add to the log.
 
         Raises:
-            ConfigurationError: The topic is missing or compacted, the log holds what no writer of units has written; or as
+            ConfigurationError: The topic is missing or compacted, the log holds what no `UnitWriter` has written; or as
                 `DualWriter.open`.
             DualWriteError: As `DualWriter.open`; or a server does not answer, or a transaction stays open in the partition.
         """
@@ -214,7 +214,7 @@ class UnitWriter:
         Args:
             name: A description for people, at most 255 bytes.
             at_end: Called with the `Transaction` of the unit's last part, to write rows: they commit if and only if the unit
-                ends. Nothing else of it may be used.
+                ends. Use nothing else of it.
 
         Raises:
             TransactionAborted: The unit is aborted, or will be by the next writer. No row of ``at_end`` is written.
@@ -248,7 +248,7 @@ class UnitWriter:
             parts.is_open = self._in_unit = False
 
     def _append(self, records: Sequence[UnitRecord], event: UnitWriterEvent, work: Work | None = None) -> None:
-        """Write records in one dual write. Moves the machine: by the event, or to BROKEN if they may be in the log or not."""
+        """Write records in one dual write. Moves the machine by the event; to BROKEN if they may or may not be in the log."""
         self._machine.check(event)
         begun: Transaction | None = None
         try:
@@ -272,7 +272,7 @@ class UnitWriter:
         self._machine.apply(event)
 
     def _abandon(self, error: BaseException) -> None:
-        """Abort the unit in the log if it stands there and the log is known; else the next writer does."""
+        """Abort the unit if it has begun in the log and the end of the log is known; otherwise the next writer does."""
         if self._machine.state is not _W.WITHIN:
             return
         try:

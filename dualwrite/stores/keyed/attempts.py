@@ -1,4 +1,4 @@
-"""Repeats what was computed from values that have changed since."""
+"""Retries what was computed from values that have changed since."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def until_unchanged(attempt: Callable[[], Result], deadline: Deadline | None = N
     """Run the attempt until it ends without a conflict.
 
     Args:
-        attempt: Reads, computes and writes. Nothing that it did before a conflict may matter.
+        attempt: Reads, computes and writes. After a conflict it runs again from the start, so it must have no other effect.
         deadline: No attempt begins later than this; half a minute if not given.
 
     Raises:

@@ -18,7 +18,7 @@ from dualwrite.stores.rows import digest, parse_state_row
 
 @dataclass(frozen=True)
 class Stored:
-    """A row with what SQL databases know by themselves.
+    """A row, and what SQL databases keep track of by themselves.
 
     Attributes:
         row: The row.

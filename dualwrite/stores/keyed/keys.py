@@ -81,7 +81,7 @@ class Keys(Protocol):
         Args:
             handle: The handle of a dual write.
             changes: The library's own changes.
-            answer_s: How long to wait for the answer, in seconds; None waits for ever.
+            answer_s: How long to wait for the answer, in seconds; None waits forever.
 
         Returns:
             False if a key of ``changes`` was not as expected: nothing was written.

@@ -1,4 +1,4 @@
-"""``KeyedStore``: the state store over five primitives. Nothing waits for a lock: every write names what it was made from.
+"""``KeyedStore``: the state store over five primitives. No call waits for a lock: each write names the values it comes from.
 
 A claim writes the row, so the commit of a former owner, which names the row as it was, is refused. For the same reason a
 commit whose answer is lost can be settled: :meth:`KeyedStore.read_locked` writes the row again, and whatever is still on its

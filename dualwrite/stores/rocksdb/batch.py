@@ -81,12 +81,12 @@ class RocksBatch:
         return default if found is None or found is _DELETED else found
 
     def get_for_update(self, key: Plain, default: object = None, column_family: str | None = None) -> object:
-        """As :meth:`get`; and the block commits only if the database still has that value for the key then.
+        """Like :meth:`get`; in addition, the block commits only if the key still has that value then.
 
         Otherwise it ends with a retryable `TransactionAborted`, and :meth:`dualwrite.DualWriter.run` runs it again.
 
         Raises:
-            TypeError: Also if the value is no bytes, ``str``, ``int``, ``float`` or ``bool``, so that it could not be compared.
+            TypeError: As :meth:`put`; or the stored value is of another type, and cannot be compared.
         """
         place = self._place(key, column_family)
         if place not in self._expected:

@@ -1,4 +1,4 @@
-"""One RocksDB of this process as the library uses it: synced writes of one after the other, and what a failed one leaves."""
+"""One RocksDB of this process: synced writes, one at a time, and what a failed one leaves behind."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Locks:
 
 
 _locks: Final[WeakValueDictionary[str, _Locks]] = WeakValueDictionary()
-"""By the path of the database: two objects over one database must not decide beside each other."""
+"""By the path of the database: two objects over one database must not decide at the same time."""
 _making_locks: Final = threading.Lock()
 
 
@@ -77,7 +77,7 @@ class Client:
 
     Args:
         given: Its directory, or an ``Rdict`` that the caller has opened, and closes.
-        create: Whether to make a directory that is not there.
+        create: Whether to create a missing directory.
 
     Attributes:
         path: Its directory.
@@ -134,8 +134,8 @@ class Client:
                 ) from refused
             raise ConfigurationError(
                 f"the RocksDB {self.path} cannot be opened: {refused}",
-                next_step="mend the cause; of a damaged log, opening it once with DBRecoveryMode.point_in_time() keeps what is "
-                "before the damage, and the next writer reports what Kafka has and the database has lost",
+                next_step="fix the cause; if the log is damaged, opening once with DBRecoveryMode.point_in_time() keeps what "
+                "is before the damage, and the next writer reports what Kafka has and the database has lost",
             ) from refused
         return opened
 
@@ -240,7 +240,7 @@ class Client:
         Call it with ``locks.writing`` held, and take what the batch needs from this client under the same lock.
 
         Raises:
-            WriteFailedError: Whether it was written shows once the database is open again; until then no read answers.
+            WriteFailedError: Whether it was written shows once the database is open again; until then reads are refused.
             Unavailable, IllegalStateError: The database was not usable before: nothing was written.
         """
         db = self.db

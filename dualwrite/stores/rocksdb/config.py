@@ -22,7 +22,7 @@ _RAW: Final = {"rocksdict": False, "leveldb.BytewiseComparator": True}
 
 
 def restore_config(path: Path) -> None:
-    """Write the file again if it contradicts the database, before it is opened.
+    """Rewrite the file if it contradicts the database, before that is opened.
 
     Args:
         path: The database's directory; nobody has it open.
@@ -34,7 +34,7 @@ def restore_config(path: Path) -> None:
     partial = path / f"{_NAME}.partial"
     partial.write_text(json.dumps({"prefix_extractors": {}, **found, "raw_mode": raw}), encoding="utf-8")
     partial.replace(path / _NAME)
-    logger.info("wrote %s in %s again: a process has died while it was written", _NAME, path)
+    logger.info("rewrote %s in %s: a process had died while writing it", _NAME, path)
 
 
 def _raw_of(path: Path) -> bool | None:

@@ -32,9 +32,9 @@ class RocksDatabase(KeyedDatabase):
 
     Args:
         rocksdb: A directory, or an open ``rocksdict.Rdict`` with options and column families of your own. A directory is opened
-            at once, with the options that it was last opened with, and made if it is not there. After a failed write (a full
+            at once, with the options that it was last opened with, and created if missing. After a failed write (a full
             disk) it is opened again; an ``Rdict`` of yours is not, see :attr:`rdict`.
-        create: Whether to make a directory that is not there.
+        create: Whether to create a missing directory.
 
     Raises:
         ConfigurationError: rocksdict is not installed (``dualwrite[rocksdb]``), or the directory cannot be opened.
@@ -99,7 +99,7 @@ class RocksDatabase(KeyedDatabase):
         return RocksForgetting(self.keys)
 
     def close(self) -> None:
-        """Close it if this object has opened it. Call it when no writer uses it any more; again, it does nothing."""
+        """Close it if this object has opened it. Call it when no writer uses it any more. Idempotent."""
         self._client.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Which of a RocksDB's settings a decision cannot live with. Pure."""
+"""The settings with which a RocksDB could lose a decision. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refusals(sections: Sections, families: Collection[str]) -> Iterator[tuple[st
     for family in families:
         options = sections.get(f"CFOptions {family}", {})
         if options.get("compaction_style") == "kCompactionStyleFIFO":
-            yield f"FIFO compaction deletes the oldest rows of {family}", "make that column family without it"
+            yield f"FIFO compaction deletes the oldest rows of {family}", "create that column family without it"
         if any(_is_set(options.get(name)) for name in ("compaction_filter", "compaction_filter_factory")):
             yield (
                 f"a compaction filter, such as that of a time to live, deletes rows of {family}",

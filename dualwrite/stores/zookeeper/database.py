@@ -35,12 +35,12 @@ _SCHEME: Final = "zookeeper://"
 
 
 class ZooKeeperDatabase(KeyedDatabase):
-    """ZooKeeper as the database of dual writes: ``tx.multi`` takes operations, which one request makes with the decision.
+    """ZooKeeper as the database of dual writes: ``tx.multi`` takes operations; one request carries them out with the decision.
 
     Give it to ``DualWriter`` and to the calls for people as ``database=``. Close it after the last of them, or use it as a
-    context manager. It connects with its first use; its znodes are made then, if they are missing.
+    context manager. It connects on first use, and then creates its znodes if they are missing.
 
-    A dual write decides only while the session in which it has begun lives: one that expires on the way aborts it, and so an
+    A dual write decides only while the session in which it has begun lives: one that expires meanwhile aborts it, and so an
     owner that was paused for longer than the session's time-out decides nothing.
 
     Args:
@@ -50,7 +50,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         auth: Credentials, as kazoo's ``auth_data``: pairs of scheme and credential, such as ``("digest", "user:password")``.
         acl: The ACL of every znode made here, the user's included unless an operation names another: a list of kazoo's, such as
             ``[make_digest_acl("user", "password", all=True)]``. By default anybody may do anything, as in ZooKeeper.
-        session_timeout_s: The session's time-out that is asked for, in seconds; the servers have limits of their own. Keep it
+        session_timeout_s: The session time-out to ask for, in seconds; the servers have limits of their own. Keep it
             at or below the writer's ``margin_s``.
         answer_s: How long an answer is waited for, in seconds.
         jute_maxbuffer: The servers' limit of a request in bytes, if you have raised it.
@@ -156,8 +156,8 @@ class ZooKeeperDatabase(KeyedDatabase):
         if not self._kazoo.connected:
             self._kazoo.stop()
             raise Unavailable(
-                "no server of ZooKeeper accepts us",
-                next_step="see that a quorum runs there, and that the login is right",
+                "no server of ZooKeeper accepts the connection",
+                next_step="check that a quorum runs there, and that the credentials are right",
             )
 
     @property

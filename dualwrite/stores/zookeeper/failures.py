@@ -33,12 +33,12 @@ def mapped(error: Exception, path: str) -> DualWriteError:
             "rights on it are needed",
         )
     if isinstance(error, kazoo_errors.InvalidACLError):
-        return ConfigurationError(f"ZooKeeper does not take the ACL for {path}", next_step="see acl=")
+        return ConfigurationError(f"ZooKeeper rejects the ACL for {path}", next_step="see acl=")
     if isinstance(error, kazoo_errors.NoNodeError):
         return ConfigurationError(f"{path} is gone", next_step="restore it before anything is settled")
     if isinstance(error, kazoo_errors.BadArgumentsError):
-        return ConfigurationError(f"ZooKeeper does not take the path {path}", next_step="see root=")
-    return Unavailable(f"ZooKeeper does not answer ({named})", next_step="see that a quorum of the ensemble runs")
+        return ConfigurationError(f"ZooKeeper rejects the path {path}", next_step="see root=")
+    return Unavailable(f"ZooKeeper does not answer ({named})", next_step="check that a quorum of the ensemble runs")
 
 
 @contextmanager

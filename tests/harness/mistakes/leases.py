@@ -1,4 +1,4 @@
-"""Mistakes about leases: who takes an id, what a heartbeat shows, when an id is given back, and who settles for the dead."""
+"""Mistakes about leases: taking an id, renewing it by heartbeats, giving it back, and settling for dead members."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""An open RocksDB: who has it open, what a failed write leaves, and what closing gives up."""
+"""An open RocksDB: the lock on its directory, failed writes, and closing."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_another_opener_in_this_process_is_named(path):
     Client(path).close()
 
 
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux lists who holds a lock")
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux lists which process holds a lock")
 def test_another_process_that_has_it_open_is_named(path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

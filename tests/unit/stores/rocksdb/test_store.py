@@ -1,4 +1,4 @@
-"""The rows of the library in a RocksDB: who decides, what a doubt becomes, and what is forgotten."""
+"""The library's rows in a RocksDB: fencing, commits in doubt, and deleting old rows."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
