@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
+from dualwrite.kafka.accepted import CONNECTING, KERBEROS_TICKETS
+from dualwrite.kafka.config import KafkaConfig
 
 
 def connection_settings(kafka: Mapping[str, object]) -> dict[str, object]:

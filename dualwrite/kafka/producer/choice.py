@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import TWO_PHASE_COMMIT
+from dualwrite.kafka.accepted import TWO_PHASE_COMMIT
 from dualwrite.ports.coordinator import NativeCoordinator, TransactionCoordinator
 from dualwrite.protocol.observations import NEVER_MS
 from dualwrite.protocol.prepared_state import Engine

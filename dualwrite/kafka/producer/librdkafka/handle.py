@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dualwrite.kafka.config import KafkaConfig, Setting
+from dualwrite.kafka.accepted import Setting
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.engine import IdLogger
 from dualwrite.kafka.producer.librdkafka.bounded_call import BoundedCaller, NoAnswer
 from dualwrite.runtime.deadline import Deadline, now_s

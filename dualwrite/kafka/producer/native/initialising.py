@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import TWO_PHASE_COMMIT
+from dualwrite.kafka.accepted import TWO_PHASE_COMMIT
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.transaction_timeout import (
     choose_transaction_timeout_ms,

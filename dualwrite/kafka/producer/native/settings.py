@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, KafkaConfig, Setting
+from dualwrite.kafka.accepted import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, Setting
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.native.records import partitioners
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec

@@ -8,7 +8,8 @@ from confluent_kafka import KafkaException, Producer
 from harness.places import ROOT
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING, KafkaConfig
+from dualwrite.kafka.accepted import CONNECTING
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.librdkafka.handle import producer_settings
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.settings import (

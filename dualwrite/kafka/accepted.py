@@ -1,0 +1,233 @@
+"""Which settings a user's dictionary may hold: those that mean the same to both Kafka clients. Pure.
+
+A key for security that only one client understands would let the other connect differently, and perhaps less safely: it is
+refused. Most others concern the producer alone and are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka import tls
+from dualwrite.kafka.sockets import FAMILIES
+
+Setting = str | int | float | Callable[..., object]
+"""A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
+
+PROTOCOLS: Final = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
+PASSWORD_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+MECHANISMS: Final = (*PASSWORD_MECHANISMS, "OAUTHBEARER", "GSSAPI")
+
+_ALIASES: Final = {
+    "metadata.broker.list": "bootstrap.servers",
+    "sasl.mechanisms": "sasl.mechanism",
+    "request.required.acks": "acks",
+}
+
+_FIXED: Final[dict[str, tuple[frozenset[str], str]]] = {
+    "transactional.id": (frozenset(), "the id is given to the writer or the producer, not in this dictionary"),
+    "enable.idempotence": (frozenset({"true"}), "a transaction needs idempotence"),
+    "acks": (frozenset({"all", "-1"}), "a transaction needs the acknowledgement of all replicas in sync"),
+    "enable.gapless.guarantee": (frozenset({"false"}), "a failed message aborts its transaction anyway"),
+    "delivery.report.only.error": (frozenset(), "this library counts the deliveries"),
+    "on_delivery": (frozenset(), "give the callback to produce()"),
+    "dr_cb": (frozenset(), "give a delivery callback to produce()"),
+    "default.topic.config": (frozenset(), "put its keys into the dictionary itself"),
+    "test.mock.num.brokers": (frozenset(), "the other client would not see the mock cluster"),
+}
+"""Keys that the protocol decides: the values that change nothing, and why no other value is allowed."""
+
+_REFUSED: Final = {
+    "ssl.keystore.location": "convert it to PEM and use ssl.certificate.location and ssl.key.location",
+    "ssl.keystore.password": "convert the key store to PEM and use ssl.certificate.location and ssl.key.location",
+    "ssl.ca.certificate.stores": "use ssl.ca.location",
+    "ssl.engine.id": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
+    "ssl.engine.location": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
+    "ssl.providers": "leave it out: kafka-python cannot load OpenSSL providers",
+    "ssl.curves.list": "set the curves at the brokers: kafka-python cannot choose them",
+    "ssl.sigalgs.list": "set the signature algorithms at the brokers: kafka-python cannot choose them",
+    "sasl.jaas.config": "that is a Java client's key: use sasl.username and sasl.password",
+    "sasl.oauthbearer.method": "give a function oauth_cb that fetches the token: both clients call it",
+    "enable.sasl.oauthbearer.unsecure.jwt": "give a function oauth_cb that makes the token: both clients call it",
+}
+"""Keys that only librdkafka understands, or that users of other clients expect, and what to do instead."""
+
+_SECURITY: Final = tls.KEYS | {
+    "security.protocol",
+    "sasl.mechanism",
+    "sasl.username",
+    "sasl.password",
+    "oauth_cb",
+    "sasl.oauthbearer.config",
+    "sasl.kerberos.service.name",
+    "sasl.kerberos.principal",
+    "sasl.kerberos.keytab",
+    "sasl.kerberos.kinit.cmd",
+    "sasl.kerberos.min.time.before.relogin",
+}
+KERBEROS_TICKETS: Final = frozenset(
+    {
+        "sasl.kerberos.principal",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.kerberos.min.time.before.relogin",
+    }
+)
+"""Keys by which librdkafka fetches Kerberos tickets. kafka-python fetches none."""
+CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
+    "bootstrap.servers",
+    "broker.address.family",
+    "client.dns.lookup",
+    "client.id",
+    "connections.max.idle.ms",
+    "reconnect.backoff.max.ms",
+    "reconnect.backoff.ms",
+    "socket.connection.setup.timeout.ms",
+    "socket.keepalive.enable",
+    "socket.receive.buffer.bytes",
+    "socket.send.buffer.bytes",
+    "socket.timeout.ms",
+}
+"""The keys that :meth:`KafkaConfig.kafka_python` carries to its connections."""
+_SECURITY_FAMILY: Final = re.compile(r"(enable[._])?(ssl|sasl|security|https?|oauth|oauthbearer)[._]")
+
+# librdkafka loads the first as code, and renders the others into a shell command.
+_EXECUTABLE: Final = frozenset(
+    {
+        "plugin.library.paths",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.kerberos.principal",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.service.name",
+    }
+)
+
+TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
+"""KIP-939's setting of clients, under the name that Java's have. librdkafka does not know it."""
+MAX_INT: Final = 2**31 - 1
+"""The greatest number that librdkafka takes."""
+_NUMBERS: Final = {
+    "retry.backoff.ms": (1, 300_000),
+    "retry.backoff.max.ms": (1, 300_000),
+    "transaction.timeout.ms": (1000, MAX_INT),
+    "message.max.bytes": (1000, 1_000_000_000),
+    "socket.timeout.ms": (10, 300_000),
+    "socket.connection.setup.timeout.ms": (1000, MAX_INT),
+    "socket.send.buffer.bytes": (0, 100_000_000),
+    "socket.receive.buffer.bytes": (0, 100_000_000),
+    "connections.max.idle.ms": (0, MAX_INT),
+    "reconnect.backoff.ms": (0, 3_600_000),
+    "reconnect.backoff.max.ms": (0, 3_600_000),
+}
+"""Numbers that this library reads, with librdkafka's bounds."""
+
+
+def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]:
+    """The settings of a dictionary, under the names that this library uses.
+
+    Args:
+        kafka: librdkafka's keys and values.
+        trusted: Whether to accept keys that load or execute code.
+
+    Raises:
+        ConfigurationError: As :meth:`dualwrite.kafka.config.KafkaConfig.parse`.
+    """
+    settings: dict[str, Setting] = {}
+    for given, value in kafka.items():
+        key = _checked_key(given)
+        if not trusted and (key in _EXECUTABLE or callable(value)):
+            raise ConfigurationError(f"Kafka setting {key!r} runs code: it cannot be set from here")
+        found = _checked_value(key, value)
+        if settings.setdefault(key, found) != found:
+            raise ConfigurationError(f"Kafka setting {key!r} is given by two names with different values")
+    _check_servers(settings)
+    _check_protocol(settings)
+    _check_two_phase_commit(settings)
+    tls.check({key: str(value) for key, value in settings.items() if key in tls.KEYS})
+    return settings
+
+
+def resolved(key: str) -> str:
+    """The name that this library uses for a setting: librdkafka has two for some."""
+    return _ALIASES.get(key, key)
+
+
+def _checked_key(given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the name of a Kafka setting is not text but {type(given).__name__}")
+    key = resolved(given)
+    if key in _REFUSED:
+        raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])
+    if _SECURITY_FAMILY.match(key) and key not in _SECURITY:
+        raise ConfigurationError(
+            f"Kafka setting {given!r} concerns security and is not known to this library, so it cannot reach both clients",
+            next_step="leave it out, or check its spelling",
+        )
+    return key
+
+
+def _checked_value(key: str, value: object) -> Setting:
+    if not isinstance(value, (str, int, float)) and not callable(value):
+        raise ConfigurationError(f"Kafka setting {key!r} is not text or a number but {type(value).__name__}")
+    if isinstance(value, bool):
+        value = "true" if value else "false"
+    if key == "sasl.mechanism":
+        value = str(value).upper()
+    if key in _FIXED and str(value).lower() not in _FIXED[key][0]:
+        raise ConfigurationError(f"Kafka setting {key!r} is this library's own", next_step=_FIXED[key][1])
+    if key in _NUMBERS:
+        least, most = _NUMBERS[key]
+        if not re.fullmatch(r"[0-9]{1,10}", str(value)) or not least <= int(str(value)) <= most:
+            raise ConfigurationError(f"Kafka setting {key!r} is not a whole number from {least} to {most}")
+    return value
+
+
+def protocol_of(settings: Mapping[str, Setting]) -> str:
+    """How the brokers are reached, in lower case."""
+    return str(settings.get("security.protocol", "plaintext")).lower()
+
+
+def _check_servers(settings: Mapping[str, Setting]) -> None:
+    servers = str(settings.get("bootstrap.servers", "")).split(",")
+    if not all(re.fullmatch(r"\s*(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:[0-9]{1,5})?\s*", server) for server in servers):
+        raise ConfigurationError("Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port")
+    if settings.get("client.dns.lookup") not in {None, "use_all_dns_ips", "resolve_canonical_bootstrap_servers_only"}:
+        raise ConfigurationError("Kafka setting 'client.dns.lookup' has a value that the two clients do not both know")
+    if settings.get("broker.address.family", "any") not in FAMILIES:
+        raise ConfigurationError(f"Kafka setting 'broker.address.family' is not one of {', '.join(FAMILIES)}")
+
+
+def _check_two_phase_commit(settings: Mapping[str, Setting]) -> None:
+    value = str(settings.get(TWO_PHASE_COMMIT, "false")).lower()
+    if value not in {"true", "false"}:
+        raise ConfigurationError(f"Kafka setting {TWO_PHASE_COMMIT!r} is not true or false")
+    if value == "true" and "transaction.timeout.ms" in settings:
+        raise ConfigurationError(
+            f"Kafka setting 'transaction.timeout.ms' has no effect beside {TWO_PHASE_COMMIT!r}",  # as KIP-939 has it
+            next_step="leave one of them out: under two-phase commit a transaction has no time limit",
+        )
+
+
+def _check_protocol(settings: Mapping[str, Setting]) -> None:
+    protocol = protocol_of(settings)
+    if protocol not in PROTOCOLS:
+        raise ConfigurationError(f"Kafka setting 'security.protocol' is not one of {', '.join(PROTOCOLS)}")
+    for family in ("ssl", "sasl"):
+        idle = [key for key in settings if key.startswith(f"{family}.") and family not in protocol]
+        if idle:
+            raise ConfigurationError(
+                f"Kafka setting {idle[0]!r} would have no effect: security.protocol is {protocol}",
+                next_step="set security.protocol, or leave the key out",
+            )
+    if "sasl" not in protocol:
+        return
+    mechanism = settings.get("sasl.mechanism")
+    if mechanism not in MECHANISMS:
+        raise ConfigurationError(f"Kafka setting 'sasl.mechanism' is missing, or not one of {', '.join(MECHANISMS)}")
+    needed: dict[object, tuple[str, ...]] = {"OAUTHBEARER": ("oauth_cb",), "GSSAPI": ()}
+    for key in needed.get(mechanism, ("sasl.username", "sasl.password")):
+        if settings.get(key) in {None, ""}:
+            raise ConfigurationError(f"Kafka setting {key!r} is missing: {mechanism} needs it")
