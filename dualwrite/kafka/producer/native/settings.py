@@ -6,11 +6,10 @@ is silently without effect.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.accepted import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, Setting
@@ -18,11 +17,11 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.native.records import partitioners
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
+from dualwrite.kafka.producer.native.setting_values import Decimal, Function, Value, Whole, Words
 from dualwrite.kafka.producer.native.wire.core import Limits
 from dualwrite.kafka.producer.native.wire.partition import MAX_IN_FLIGHT
 
 StatisticsCallback: TypeAlias = Callable[[str], object]
-Value: TypeAlias = Any  # of the type that the table's row reads
 
 _MAX_INT: Final = 2**31 - 1
 _NO_LIMIT: Final = 2**63 - 1
@@ -69,67 +68,6 @@ class NativeSettings:
     def make_builder(self) -> RecordsBuilder:
         """An empty batch."""
         return RecordsBuilder(self.codec, limit_bytes=self.batch_bytes, limit_records=self.batch_messages)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Whole numbers."""
-
-    least: int
-    most: int
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
-
-    def read(self, given: Setting) -> Value:
-        """The value; None if it is not one of these."""
-        text = str(given)
-        return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and self.least <= int(text) <= self.most else None
-
-
-@dataclass(frozen=True)
-class Decimal:
-    """Numbers that may have decimal places."""
-
-    least: int
-    most: int
-
-    def __str__(self) -> str:
-        return f"a number from {self.least} to {self.most}"
-
-    def read(self, given: Setting) -> Value:
-        """The value; None if it is not one of these."""
-        text = str(given)
-        fits = re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text) and self.least <= float(text) <= self.most
-        return float(text) if fits else None
-
-
-@dataclass(frozen=True)
-class Words:
-    """Some words, in lower or upper case; with ``exact``, only as they stand here."""
-
-    words: tuple[str, ...]
-    exact: bool = False
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.words)}" if len(self.words) > 1 else self.words[0]
-
-    def read(self, given: Setting) -> Value:
-        """The value; None if it is not one of these."""
-        word = str(given) if self.exact else str(given).lower()
-        return word if word in self.words else None
-
-
-@dataclass(frozen=True)
-class Function:
-    """Something to call."""
-
-    def __str__(self) -> str:
-        return "a function"
-
-    def read(self, given: Setting) -> Value:
-        """The value; None if it is not one of these."""
-        return given if callable(given) else None
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,8 @@ from dualwrite.kafka.accepted import CONNECTING
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.librdkafka.handle import producer_settings
 from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.kafka.producer.native.settings import (
-    REFUSED,
-    SETTINGS,
-    Decimal,
-    Function,
-    NativeSettings,
-    Whole,
-    Words,
-    native_settings,
-)
+from dualwrite.kafka.producer.native.setting_values import Decimal, Function, Whole, Words
+from dualwrite.kafka.producer.native.settings import REFUSED, SETTINGS, NativeSettings, native_settings
 from dualwrite.kafka.producer.native.wire.core import Limits
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
 
