@@ -239,8 +239,14 @@ def _units(happened: Mapping[str, int]) -> str:
 def _mended(seeds: Sequence[int]) -> list[str]:
     if not seeds:
         return []
-    named = ", ".join(f"{seed:,}" for seed in seeds)
-    return [f"On the way, a finding ended the run (seed {named}). It is mended, and the seed has run again without it."]
+    named = " and ".join(f"{seed:,}" for seed in seeds)
+    if len(seeds) == 1:
+        return [
+            f"On the way, a finding ended the run (seed {named}). It is mended, and the seed has run again without it."
+        ]
+    return [
+        f"On the way, findings ended runs (seeds {named}). They are mended, and the seeds have run again without them."
+    ]
 
 
 def _run(run: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 from dualwrite.apps import async_consumer
 from dualwrite.apps.consumer import offsets, working
 from dualwrite.apps.consumer.deserializing import Deserializing
-from dualwrite.apps.consumer.offsets import KafkaOffsets, RowOffsets
+from dualwrite.apps.consumer.offsets import KafkaOffsets, PartitionLost, RowOffsets
 from dualwrite.apps.consumer.partitions import Partitions, Unit
 from dualwrite.apps.consumer.peers import Peers
 from dualwrite.stores.consumed import ClaimedOffset, ConsumedOffsets
@@ -66,6 +66,8 @@ def offsets_sent_without_a_membership(patch: pytest.MonkeyPatch) -> None:
 
 
 def _move_as_nobody(self, tx, unit, to):
+    if self._metadata is None:
+        raise PartitionLost
     group = self._metadata[len(b"CGMDv2:") + 4 :].split(b"\0")[0]
     nobody = b"CGMDv2:" + struct.pack("=i", -1) + group + b"\0\0\1"
     tx.send_offsets_to_transaction([TopicPartition(*name, offset) for name, offset in to.items()], nobody)
@@ -74,7 +76,7 @@ def _move_as_nobody(self, tx, unit, to):
 @mistake(
     Check(
         "unit/apps/test_consumer_offsets.py::test_offsets_in_kafka_name_the_member_and_its_generation",
-        "assert .*-1",
+        "generation: -1 != 7",
     )
 )
 def generation_not_sent(patch: pytest.MonkeyPatch) -> None:
