@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.kafka.producer.engine import ProducerEngine
-from dualwrite.kafka.producer.native import instance
+from dualwrite.kafka.producer.native import evidence, instance
+from dualwrite.kafka.producer.native.evidence import Evidence
 from dualwrite.kafka.producer.native.instance import NativeInstance
 from dualwrite.kafka.producer.native.requests import Answered, CoordinatorRequests
 from dualwrite.kafka.producer.native.sender import Sender
@@ -161,21 +162,21 @@ def state_without_a_partition(patch: pytest.MonkeyPatch) -> None:
 @mistake(_in_instance("test_the_states_offsets_are_those_of_its_own_transaction", "assert"))
 def witnesses_of_the_wrong_transaction(patch: pytest.MonkeyPatch) -> None:
     """The state names the first offsets that the producer has ever had in its partitions."""
-    real = NativeInstance._state
+    real = Evidence.state
 
-    def state(self, deadline):
-        found = real(self, deadline)
+    def state(self, *arguments):
+        found = real(self, *arguments)
         kept = self.__dict__.setdefault("_ever", {})
         firsts = tuple(kept.setdefault((one.topic, one.partition), one) for one in found.first_offsets)
         return replace(found, first_offsets=firsts)
 
-    patch.setattr(NativeInstance, "_state", state)
+    patch.setattr(Evidence, "state", state)
 
 
 @mistake(_in_instance("test_consumed_offsets_are_a_part_of_the_transaction", "assert"))
 def consumed_offsets_left_out_of_the_state(patch: pytest.MonkeyPatch) -> None:
     """The state does not name the partition of the consumed offsets."""
-    patch.setattr(NativeInstance, "_groups_offsets", lambda *_: {})
+    patch.setattr(Evidence, "_groups_offsets", lambda *_: {})
 
 
 @mistake(_in_instance("test_the_state_names_the_engine_and_every_partition_with_its_topic", "is not known"))
@@ -219,7 +220,7 @@ def old_transaction_decided_without_a_look(patch: pytest.MonkeyPatch) -> None:
 @mistake(_in_instance("test_an_old_transaction_that_a_tool_has_ended_in_one_partition_may_not", "isinstance\\(None"))
 def only_the_coordinator_asked_before_a_decision(patch: pytest.MonkeyPatch) -> None:
     """Before a decision the coordinator is asked, and not the leaders, which an operator's tool has asked, too."""
-    patch.setattr(instance, "sorted", lambda _shown: (), raising=False)  # it goes through their answers in this order
+    patch.setattr(evidence, "sorted", lambda _shown: (), raising=False)  # it goes through their answers in this order
 
 
 @mistake(_in_instance("test_an_interruption_in_any_verb_makes_the_producer_doubtful[EndTxn]", "doubtful"))

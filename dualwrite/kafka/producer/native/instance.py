@@ -15,20 +15,21 @@ Everything happens in the thread that calls. Source: KIP-890, KIP-939.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, Unavailable
+from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.coordinator.routing import internal_partition
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, Transaction, whole
-from dualwrite.kafka.producer.failure import Failure, Phase, ended_by_hand, not_open, other_producer
+from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, whole
+from dualwrite.kafka.producer.failure import Failure, Phase
 from dualwrite.kafka.producer.native.contents import Unsendable
-from dualwrite.kafka.producer.native.deliveries import Awaited, Deliveries
+from dualwrite.kafka.producer.native.deliveries import Awaited
+from dualwrite.kafka.producer.native.evidence import Evidence, OpenTransaction
 from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
 from dualwrite.kafka.producer.native.filling import Filling
 from dualwrite.kafka.producer.native.initialising import attempts, initialise, refusal_of_two_phase, tell_time_limit
@@ -39,7 +40,6 @@ from dualwrite.kafka.producer.native.settings import native_settings
 from dualwrite.kafka.producer.native.statistics import Statistics
 from dualwrite.kafka.producer.native.wire.core import Partition, ProduceCore
 from dualwrite.protocol.identity import OFFSETS_TOPIC
-from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
@@ -91,33 +91,6 @@ def connect(config: KafkaConfig, kafka_id: str, *, like: Brokers | None = None) 
 MakeWire = Callable[["KafkaConfig", str], Wire]
 
 
-class _Transaction(Transaction):
-    """The current transaction, with its messages on their way.
-
-    Attributes:
-        offsets_in: The partitions that hold its consumers' groups, as far as we may describe that topic.
-        late_offsets: Whether consumed offsets may still be on their way there.
-    """
-
-    def __init__(self, core: ProduceCore) -> None:
-        super().__init__()
-        self.core = core
-        self.deliveries = Deliveries()
-        self.offsets_in: set[Partition] = set()
-        self.late_offsets = False
-
-    @property
-    def sent_to(self) -> frozenset[Partition]:
-        """The partitions that a batch or consumed offsets were sent to."""
-        return self.core.sent_to | self.offsets_in
-
-    @property
-    def first_offsets(self) -> dict[Partition, int | None]:
-        """Its first offset in each partition, as far as answers have named it or may still come."""
-        late: dict[Partition, int | None] = dict.fromkeys(self.offsets_in) if self.late_offsets else {}
-        return late | dict(self.core.first_offsets)
-
-
 class NativeInstance(ProducerEngine):
     """Carries out the verbs on the wire and moves the machine.
 
@@ -146,7 +119,7 @@ class NativeInstance(ProducerEngine):
     ) -> None:
         super().__init__(transactional_id, machine, coordinator)
         self._config = config
-        self._incarnation = incarnation
+        self._evidence = Evidence(transactional_id, coordinator, incarnation)
         self._bulk = bulk
         self._make_wire = make_wire
         self._wire: Wire | None = None
@@ -155,7 +128,6 @@ class NativeInstance(ProducerEngine):
         self._ids: tuple[int, int] | None = None
         self._renews = True
         self._statistics = Statistics(transactional_id, 0.0, None)
-        self._may_read_groups = True
 
     @property
     def ids(self) -> tuple[int, int] | None:
@@ -196,7 +168,7 @@ class NativeInstance(ProducerEngine):
         assert self._settings is not None
         settings = self._settings
         core = ProduceCore(settings.limits, settings.make_builder)
-        self.transaction = _Transaction(core)
+        self.transaction = OpenTransaction(core)
         self.prepared = None
         if self._filling is None:
             self._filling = Filling(core, settings, self._find_topic)
@@ -216,8 +188,8 @@ class NativeInstance(ProducerEngine):
         return self._ids
 
     @property
-    def _open(self) -> _Transaction:
-        assert isinstance(self.transaction, _Transaction)
+    def _open(self) -> OpenTransaction:
+        assert isinstance(self.transaction, OpenTransaction)
         return self.transaction
 
     @whole
@@ -385,7 +357,7 @@ class NativeInstance(ProducerEngine):
             )
             self._raise(Failure(error, ProducerEvent.FAIL))
         try:
-            state = self._state(deadline)
+            state = self._evidence.state(transaction, self._own_ids, self._sender.topic_ids, deadline)
             transaction.looked_at = transaction.first_write_at or now_s()
             if state.has_transaction and (self._bulk or self.begun_for_s > OLD_S):
                 self._require_open(state, deadline)
@@ -396,47 +368,8 @@ class NativeInstance(ProducerEngine):
         self.machine.apply(ProducerEvent.PREPARE)
         return state
 
-    def _state(self, deadline: Deadline) -> PreparedTxnState:
-        """The state of the transaction, with every partition that it was sent to."""
-        offsets = self._open.first_offsets
-        topic_ids = dict(self._sender.topic_ids)
-        if self._open.sent_offsets:
-            of_groups = self._groups_offsets(deadline)
-            offsets.update(of_groups)
-            if of_groups:
-                topic_ids.update(self._coordinator.topic_ids([OFFSETS_TOPIC], deadline))
-        if not offsets and not self._open.sent_offsets:
-            return PreparedTxnState()
-        return PreparedTxnState.native(*self._own_ids, self._incarnation, offsets, topic_ids)
-
-    def _groups_offsets(self, deadline: Deadline) -> Mapping[Partition, int | None]:
-        """Where consumed offsets were written. Without the right to read that topic, what is left open there goes unnoticed."""
-        if not self._may_read_groups:
-            return {}
-        view = self._coordinator.describe([self._id], deadline)[self._id]
-        written = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
-        try:
-            return self._coordinator.producer_open_offsets(*self._own_ids, written, deadline)
-        except ConfigurationError as error:
-            self._may_read_groups = False
-            self.log.warning("cannot check whether its consumed offsets have ended: %s", error)
-            return {}
-
     def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition."""
-        view = self._coordinator.describe([self._id], deadline)[self._id]
-        if view.producer_id != state.producer_id or view.epoch > state.epoch + 1:
-            shown = (view.producer_id, view.epoch)
-            raise other_producer(shown, (state.producer_id, state.epoch), transactional_id=self._id)
-        if view.status is not TransactionStatus.ONGOING or view.epoch != state.epoch:
-            raise not_open(view.status, transactional_id=self._id)
-        firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
-        found = self._coordinator.producer_open_offsets(state.producer_id, state.epoch, state.partitions, deadline)
-        for partition in sorted(found):
-            start = found[partition]
-            # It begins after its first message where a tool ended it in between.
-            if start is None or start > firsts.get(partition, start):
-                raise ended_by_hand(partition, transactional_id=self._id)
+        self._evidence.require_open(state, deadline)
 
     @whole
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
@@ -455,24 +388,16 @@ class NativeInstance(ProducerEngine):
         self._report()
         transaction.deliveries.failed(core.callbacks(), _PURGED)
         if core.sent_to or transaction.sent_offsets:
-            transaction.given_up = ended = self._given_up(Deadline(min(_ASK_S, deadline.remaining_s())))
+            transaction.given_up = ended = self._evidence.given_up(
+                transaction,
+                self._own_ids,
+                self._sender.topic_ids,
+                Deadline(min(_ASK_S, deadline.remaining_s())),
+                prepared=self.prepared,
+            )
             self._end(ended, deadline)
         self._note_ended(event)
         transaction.deliveries.raise_callback_error()
-
-    def _given_up(self, deadline: Deadline) -> Ended:
-        """The transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely."""
-        complete = not self._open.core.late and not self._open.late_offsets
-        if self.prepared is not None:
-            return Ended(self.prepared, committed=False, complete=complete)
-        try:
-            return Ended(self._state(deadline), committed=False, complete=complete)
-        except DualWriteError as error:
-            self.log.info("aborting a transaction that is only partly known: %s", error)
-            state = PreparedTxnState.native(
-                *self._own_ids, self._incarnation, self._open.first_offsets, self._sender.topic_ids
-            )
-            return Ended(state, committed=False, complete=False)
 
     def _end(self, ended: Ended, deadline: Deadline) -> None:
         assert self._wire is not None
@@ -495,7 +420,7 @@ class NativeInstance(ProducerEngine):
 
     def serve(self, timeout_s: float) -> int:
         """Send what may be sent, take answers for so long, and call delivery callbacks."""
-        if not isinstance(self.transaction, _Transaction):
+        if not isinstance(self.transaction, OpenTransaction):
             return 0
         self._sender.pump()
         told = self._report()
