@@ -23,17 +23,16 @@ from dualwrite.protocol.observations import NEVER_MS, Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.known_end import EndStep
-from dualwrite.protocol.settling.lost_decisions import contradiction
 from dualwrite.protocol.tables.lane_life import LANE_LIFE, LaneEvent, LaneState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.reported import note_told
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.recovery.unanswered import prove_committed
 from dualwrite.runtime import failpoints, waiting
 from dualwrite.runtime.deadline import Deadline, now_s
-from dualwrite.writing.lanes.losses import FoundLoss, Losses
+from dualwrite.writing.lanes.losses import Losses
+from dualwrite.writing.lanes.recorded_losses import RecordedLosses
 from dualwrite.writing.lanes.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
@@ -80,13 +79,12 @@ class Lane:
         self._claiming = claiming or Turns([None])
         self._guard = guard
         self._watcher = watcher
-        self._losses = losses or Losses()
+        self._losses = RecordedLosses(transactional_id, context, losses or Losses())
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
         self._unrecorded: StateRow | None = None
         self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED, moved=self._note_since)
         self._unsettled_since: float | None = None
-        self._forgotten: str | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
 
     @property
@@ -193,16 +191,8 @@ class Lane:
         if producer.pending_end is not pending:
             return  # after an interruption, the lane may have asked for it itself
         if step is EndStep.RECORD:
-            self._record_came_back(replace(row, prepared=pending.ended.state))
+            self._losses.record_came_back(replace(row, prepared=pending.ended.state))
         producer.note_end(step)
-
-    def _record_came_back(self, row: StateRow) -> None:
-        detail = (
-            "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
-        )
-        error = OutcomeUnverifiable(detail, transactional_id=self.transactional_id, state=str(row.prepared))
-        self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
-        self._tell(error)
 
     def adopt(self, row: StateRow) -> None:
         """Take over a row that was just claimed and settled, and whose Kafka id has not been used."""
@@ -268,21 +258,17 @@ class Lane:
             except DatabaseWentBack as error:
                 if error.state is None:
                     raise  # the claim is refused until a person has looked
-                self._tell(error)
+                self._losses.tell(error)
                 report = self._renew(deadline)
         except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
-            self._tell(loss)
+            self._losses.tell(loss)
             raise Unavailable(
                 "an earlier transaction of this lane is lost, and not all it left behind is settled yet; nothing was begun",
                 transactional_id=self.transactional_id,
                 next_step="run the work again",
             ) from loss
         for found in report.losses:
-            self._tell(found.as_error())
-
-    def _tell(self, loss: FoundLoss) -> None:
-        if self._losses.tell(loss) and loss.state is not None:
-            note_told(self._context.store, [(self.transactional_id, PreparedTxnState.from_string(loss.state))])
+            self._losses.tell(found.as_error())
 
     def settle(self, deadline: Deadline) -> None:
         """Claim and settle a lane that is not in use. Reports the losses that it finds.
@@ -296,7 +282,7 @@ class Lane:
         try:
             self._settle_former(deadline)
         except DatabaseWentBack as error:
-            self._tell(error)
+            self._losses.tell(error)
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
@@ -435,31 +421,12 @@ class Lane:
         Raises:
             ConfigurationError, Unavailable: The row could not be read.
         """
-        row = self._row
-        if row is None or not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
-            return
-        found = next(iter(self._context.store.read([self.transactional_id])), None)
-        if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
-            return  # deleted by hand, or only a claim was lost: the next owner finds that out
-        seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
-        if seen is not None:
-            recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can go on
-            error = gone_back(seen, self.transactional_id, str(row.prepared), recorded=recorded)
-            self.record_forgotten(error)
-            self._tell(error)
+        if self._row is not None:
+            self._losses.compare(self._row)
 
     def record_forgotten(self, error: DatabaseWentBack) -> None:
         """Record the decision that the database has lost. Kafka has its messages."""
-        logger.error("%s", error)
-        if error.state is None:
-            return
-        self._forgotten = error.state
-        row = replace(self.row, prepared=PreparedTxnState.from_string(error.state))
-        detail = f"{error.what}; the messages of the forgotten decision may be visible in Kafka"
-        try:
-            self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
-        except DualWriteError:
-            logger.exception("%s: the forgotten decision could not be recorded", self.transactional_id)
+        self._losses.record_forgotten(self.row, error)
 
     def discard(self) -> None:
         """Discard the producer. An open transaction stays open until it is settled."""
