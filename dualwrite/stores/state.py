@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy import Integer, String, bindparam, exc, literal, null, or_, select, update
+from sqlalchemy import exc, literal, select
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
@@ -15,11 +15,10 @@ from dualwrite.protocol.rows import Participant
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores import participants
 from dualwrite.stores.claims import Claim
-from dualwrite.stores.clock import database_now
 from dualwrite.stores.connecting import engine_of
+from dualwrite.stores.decisions import Decisions
 from dualwrite.stores.dialects import committing, savepoints
 from dualwrite.stores.dialects.closing import roll_back_before_closing
-from dualwrite.stores.dialects.compiled import CompiledOnce
 from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.records import Records
 from dualwrite.stores.rows import check_decidable, check_name, check_not_gone_back, parse_rows, read_rows
@@ -87,30 +86,7 @@ class SqlStateStore:
         self._own = ShortTransactions(self._engine, self._dialect, self._tables, lock_timeout_s)
         self._same_database = SameDatabase(self._engine, self._dialect, self._tables, self._own)
         self._records = Records(self._tables, self._dialect)
-        state = self._tables.state
-        namespace = bindparam("namespace_", type_=String())
-        is_row = (
-            state.c.transactional_id == bindparam("id_"),
-            or_(namespace.is_(None), state.c.namespace == namespace),
-        )
-        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
-        incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
-        prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
-        self._start = CompiledOnce(select(incarnation, prepared, *self._dialect.start_columns()))
-        decide = self._dialect.deciding(
-            update(state)
-            .where(*is_ours)
-            .values(
-                prepared_transaction_state=bindparam("state_"),
-                completed=null(),
-                settle_fence=null(),
-                updated_at=database_now(),
-            ),
-            idle_ms=bindparam("idle_ms_", type_=Integer()),
-            within_ms=bindparam("within_ms_", type_=Integer()),
-        )
-        self._decide = CompiledOnce(decide)
-        self._hold = select(*self._dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+        self._decisions = Decisions(self._tables, self._dialect)
 
     @property
     def engine(self) -> Engine:
@@ -170,10 +146,8 @@ class SqlStateStore:
         known: StateRow | None = None,
     ) -> int | None:
         """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
-        bound = {"id_": transactional_id, "namespace_": namespace}
         with self._mapped(transactional_id):
-            row: Sequence[Any] = self._start.execute(connection, bound).one()
-        incarnation, prepared, *values = row
+            incarnation, prepared, *values = self._decisions.start(connection, transactional_id, namespace)
         self._dialect.check_start(connection, values)
         if incarnation is not None and known is not None:
             check_not_gone_back(known, int(incarnation), prepared)
@@ -193,16 +167,17 @@ class SqlStateStore:
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        bound = {
-            "id_": transactional_id,
-            "incarnation_": incarnation,
-            "namespace_": namespace,
-            "state_": text,
-            "idle_ms_": _milliseconds(idle_s),
-            "within_ms_": _milliseconds(within_s),
-        }
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            return self._ended(connection, transactional_id, self._dialect.decided(connection, self._decide, bound))
+            row = self._decisions.decide(
+                connection,
+                transactional_id,
+                incarnation,
+                text,
+                namespace=namespace,
+                idle_s=idle_s,
+                within_s=within_s,
+            )
+            return self._ended(connection, transactional_id, row)
 
     def hold(
         self,
@@ -214,9 +189,9 @@ class SqlStateStore:
         answer_s: float | None = None,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
-        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
         with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            return self._ended(connection, transactional_id, connection.execute(self._hold, bound).one_or_none())
+            row = self._decisions.hold(connection, transactional_id, incarnation, namespace=namespace)
+            return self._ended(connection, transactional_id, row)
 
     def _ended(
         self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
@@ -403,10 +378,6 @@ class SqlStateStore:
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit
 
 
 def refuse_transaction(connection: Connection) -> None:
