@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # Tests at a time: each worker has servers of its own, and mostly waits for them.
-WORKERS ?= 6
+WORKERS ?= 7
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -42,6 +42,8 @@ COMPUTING = {"model", "search", "unit"}
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
 """Fixtures of servers that the tests of several modules share."""
 SHARED = pytest.StashKey[dict[str, Shared]]()
+BEGUN = pytest.StashKey[bool]()
+"""Whether this worker has begun its first test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--thorough"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     # A test that uses a server says so by its fixture, and needs no second mark.
     for item in items:
         for fixture, mark in MARKS.items():
@@ -103,8 +105,8 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
     Two workers begin with the tests that share Spark's session, so that no third must start one at the end; another with the
     longest ones and those that share a server: so few workers start these servers, and none begins a long test when all others
-    are done. All others begin with tests that wait for servers. What only computes comes last, and is what they steal: it fills
-    the pauses.
+    are done. The last one begins with what only computes, and fills the pauses of the others, which begin with tests that wait
+    for servers. What only computes also comes last for all of them, and is what they steal.
     """
     in_spark, longest, waiting, computing = [], [], [], []
     for item in items:
@@ -114,7 +116,7 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
             longest.append(item)
         elif item.get_closest_marker("spark") is not None:
             in_spark.append(item)
-        elif item.path.relative_to(TESTS).parts[0] in COMPUTING:
+        elif _only_computes(item):
             computing.append(item)
         else:
             waiting.append(item)
@@ -122,7 +124,7 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     begins = [
         *_dealt(in_spark, 2 if workers > 3 else 1),
         longest,
-        *_dealt(waiting, max(1, workers - (3 if workers > 3 else 2))),
+        *_dealt(waiting, max(1, workers - (4 if workers > 4 else 3))),
     ]
     found: list[pytest.Item] = []
     end = 0
@@ -133,6 +135,18 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         found += begin + computing[:taken]
         del computing[:taken]
     return found + computing
+
+
+def _only_computes(item: pytest.Item) -> bool:
+    return item.path.relative_to(TESTS).parts[0] in COMPUTING
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    is_first = BEGUN not in item.config.stash
+    item.config.stash[BEGUN] = True
+    if is_first and _only_computes(item) and hasattr(item.config, "workerinput"):
+        os.nice(5)  # takes what the others leave: their tests have time limits
 
 
 def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:

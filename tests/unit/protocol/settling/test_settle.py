@@ -38,30 +38,34 @@ VIEWS = [
         Status, IDS, [(None, ()), (1001, ()), (None, (P0, P1)), (None, (P0,))]
     )
 ]
-ALL = [
-    Knowledge(
-        prepared,
-        recorded,
-        view,
-        evidence,
-        proof,
-        ids,
-        suspects,
-        still_open=still_open,
-        ended=ended,
-        confirmed=still_open is not None,
-    )
-    for (prepared, recorded), view, evidence, proof, ids, suspects, still_open, ended in product(
-        [(None, None), (S, None), (S, Outcome.COMMITTED), (S, Outcome.LOST)],
-        [None, *VIEWS],
-        [None, False, True],
-        [None, *LogProof],
-        [None, (42, 4)],
-        [frozenset(), OWN],
-        [None, (), ((P0, 17),), ((P0, 18),)],
-        [False, True],
-    )
-]
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Knowledge]:
+    return [
+        Knowledge(
+            prepared,
+            recorded,
+            view,
+            evidence,
+            proof,
+            ids,
+            suspects,
+            still_open=still_open,
+            ended=ended,
+            confirmed=still_open is not None,
+        )
+        for (prepared, recorded), view, evidence, proof, ids, suspects, still_open, ended in product(
+            [(None, None), (S, None), (S, Outcome.COMMITTED), (S, Outcome.LOST)],
+            [None, *VIEWS],
+            [None, False, True],
+            [None, *LogProof],
+            [None, (42, 4)],
+            [frozenset(), OWN],
+            [None, (), ((P0, 17),), ((P0, 18),)],
+            [False, True],
+        )
+    ]
 
 
 def expected(k: Knowledge) -> SettleStep:
@@ -125,15 +129,17 @@ def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of th
     }[k.proof]
 
 
-def test_every_combination_has_the_step_of_the_table():
-    wrong = [(k, next_step(k), expected(k)) for k in ALL if next_step(k) is not expected(k)]
+def test_every_combination_has_the_step_of_the_table(every: list[Knowledge]):
+    wrong = [(k, next_step(k), expected(k)) for k in every if next_step(k) is not expected(k)]
     assert not wrong, wrong[:3]
-    assert len(ALL) > 200_000
-    assert {next_step(k) for k in ALL} == set(SettleStep)
+    assert len(every) > 200_000
+    assert {next_step(k) for k in every} == set(SettleStep)
 
 
-def test_a_decided_transaction_is_retired_before_its_outcome_is_recorded_only_to_end_it_where_it_was_forgotten():
-    for k in ALL:
+def test_a_decided_transaction_is_retired_before_its_outcome_is_recorded_only_to_end_it_where_it_was_forgotten(
+    every: list[Knowledge],
+):
+    for k in every:
         if k.is_pending:
             step = next_step(k)
             assert step is not SettleStep.FINISH, k
@@ -142,8 +148,8 @@ def test_a_decided_transaction_is_retired_before_its_outcome_is_recorded_only_to
                 assert k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE}, k
 
 
-def test_nothing_is_committed_without_evidence_of_the_very_transaction():
-    commits = [k for k in ALL if next_step(k) is SettleStep.COMMIT]
+def test_nothing_is_committed_without_evidence_of_the_very_transaction(every: list[Knowledge]):
+    commits = [k for k in every if next_step(k) is SettleStep.COMMIT]
     assert {k.view.epoch for k in commits} == {3, 4}
     for k in commits:
         assert k.view.status is Status.ONGOING
@@ -152,16 +158,16 @@ def test_nothing_is_committed_without_evidence_of_the_very_transaction():
             assert set(k.view.partitions) & own_among(S, k.still_open)
 
 
-def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_under():
-    ends = [k for k in ALL if next_step(k) is SettleStep.REPAIR_MARKERS]
+def test_what_was_forgotten_is_ended_only_under_an_id_that_nobody_else_writes_under(every: list[Knowledge]):
+    ends = [k for k in every if next_step(k) is SettleStep.REPAIR_MARKERS]
     assert {k.is_pending for k in ends} == {True, False}
     for k in ends:
         assert k.view.status in AT_REST
         assert (k.view.producer_id, k.view.epoch) == (42, 4)
 
 
-def test_one_epoch_ends_what_was_forgotten_in_one_way_only():
-    for k in ALL:
+def test_one_epoch_ends_what_was_forgotten_in_one_way_only(every: list[Knowledge]):
+    for k in every:
         if next_step(k) is SettleStep.REPAIR_MARKERS:
             _, committed = to_end(k)
             assert k.view.status is not CONTRARY[committed], k
@@ -196,9 +202,9 @@ def test_a_commit_beside_deleted_records_is_looked_at_before_it_counts_for_the_w
     assert next_step(proved(known, LogProof.PARTLY)) is SettleStep.RECORD_COMMITTED
 
 
-def test_what_was_open_when_the_log_was_read_and_is_not_any_more_is_proved_again():
+def test_what_was_open_when_the_log_was_read_and_is_not_any_more_is_proved_again(every: list[Knowledge]):
     """It may have been aborted in between: after a time-out of the process that was ending it there."""
-    for k in ALL:
+    for k in every:
         unproved = (
             k.is_pending and k.proof in {LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE} and k.still_open == ()
         )
@@ -225,8 +231,8 @@ def test_a_late_request_that_begins_a_forgotten_transaction_again_is_committed_w
 
 
 @pytest.mark.parametrize("proof", [LogProof.UNKNOWABLE, LogProof.OPEN])
-def test_absence_of_proof_is_never_taken_for_committed(proof):
-    for k in ALL:
+def test_absence_of_proof_is_never_taken_for_committed(every: list[Knowledge], proof: LogProof):
+    for k in every:
         if k.proof is proof and k.view is not None and k.view.status is not Status.COMPLETE_COMMIT:
             assert next_step(k) is not SettleStep.RECORD_COMMITTED, k
 

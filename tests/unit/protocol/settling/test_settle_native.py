@@ -66,22 +66,24 @@ ANSWERS = [
     (EndAnswer.FENCED, None),
     (EndAnswer.FENCED, False),
 ]
-ALL = [
-    NativeKnowledge(S, outcome, S.partitions, answer, committed, shown, proof, still_open, confirmed, fence, is_known)
-    for outcome, (answer, committed), shown, proof, (still_open, confirmed), (is_known, fence) in product(
-        [None, Outcome.COMMITTED, Outcome.LOST],
-        ANSWERS,
-        [None, *VIEWS],
-        [None, *LogProof],
-        [(None, False), *product([(), (OWN,), (OTHER,)], [False, True])],
-        [(False, None), (True, None), (True, E + 2)],
-    )
-]
 
 
 @pytest.fixture(scope="module")
 def steps() -> list[tuple[NativeKnowledge, NativeStep]]:
-    return [(known, next_step(known)) for known in ALL]
+    every = [
+        NativeKnowledge(
+            S, outcome, S.partitions, answer, committed, shown, proof, still_open, confirmed, fence, is_known
+        )
+        for outcome, (answer, committed), shown, proof, (still_open, confirmed), (is_known, fence) in product(
+            [None, Outcome.COMMITTED, Outcome.LOST],
+            ANSWERS,
+            [None, *VIEWS],
+            [None, *LogProof],
+            [(None, False), *product([(), (OWN,), (OTHER,)], [False, True])],
+            [(False, None), (True, None), (True, E + 2)],
+        )
+    ]
+    return [(known, next_step(known)) for known in every]
 
 
 def test_every_step_is_reachable(steps: list[tuple[NativeKnowledge, NativeStep]]) -> None:
