@@ -224,8 +224,10 @@ class Reading:
         if partition.busy or partition.waiting or now_s() - partition.read_at < _STALLED_S:
             return False
         [position] = self._consumer.position([TopicPartition(*partition.name)])
+        # Before its first message it has no position, but may have come to the end of the log.
+        at = partition.reached if position.offset < 0 else position.offset
         end = self._end(partition)
-        return position.offset < 0 or end is None or position.offset < end
+        return at is None or end is None or at < end
 
     def _end(self, partition: Partition) -> int | None:
         """The high watermark as of the last fetch; None if there was none."""

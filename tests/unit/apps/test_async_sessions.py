@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy
 from harness.bound import Order
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
+from harness.queue_order import watch_queue
 from harness.served import SETTINGS, TOPIC
 from sqlalchemy import event, exc, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
@@ -138,7 +139,10 @@ def test_savepoints_of_sessions_of_other_factories_join_nothing(in_app, shop, mo
     assert shop.messages == []
 
 
-def test_tasks_each_have_a_session_and_wait_fairly_for_a_lane(in_app, shop):
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_tasks_each_have_a_session_and_wait_fairly_for_a_lane(in_app, shop, monkeypatch, lanes):
+    queue = watch_queue(monkeypatch)
+
     async def work(app):
         async def one(number):
             async with app.sessions.begin() as session:
@@ -146,9 +150,9 @@ def test_tasks_each_have_a_session_and_wait_fairly_for_a_lane(in_app, shop):
 
         await asyncio.gather(*map(one, range(20)))
 
-    in_app(work, max_lanes=1)
-    assert shop.both_have(*range(10)) or sorted(map(int, shop.messages)) == list(range(20))
-    assert sorted(map(int, shop.rows)) == list(range(20))
+    in_app(work, max_lanes=lanes)
+    queue.assert_fair(20)
+    assert sorted(map(int, shop.messages)) == sorted(map(int, shop.rows)) == list(range(20))
 
 
 def test_messages_that_tasks_produce_at_once_are_sent_one_by_one_and_before_the_commit(in_app, shop):

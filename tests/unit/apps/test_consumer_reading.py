@@ -283,3 +283,26 @@ def test_an_end_does_not_hide_that_another_partition_is_stalled(member, monkeypa
         clock[0] = float(second)
         found.read([Broken(KafkaError._PARTITION_EOF, 3)])
     assert found.peers.calls == before + 1
+
+
+def test_a_partition_that_was_at_its_end_when_it_was_assigned_is_not_stalled_until_the_end_moves(member, monkeypatch):
+    found = member()
+    found.consumer.call("assign", AT)
+    clock = [0.0]
+    monkeypatch.setattr(reading, "now_s", lambda: clock[0])
+    [partition] = found.partitions.all()
+    partition.read_at = 0.0
+    found.reading._look_at = 0.0
+    found.consumer.at = OFFSET_INVALID
+    before = found.peers.calls
+    clock[0] = 1000.0
+    found.reading.poll()
+    assert found.peers.calls == before + 1, "it has shown neither a message nor its end"
+    found.read([Broken(KafkaError._PARTITION_EOF, 10)])
+    clock[0] = 2000.0
+    found.reading.poll()
+    assert found.peers.calls == before + 1, "nothing is there to be read"
+    found.consumer.end = 11
+    clock[0] = 3000.0
+    found.reading.poll()
+    assert found.peers.calls == before + 2

@@ -24,6 +24,7 @@ PLANTED = {
         "apps/consumer/offsets",
         "dualwrite.apps.consumer.reading",
     ),
+    "tasks run the protocol that threads run": ("apps/async_writer", "dualwrite.protocol.settling.settle"),
     "units: images over records": ("units/records", "dualwrite.units.image"),
     "the rules of units are pure": ("units/image", "time"),
     "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
