@@ -21,7 +21,8 @@ other test by hand.
 COLUMNS = """\
 The first column of results names the test that must fail, and fails: on real servers, unless it says "simulated". The second
 tells after how many states the [exhaustive search](proof-search.md) comes to something wrong ("-": it has no such mistake), the
-third after how many [random schedules](proof-model.md), of 5,000 at most, something is found ("-": not tried). They find
+third after how many [random schedules](proof-model.md), of 5,000 at most, something is found ("-": not tried). "Not run" is a
+mistake whose tests have not run with it yet. Schedules find
 nothing of a mistake whose place is not in what is simulated (SQL, the wire, Spark), or that takes an order of steps which
 chance rarely draws.
 """
@@ -73,7 +74,7 @@ def _row(
 ) -> str:
     caught = [result for result in seen.get("scenario", []) if result["caught"]]
     by = "<br>".join(_name(result["test"]) + ("" if _is_real(result) else " (simulated)") for result in caught)
-    by = by or "**nothing**"
+    by = by or ("**nothing**" if "scenario" in seen else "not run")
     by_search = "-" if searched is None else f"{searched['states']:,}" if searched["wrong"] else "nothing"
     by_model = "-" if modelled is None else f"{modelled['schedules']:,}" if modelled["what"] else "nothing"
     symptom = _escaped(caught[0]["symptom"]) if caught else ""

@@ -79,13 +79,16 @@ def test_there_are_mistakes_enough():
     assert len(MISTAKES) >= 25
 
 
-def test_the_page_tells_what_nothing_has_caught():
+def test_the_page_tells_what_nothing_has_caught_and_what_has_not_run():
     seen = {
         "never_retired": {
             "scenario": [
                 {"caught": True, "test": "scenarios/x.py::test[a_b]", "symptom": "open | <shut>", "seconds": 1}
             ]
-        }
+        },
+        "loss_not_recorded": {
+            "scenario": [{"caught": False, "test": "scenarios/x.py::test[c]", "symptom": "", "seconds": 1}]
+        },
     }
     searched = {"never_retired": {"states": 1021, "wrong": "open"}, "loss_not_recorded": {"states": 7, "wrong": None}}
     modelled = {"never_retired": {"schedules": 3, "what": None}, "loss_not_recorded": {"schedules": 5, "what": "lost"}}
@@ -94,4 +97,5 @@ def test_the_page_tells_what_nothing_has_caught():
     assert "Of the 2 that can be planted into the search, it catches 1. Random schedules catch 1." in page
     assert "| `a_b.txt` | 1,021 | nothing | open \\| &lt;shut> |" in page
     assert "| **nothing** | nothing | 5 |  |" in page
-    assert page.count("**nothing**") == len(MISTAKES) - 1
+    assert page.count("**nothing**") == 1
+    assert page.count("| not run |") == len(MISTAKES) - 2

@@ -1,14 +1,14 @@
 """The page of the fault matrix: ``python -m faults.page RESULTS.jsonl...`` takes in results, and writes it.
 
-The results of an engine replace its earlier ones; the other engine's stay. Without results it writes the page again from those
-that the repository keeps.
+The results of an engine replace its earlier ones; the other engine's stay. With ``--again`` they stand beside the earlier ones:
+a smaller matrix, of newer code. Without results it writes the page again from those that the repository keeps.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ ENGINES: tuple[EngineName, ...] = ("native", "librdkafka")
 def summary(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The counts of a run."""
     cells: dict[str, Counter[str]] = {}
-    revisions: Counter[str] = Counter()
+    days: Counter[str] = Counter()
     told: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     brokers: Counter[str] = Counter()
@@ -39,7 +39,7 @@ def summary(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         counts["struck"] += line["occurred"] if name == LATE else bool(line["occurred"])
         if name.startswith(THREE) and line["occurred"]:
             brokers[name.removeprefix(THREE).partition(" at ")[0]] += 1
-        revisions[line["revision"]] += 1
+        days[line["day"]] += 1
         told.update(line["told"])
         sent.update(line["sent"])
         seconds += line["seconds"]
@@ -49,7 +49,7 @@ def summary(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "brokers": dict(sorted(brokers.items())),
         "told": dict(sorted(told.items())),
         "sent": dict(sorted(sent.items())),
-        "revisions": dict(sorted(revisions.items())),
+        "days": dict(sorted(days.items())),
         "case_seconds": round(seconds),
         "cores": os.cpu_count(),
         "findings": findings,
@@ -70,9 +70,9 @@ def render(results: Mapping[EngineName, Mapping[str, Any]]) -> str:
             "aborted is not, nothing twice, no transaction left open, every call ended in time. Each "
             "[engine](engines.md) has a matrix of its own.",
             "",
-            "| Engine | Cases | Fault struck | Least in a cell | Late `EndTxn` | Three brokers | Findings |",
-            "|---|---|---|---|---|---|---|",
-            *(_totals(engine, results[engine]) for engine in ENGINES),
+            "| Engine | On (UTC) | Cases | Fault struck | Least in a cell | Late `EndTxn` | Three brokers | Findings |",
+            "|---|---|---|---|---|---|---|---|",
+            *(_totals(engine, found) for engine in ENGINES for found in _runs(results[engine])),
             "",
             "```console",
             "$ make faults ENGINE=native SEEDS=20 LOG=faults.jsonl      # 20 seeds of each cell: about an hour on two cores",
@@ -88,9 +88,14 @@ def render(results: Mapping[EngineName, Mapping[str, Any]]) -> str:
             *_late(results),
             *_brokers(results),
             *_findings(results),
-            *_limits(results),
+            *_limits(),
         ]
     )
+
+
+def _runs(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The matrix of an engine, and the smaller one of newer code, if there is one."""
+    return [found, *([found["again"]] if "again" in found else [])]
 
 
 def _totals(engine: EngineName, found: Mapping[str, Any]) -> str:
@@ -104,7 +109,7 @@ def _totals(engine: EngineName, found: Mapping[str, Any]) -> str:
         sum(found["brokers"].values()),
         len(found["findings"]),
     )
-    return f"| {engine} | " + " | ".join(f"{count:,}" for count in counts) + " |"
+    return f"| {engine} | {' and '.join(found['days'])} | " + " | ".join(f"{count:,}" for count in counts) + " |"
 
 
 def _method() -> list[str]:
@@ -204,7 +209,9 @@ def _brokers(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
 
 
 def _findings(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
-    found = [f"- {engine}: {finding}" for engine in ENGINES for finding in results[engine]["findings"]]
+    found = [
+        f"- {engine}: {finding}" for engine in ENGINES for run in _runs(results[engine]) for finding in run["findings"]
+    ]
     return [
         "## Findings",
         "",
@@ -225,16 +232,11 @@ def _findings(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _limits(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
-    revisions = [
-        f"{engine} {', '.join(f'{name} ({count:,})' for name, count in results[engine]['revisions'].items())}"
-        for engine in ENGINES
-    ]
+def _limits() -> list[str]:
     return [
         "## What this does not show",
         "",
         "Loss of what a server has acknowledged (disks, fsync). TLS and SASL on the way. Networks that corrupt.",
-        f"The revisions that the cases ran on: {'; '.join(revisions)}.",
         "",
     ]
 
@@ -243,10 +245,15 @@ TOLD = ("opened", "not opened", "acknowledged", "aborted", "pending", "fenced", 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m faults.page", description=__doc__)
+    parser.add_argument("logs", nargs="*", type=Path, metavar="RESULTS", help="the logs of all runs")
+    parser.add_argument("--again", action="store_true", help="beside the earlier results, not in their place")
+    options = parser.parse_args()
     results = json.loads(RESULTS.read_text())
-    lines = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    lines = [json.loads(line) for log in options.logs for line in log.read_text().splitlines()]
     for engine in {line["engine"] for line in lines}:
-        results[engine] = summary(line for line in lines if line["engine"] == engine)
+        found = summary(line for line in lines if line["engine"] == engine)
+        results[engine] = {**results[engine], "again": found} if options.again else found
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(render(results))
 
