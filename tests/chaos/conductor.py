@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.worker import FENCED, LOST, UNAVAILABLE
 
-from chaos.plan import Episode, Round, Step
+from chaos.plan import Episode, Round, Step, Way
 from chaos.processes import Forks, Process
 from chaos.results import Results
 from chaos.servers import Servers
@@ -38,6 +38,13 @@ TAIL = 4000
 OF_A_FLEET = {"member", "last member"}
 WITHOUT_A_RECOVERY = {"settle", *OF_A_FLEET}
 """Their start does not show how long it takes to recover the id of a former process."""
+OTHER_WAYS = {
+    "settle": "recovery from outside",
+    "task": "partitions under a ledger",
+    "member": "members of a fleet",
+    "last member": "members of a fleet",
+}
+"""By job, how results name the ways of those that are no plain writers."""
 
 
 class Conductor:
@@ -246,6 +253,7 @@ class Conductor:
             self._started[name] += 1
             label = f"{name}.{self._started[name]}"
         threads = self._round.threads[name]
+        way = self._round.ways.get(name, Way())
         job = {
             **self._job,
             "do": step.do,
@@ -258,9 +266,10 @@ class Conductor:
             "spoils": step.spoils,
             "armed_when_spoiled": step.failpoint,
             "threads": threads,
-            "units_at_once": name in self._round.grouped,
+            "units_at_once": way.writes == "group",
+            "session": way.writes == "sessions",
             "max_lanes": threads,
-            "tasks": self._round.tasks.get(name, ""),
+            "tasks": way.writes if way.runs == "tasks" else "",
         }
         if step.do in OF_A_FLEET:
             job |= {"leased": True, "lease_timeout_s": MEMBER_LEASE_S, "between_s": BETWEEN_S, "stream": label}
@@ -285,6 +294,7 @@ class Conductor:
                 self._record_opening(process, opening)
             if process.killed and armed:
                 self._results.killed[self._round.database][_point(step)] += 1
+                self._results.ways[self._way(name, step)] += 1
                 self._results.spoiled += step.spoils is not None
                 self._kills += 1
                 self._changed.notify_all()
@@ -298,6 +308,13 @@ class Conductor:
             log = (self._directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
             self._find("error", name, f"{step} ended with {process.code}: {log[-TAIL:]}")
         return False
+
+    def _way(self, name: str, step: Step) -> str:
+        """How the process writes, as results name it."""
+        if step.do in OTHER_WAYS:
+            return OTHER_WAYS[step.do]
+        way = self._round.ways.get(name, Way())
+        return f"{way.writes} in {way.runs}"
 
     def _record_opening(self, process: Process, opening: str) -> None:
         assert process.opened_at is not None

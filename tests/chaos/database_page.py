@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from chaos.results import Results
-from chaos.tables import MOMENT
-from dualwrite.runtime.failpoints import FAILPOINTS
+from chaos.tables import table
 
 NAMES: Final = {
     "rocksdb": "RocksDB",
@@ -29,37 +29,42 @@ def database_of(run: Results) -> dict[str, Any]:
     }
 
 
-def section(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def section(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """The section as lines of Markdown; empty if nothing was measured."""
     kinds = [kind for kind in NAMES if runs.get(kind)]
     if not kinds:
         return []
-    killed = {kind: runs[kind]["counts"][f"{kind} killed"] for kind in kinds}
-    counts = {kind: runs[kind]["counts"][f"{kind} counts"] for kind in kinds}
-    rows = []
-    for point in [*FAILPOINTS, MOMENT]:
-        of_point = [killed[kind].get(point, 0) for kind in kinds]
-        if any(of_point):
-            rows.append(f"| `{point}` | {' | '.join(map(str, of_point))} |")
+    killed = {kind: _added(runs[kind], f"{kind} killed") for kind in kinds}
     return [
         "## Other databases",
         "",
         "Writers of one id, one after the other, die at a fail point or at any moment; of those that settle, some die while they "
-        "settle, and the next one goes on. RocksDB, which one process has open at a time, is opened again by each. Every 25 kills "
+        "settle, and the next one goes on. Later runs also pause some, and let them go on when the next one has ended. RocksDB, "
+        "which one process has open at a time, is opened again by each. Every 25 kills "
         "a last writer ends by itself: then nothing may be left to recover, and rows, messages and the answers that the writers "
-        "got must agree.",
+        "got must agree. Of a run that went on later, the table shows its last command.",
         "",
-        "| database | run | date (UTC) | minutes | killed | operations | acknowledged | on both sides | findings |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(
-            f"| {NAMES[kind]} | `{runs[kind]['command']}` | {runs[kind]['began']} | {runs[kind]['minutes']} | "
-            f"{sum(killed[kind].values()):,} | {counts[kind]['operations']:,} | {counts[kind]['acknowledged']:,} | "
-            f"{counts[kind]['present']:,} | {len(runs[kind]['findings'])} |"
-            for kind in kinds
-        ),
+        "| database | run | date (UTC) | minutes | killed | zombies | operations | acknowledged | on both sides | findings |",
+        f"|---|---|---|{'---|' * 7}",
+        *(_row(kind, run) for kind in kinds for run in runs[kind]),
         "",
-        f"| point | {' | '.join(NAMES[kind] for kind in kinds)} |",
-        f"|---|{'---|' * len(kinds)}",
-        *rows,
+        *table([NAMES[kind] for kind in kinds], [killed[kind] for kind in kinds]),
+        f"| all | {' | '.join(f'{killed[kind].total():,}' for kind in kinds)} |",
         "",
     ]
+
+
+def _added(runs: Iterable[Mapping[str, Any]], name: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for run in runs:
+        total.update(run["counts"].get(name, {}))
+    return total
+
+
+def _row(kind: str, run: Mapping[str, Any]) -> str:
+    counts = run["counts"][f"{kind} counts"]
+    killed, zombies = (_added([run], f"{kind} {what}").total() for what in ("killed", "zombies"))
+    return (
+        f"| {NAMES[kind]} | `{run['command']}` | {run['began']} | {run['minutes']} | {killed:,} | {zombies:,} | "
+        f"{counts['operations']:,} | {counts['acknowledged']:,} | {counts['present']:,} | {len(run['findings'])} |"
+    )

@@ -1,12 +1,14 @@
 """The part of the run for one kind of database: ``make chaos DATABASE=rocksdb N=500``.
 
 Writers of one id, one after the other on a database of that kind, die at a fail point or at any moment; of those that settle,
-some die while they settle. The next one goes on. Of RocksDB, which one process has open at a time, each opens it again. Every
-25 kills a round ends: a last writer settles and ends by itself, nothing may be left to recover, and both sides must be equal.
+some die while they settle. The next one goes on. Others are paused there, and go on when the next one has come to its end. Of
+RocksDB, which one process has open at a time, each opens it again, and none is paused. Every 25 kills a round ends: a last
+writer settles and ends by itself, nothing may be left to recover, and both sides must be equal.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import signal
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.checker import Case
+from harness.worker import FENCED, UNAVAILABLE
 from harness.zookeeper_worker import ZooKeeperCase
 from harness.zookeeper_worker import database_of as zookeeper_of
 from sqlalchemy import create_engine
@@ -36,6 +39,10 @@ from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 KILLS_PER_ROUND: Final = 25
 OPERATIONS: Final = 4
+ZOMBIE: Final = "zombie"
+ALONE: Final = frozenset({"rocksdb", "sqlite"})
+"""Kinds of which no second process can go on while one is paused: it has the files, or a lock that knows no time-out."""
+PAUSED_OWNER_S: Final = 1.0
 MOST_IN_VAIN: Final = 3
 """No round goes on after so many writers per kill: they do not reach what they are to die at."""
 
@@ -126,10 +133,11 @@ class Databases:
         self._directory = directory
         self._results = results
         self._save = save
-        self._random = random.Random(f"{seed} {kind}")
         self._deck: list[str] = []
-        for name in ("killed", "missed", "counts"):
+        for name in ("killed", "missed", "zombies", "counts"):
             results.databases.setdefault(f"{kind} {name}", Counter())
+        # A run that goes on draws other things than before.
+        self._random = random.Random(f"{seed} {kind} {self._counts['rounds'] or ''}".rstrip())
 
     def run(self, kills: int, stop_after_s: float = float("inf")) -> None:
         """Kill so many. No round begins after that time."""
@@ -187,6 +195,9 @@ class Databases:
 
     def _episode(self, case: Case) -> None:
         point = self._next()
+        if point == ZOMBIE:
+            self._zombie(case, self._random.choice([one for one in WRITING if one not in ABORTING]))
+            return
         if point == MOMENT:
             self._play(case, MOMENT, "", after_s=self._random.triangular(0.005, 1.2, 0.2))
             return
@@ -198,9 +209,21 @@ class Databases:
         abort = [1] if point in ABORTING else []
         self._play(case, point, f"{point}:1" if abort else self._dying(point), abort=abort)
 
+    def _zombie(self, case: Case, point: str) -> None:
+        """One is paused, the next one writes and ends, and the paused one goes on."""
+        zombie = case.fork(
+            failpoint=f"{self._dying(point)}:stop", operations=OPERATIONS, paused_owner_timeout_s=PAUSED_OWNER_S
+        )
+        if zombie.stops():
+            case.run(operations=1, paused_owner_timeout_s=PAUSED_OWNER_S)
+            os.kill(zombie.process.pid, signal.SIGCONT)
+            self._results.databases[f"{self._kind} zombies"][point] += 1
+        zombie.end({0, FENCED, UNAVAILABLE})
+
     def _next(self) -> str:
         if not self._deck:
-            self._deck = [*WRITING, *SETTLING, *([MOMENT] * 4)]
+            zombies = 0 if self._kind in ALONE else 6
+            self._deck = [*WRITING, *SETTLING, *([MOMENT] * 4), *([ZOMBIE] * zombies)]
             self._random.shuffle(self._deck)
         return self._deck.pop()
 

@@ -1,4 +1,9 @@
-"""The verdict on the fleets of a round, besides the one on all writers."""
+"""The verdict on the fleets of a round, besides the one on all writers.
+
+Of PostgreSQL the database itself watches: it notes each lease that is taken from a member whose time is not over, and each
+decision under an id whose lease is free. Another member has then settled the dead holder of that id, and given it back:
+a process that still decides there has not been fenced.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,36 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.worker import DECISIONS
-from sqlalchemy import Engine, select
+from sqlalchemy import Column, Engine, MetaData, Table, Text, select, text
+
+from dualwrite.stores.tables import declare_tables
+
+_METADATA = MetaData()
+_SEEN = Table("seen_by_the_database", _METADATA, Column("kind", Text), Column("subject", Text), Column("detail", Text))
+_LEASE = declare_tables(None).lease.name
+_WATCHING = (
+    f"""
+    CREATE OR REPLACE FUNCTION watch_lease() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF NEW.owner <> OLD.owner AND OLD.lease_until > clock_timestamp() THEN
+            INSERT INTO {_SEEN.name} VALUES ('leased twice', OLD.transactional_id,
+                NEW.owner || ' has taken it while the lease of ' || OLD.owner || ' went on');
+        END IF;
+        RETURN NULL;
+    END $$""",
+    f"CREATE OR REPLACE TRIGGER watched AFTER UPDATE ON {_LEASE} FOR EACH ROW EXECUTE FUNCTION watch_lease()",
+    f"""
+    CREATE OR REPLACE FUNCTION watch_decision() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF NOT EXISTS (SELECT FROM {_LEASE} WHERE transactional_id = NEW.transactional_id AND owner IS NOT NULL) THEN
+            INSERT INTO {_SEEN.name} VALUES ('not fenced', NEW.transactional_id,
+                NEW.member || ' has decided ' || NEW.operation || ' after the id was given back');
+        END IF;
+        RETURN NULL;
+    END $$""",
+    # When the row is inserted, its owner may be about to be fenced; when it is committed, no more.
+    f"DROP TRIGGER IF EXISTS watched ON {DECISIONS.name}",
+    f"""CREATE CONSTRAINT TRIGGER watched AFTER INSERT ON {DECISIONS.name} DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW EXECUTE FUNCTION watch_decision()""",
+)
 
 
 class Decision(NamedTuple):
@@ -19,10 +53,20 @@ class Decision(NamedTuple):
     member: str
 
 
+def watch(engine: Engine) -> None:
+    """Let the database watch leases and decisions, if it is PostgreSQL. The tables are there."""
+    _METADATA.create_all(engine)
+    if engine.dialect.name == "postgresql":
+        with engine.begin() as connection:
+            for statement in _WATCHING:
+                connection.execute(text(statement))
+
+
 def find(engine: Engine) -> list[dict[str, str]]:
     """Find out what is wrong with the fleets of this database."""
     with engine.connect() as connection:
-        return shared(Decision(*row) for row in connection.execute(select(DECISIONS)))
+        seen = [dict(row) for row in connection.execute(select(_SEEN)).mappings()]
+        return [*seen, *shared(Decision(*row) for row in connection.execute(select(DECISIONS)))]
 
 
 def shared(decisions: Iterable[Decision]) -> list[dict[str, str]]:

@@ -59,6 +59,7 @@ def prepare(url: str) -> Engine:
         upgrade(connection)
     METADATA.create_all(engine)
     COPIES.create_all(engine)
+    chaos.fleets.watch(engine)
     store = SqlStateStore(engine)
     store.claim(["warm"], owner="warm", cluster_id="warm")
     store.find("warm")

@@ -19,6 +19,8 @@ from chaos.consumers_page import section as consumers
 from chaos.database_page import NAMES as KINDS_SHOWN
 from chaos.database_page import database_of
 from chaos.database_page import section as databases
+from chaos.later_page import killed_by, later_of
+from chaos.later_page import section as later
 from chaos.plot import shares
 from chaos.results import Results
 from chaos.state_page import section as states
@@ -82,13 +84,6 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
     }
 
 
-def fleets_of(run: Results) -> dict[str, Any]:
-    """The figures of a run whose plan has group commit and fleets."""
-    names = ("command", "began", "engine", "killed", "members", "spoiled", "zombies", "suspended", "broker_kills")
-    own = {name: getattr(run, name) for name in (*names, "database_stops", "operations", "findings")}
-    return {**own, "minutes": round(run.seconds / 60)}
-
-
 def _percentiles(values: Iterable[float]) -> list[float]:
     ordered = sorted(values)
     return [round(ordered[round(percent * (len(ordered) - 1) / 100)], 3) for percent in range(101)] if ordered else []
@@ -107,7 +102,7 @@ def render(figures: Mapping[str, Any]) -> str:
         f"had left; **{zombies:,} zombies** (SIGSTOP, resumed after another owner had taken over); "
         f"**{figures['broker_kills']:,} broker kills** (SIGKILL, restarted with its data); "
         f"**{figures['database_stops']:,} immediate stops of PostgreSQL**; {figures['rivals']:,} times several recovered one "
-        "id at once.",
+        f"id at once. [Later runs](#group-commit-tasks-and-fleets) have killed {killed_by(figures['later']):,} more.",
         "",
         *_suspensions(figures),
         f"{operations['operations']:,} operations were begun, {operations['acknowledged']:,} acknowledged, "
@@ -128,11 +123,11 @@ def render(figures: Mapping[str, Any]) -> str:
         *_by_point(figures),
         *_zombies(figures),
         *_recovery(figures["recovery"]),
-        *_fleets(figures.get("fleets", {})),
+        *later(figures["later"]),
         *consumers(figures.get("consumers", {})),
         *states(figures.get("states", {})),
         *units_page.section(),
-        *databases({kind: figures.get(kind, {}) for kind in KINDS_SHOWN}),
+        *databases({kind: figures[kind] for kind in KINDS_SHOWN}),
         *_spark(figures["spark"]),
         *_mended(),
         *_limits(),
@@ -151,33 +146,6 @@ def _suspensions(figures: Mapping[str, Any]) -> list[str]:
         "",
         f"{figures['hanging']:,} undecided transactions were left open in a partition after the recovery, since their abort was "
         "[skipped while nobody looked](limits.md#markers-that-a-broker-forgets): they were aborted as an operator does.",
-        "",
-    ]
-
-
-def _fleets(run: Mapping[str, Any]) -> list[str]:
-    if not run:
-        return []
-    killed, operations = run["killed"], run["operations"]
-    databases = sorted(killed)
-    return [
-        "## Group commit and fleets",
-        "",
-        "A later run, whose plan has these besides all the rest. Of four writers with several threads or tasks, one writes by "
-        "[group commit](group-commit.md) in threads and one in tasks: each caller has several units under way at once. Some "
-        "units fail on purpose. Others end the session of their whole group, so that the rest of it runs again. The members of a "
-        "[fleet](fleets.md) lease their ids for three seconds. They are killed while they take an id, at a heartbeat, while they "
-        "write, while they settle for another member, and while they close; or paused for longer than the lease. At the end a "
-        "member that nobody kills lives until no other id is left to settle. Besides the rest, the checker finds out whether two "
-        "members have decided under one incarnation of an id.",
-        "",
-        f"`{run['command']}`, {run['began']} (UTC), {run['minutes']} minutes, {run['engine']} engine: **{sum_of(killed):,} processes "
-        f"killed**, {run['members']:,} of them members of a fleet, {run['spoiled']:,} while units ran again; "
-        f"{sum_of(run['zombies']):,} zombies; {sum_of(run['suspended']):,} paused for a while; {run['broker_kills']:,} broker kills, "
-        f"{run['database_stops']:,} stops of PostgreSQL. {operations['operations']:,} operations were begun, "
-        f"{operations['present']:,} are on both sides; **{len(run['findings'])} findings**.",
-        "",
-        *table(databases, [killed[database] for database in databases]),
         "",
     ]
 
@@ -326,29 +294,30 @@ def picture(figures: Mapping[str, Any]) -> str:
     return shares({SERIES[key]: found["percentiles"] for key, found in figures["recovery"].items()})
 
 
-PARTS = {
-    "consumers": consumers_of,
-    "fleets": fleets_of,
-    "states": states_of,
-    **dict.fromkeys(KINDS_SHOWN, database_of),
-}
+PARTS = {"consumers": consumers_of, "states": states_of}
 """The parts that one run shows, with what makes its figures."""
+LISTS = {"later": later_of, **dict.fromkeys(KINDS_SHOWN, database_of)}
+"""The parts that show several runs. A run that is taken in replaces the one of the same command."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Take in the runs, if there are any, and write page and picture."""
     parser = argparse.ArgumentParser(prog="python -m chaos.page", description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the directories of all runs")
-    for part in PARTS:
+    for part in (*PARTS, *LISTS):
         parser.add_argument(f"--{part}", type=Path, metavar="RUN", help="shows this part of the run")
     options = parser.parse_args(arguments)
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     if options.runs:
         runs = [Results.load(run / "results.json") for run in options.runs]
-        figures = {**summary(runs), **{part: figures.get(part, {}) for part in PARTS}}
+        figures = {**summary(runs), **{part: figures[part] for part in (*PARTS, *LISTS)}}
     for part, shown_of in PARTS.items():
         if directory := getattr(options, part):
             figures[part] = shown_of(Results.load(directory / "results.json"))
+    for part, shown_of in LISTS.items():
+        if directory := getattr(options, part):
+            run = shown_of(Results.load(directory / "results.json"))
+            figures[part] = [*(one for one in figures[part] if one["command"] != run["command"]), run]
     FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(render(figures), encoding="utf-8")
     PICTURE.write_text(picture(figures), encoding="utf-8")

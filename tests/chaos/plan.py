@@ -19,16 +19,33 @@ NEEDS_DECIDED = {"settle.before_commit", "settle.committed"}
 WITHOUT_LOCK = {"write.decided", "write.completed", *SETTLING}
 """Points at which a paused process holds no lock of SQLite: at others, no process could take over, and none has to."""
 
-TASKS = {1: "blocks", 3: "sessions"}
-"""Of every four writers, one uses blocks in tasks, and one the sessions of tasks."""
+
+@dataclass(frozen=True)
+class Way:
+    """How a writer writes.
+
+    Attributes:
+        runs: In ``threads``, or in ``tasks`` of an event loop.
+        writes: In ``blocks``, in ``sessions`` that are bound, or by ``group`` commit.
+    """
+
+    runs: str = "threads"
+    writes: str = "blocks"
+
+
+WAYS = (Way(), Way("tasks", "blocks"), Way("threads", "sessions"), Way("tasks", "sessions"))
+"""Those of every four writers."""
 GROUPED = {1, 2}
 """Of every four writers with several threads or tasks, one writes by group commit in tasks, and one in threads."""
 UNITS = 6
 """So many units has each caller of group commit under way at once."""
 CLOSING = ("lease.settled", "lease.given_back")
-FLEET_EVERY = 4
-"""The fleet has an episode for so many of each writer's: its members live for seconds."""
+FLEET_EVERY = 2
+"""Each fleet has an episode for so many of each writer's: its members live for seconds."""
+FLEETS = 2
 MEMBER_OPERATIONS = 80
+PAUSED_MEMBER_MS = 6000
+"""Long enough for another member to settle, and to give the id back as free."""
 
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
@@ -87,8 +104,7 @@ class Round:
         partitions: Of the topic; every operation publishes to each.
         episodes: By id, what it goes through.
         threads: By id, how many threads or tasks write at once.
-        tasks: The ids whose writers are asynchronous: each ``blocks``, or ``sessions`` that are bound.
-        grouped: The ids whose threads or tasks write by group commit.
+        ways: By id, how it writes, if not in blocks in threads.
         broker_kills: After so many killed processes a broker is killed.
         broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
@@ -100,8 +116,7 @@ class Round:
     partitions: int
     episodes: dict[str, list[Episode]]
     threads: dict[str, int]
-    tasks: dict[str, str] = field(default_factory=dict)
-    grouped: tuple[str, ...] = ()
+    ways: dict[str, Way] = field(default_factory=dict)
     broker_kills: list[int] = field(default_factory=list)
     database_stops: list[int] = field(default_factory=list)
     broker_suspensions: list[int] = field(default_factory=list)
@@ -113,43 +128,48 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
     random_ = random.Random(f"{seed}/{number}")
     database = "sqlite" if number % SQLITE_EVERY == SQLITE_EVERY - 1 else "postgresql"
     names = [f"r{number}-w{index}" for index in range(3 if database == "sqlite" else 6)]
-    pool, fleet = f"r{number}-pool", f"r{number}-fleet"
+    pool = f"r{number}-pool"
+    fleets = [f"r{number}-fleet{index}" for index in range(FLEETS)]
     threads = {name: 1 if index % 3 < 2 else 3 for index, name in enumerate(names)}
-    tasks = {name: TASKS[kind] for index, name in enumerate(names) if (kind := (number + index) % 4) in TASKS}
-    grouped = tuple(name for index, name in enumerate(names) if threads[name] > 1 and (number + index) % 4 in GROUPED)
+    ways = {name: _way((number + index) % 4, threads[name]) for index, name in enumerate(names)}
     draw = _Draw(random_, database)
-    episodes: dict[str, list[Episode]] = {name: [] for name in [*names, pool, fleet]}
+    episodes: dict[str, list[Episode]] = {name: [] for name in [*names, pool, *fleets]}
     planned = 0
     for turn in itertools.count():
         if planned >= kills:
             break
         for name in names:
-            episode = draw.episode(grouped=name in grouped)
+            episode = draw.episode(grouped=ways[name].writes == "group")
             episodes[name].append(episode)
             planned += _kills(episode)
         episodes[pool].append(draw.task())
         planned += 1
-        if turn % FLEET_EVERY == 0:
+        for fleet in fleets if turn % FLEET_EVERY == 0 else ():
             episodes[fleet].append(draw.members())
             planned += _kills(episodes[fleet][-1])
-    episodes[fleet].append(Episode("killed", (Step("last member", operations=2),)))
+    for fleet in fleets:
+        episodes[fleet].append(Episode("killed", (Step("last member", operations=2),)))
     often = 4 if brokers > 1 else 8 if database == "sqlite" else 14
     broker = max(1, kills * often // 240)
     stops = 0 if database == "sqlite" else max(1, kills * 18 // 240)
-    suspended = max(1, kills * 6 // 240)
+    suspended = max(1, kills * 24 // 240)
     return Round(
         number,
         database,
         random_.choice([2, 2, 3]),
         episodes,
-        {**threads, pool: 1, fleet: 1},
-        tasks,
-        grouped,
+        {**threads, pool: 1, **dict.fromkeys(fleets, 1)},
+        ways,
         _spread(random_, kills, broker),
         _spread(random_, kills, stops),
         _spread(random_, kills, suspended),
         _spread(random_, kills, suspended if stops else 0),
     )
+
+
+def _way(kind: int, threads: int) -> Way:
+    """Of a writer that is one of four kinds."""
+    return replace(WAYS[kind], writes="group") if threads > 1 and kind in GROUPED else WAYS[kind]
 
 
 def _kills(episode: Episode) -> int:
@@ -189,7 +209,7 @@ class _Draw:
             grouped: Whether it writes by group commit.
         """
         self._grouped = grouped
-        kinds = {"write": 28, "settle": 24, "moment": 14, "rivals": 8, "zombie": 20, "suspended": 12}
+        kinds = {"write": 28, "settle": 24, "moment": 14, "rivals": 8, "zombie": 26, "suspended": 26}
         kind = self._random.choices(list(kinds), list(kinds.values()))[0]
         return getattr(self, f"_{kind}")()
 
@@ -235,7 +255,10 @@ class _Draw:
                 points = [point for point in ["lease.taken", *WRITING] if point in {"lease.taken", *WITHOUT_LOCK}]
             point = self._next("paused member", [point for point in points if point not in ABORTING])
             paused = replace(
-                self._dying(point, ":stop"), do="member", operations=MEMBER_OPERATIONS // 2, resumed_after_ms=4500
+                self._dying(point, ":stop"),
+                do="member",
+                operations=MEMBER_OPERATIONS // 2,
+                resumed_after_ms=PAUSED_MEMBER_MS,
             )
             return Episode("members", (killed, paused, living))
         # A member claims its own id first, and then those of dead ones.

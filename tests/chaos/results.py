@@ -51,6 +51,7 @@ class Results:
         zombies_ended: How the resumed ones ended, by exit.
         suspended: Processes that were paused for a while and resumed, by database and fail point.
         rivals: How often several recovered one id at once.
+        ways: Killed processes by how they wrote.
         members: How many of the killed processes were members of a fleet.
         spoiled: How many of them died while units ran again, after one that had ended their group.
         brokers: How many brokers there were.
@@ -87,6 +88,7 @@ class Results:
     zombies_ended: Counter[str] = field(default_factory=Counter)
     suspended: dict[str, Counter[str]] = field(default_factory=dict)
     rivals: int = 0
+    ways: Counter[str] = field(default_factory=Counter)
     members: int = 0
     spoiled: int = 0
     brokers: int = 1
@@ -127,7 +129,7 @@ class Results:
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
-        for name in ("ended", "zombies_ended", "operations"):
+        for name in ("ended", "zombies_ended", "operations", "ways"):
             getattr(self, name).update(getattr(other, name))
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -144,8 +146,8 @@ class Results:
     def from_document(cls, document: dict) -> Results:
         for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states", "databases"):
             document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
-        for name in ("ended", "zombies_ended", "operations"):
-            document[name] = Counter(document[name])
+        for name in ("ended", "zombies_ended", "operations", "ways"):
+            document[name] = Counter(document.get(name, {}))
         return cls(**document)
 
     @classmethod

@@ -81,6 +81,7 @@ class Run:
         command = f"make chaos N={kills} SEED={seed} ENGINE={engine}{more}"
         new = Results(command, seed, mistake, brokers=brokers, engine=engine)
         self.results = Results.load(self._file) if self._file.exists() else new
+        self.results.command = command  # of a run that goes on: what has asked for all of it
         self._numbers = (number for number in itertools.count() if number not in self.results.rounds)
         self._lock = threading.Lock()
         self._began = time.monotonic()

@@ -130,7 +130,7 @@ class Units:
         deck: list[str] = []
         zombie: Process | None = None
         killed = process_number = 0
-        while killed < kills:
+        while killed < kills and not self.findings:
             if not deck:
                 deck = [*POINTS, *OWN, *OWN, MOMENT, MOMENT, MOMENT]
                 chance.shuffle(deck)

@@ -7,7 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from sqlalchemy import create_engine, inspect, select
@@ -22,6 +26,36 @@ from harness.planting import ENVIRONMENT as MISTAKE
 from harness.worker import OPERATIONS, work
 
 TESTS = Path(__file__).parents[1]
+
+
+@dataclass
+class Forked:
+    """A worker that was forked."""
+
+    process: BaseProcess
+    log: Path
+
+    def stops(self) -> bool:
+        """Wait until it stops (SIGSTOP) or ends. Whether it stopped."""
+        pid, end = self.process.pid, time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            if self.process.exitcode is not None:
+                return False
+            with suppress(FileNotFoundError):  # it has ended since
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    return True
+            time.sleep(0.02)
+        raise AssertionError(f"worker neither stopped nor ended:\n{self.log.read_text()}")
+
+    def end(self, expected: Collection[int]) -> int:
+        """Wait for its end, and hold the exit code against those that may be."""
+        self.process.join(PATIENCE_S)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        assert code in expected, f"worker ended with {code}, not {expected}:\n{self.log.read_text()}"
+        return code
 
 
 @dataclass
@@ -72,20 +106,18 @@ class Case:
             after_s: When it is killed at no particular point.
             job: More for the worker.
         """
+        worker = self.fork(operations=operations, failpoint=failpoint, **job)
+        if after_s is not None:
+            worker.process.join(after_s)
+            worker.process.kill()
+        return worker.end({None: {0, -signal.SIGKILL}, True: {-signal.SIGKILL}, False: {0}}[killed])
+
+    def fork(self, *, operations: int = 4, failpoint: str = "", **job) -> Forked:
+        """Start one worker as :meth:`run` does, and do not wait for it."""
         path, log = self._order(operations, job)
         worker = processes().Process(target=self.work, args=(path, failpoint, os.environ.get(MISTAKE), log))
         worker.start()
-        if after_s is not None:
-            worker.join(after_s)
-            worker.kill()
-        worker.join(PATIENCE_S)
-        code = worker.exitcode
-        worker.kill()
-        worker.join()
-        worker.close()
-        expected = {None: {0, -signal.SIGKILL}, True: {-signal.SIGKILL}, False: {0}}[killed]
-        assert code in expected, f"worker ended with {code}, not {expected}:\n{log.read_text()}"
-        return code
+        return Forked(worker, log)
 
     def _order(self, operations: int, job: dict) -> tuple[Path, Path]:
         """Where its job stands, and where it may log."""

@@ -1,12 +1,18 @@
 """A short run of the kill -9 harness: processes die, a zombie wakes up, both servers die under them; nothing is wrong."""
 
 import pytest
+from chaos import fleets
 from chaos.conductor import Conductor
-from chaos.plan import Episode, Round, Step
+from chaos.jobs import prepare
+from chaos.plan import Episode, Round, Step, Way
 from chaos.processes import Forks
 from chaos.results import Results
 from chaos.servers import Servers
 from chaos.states import States
+from harness.mistakes import planted
+from harness.worker import DECISIONS
+
+from dualwrite.stores.leases import Leases
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +79,7 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
         2,
         episodes,
         {"r0-w0": 1, "r0-w1": 3, "r0-w2": 3, "r0-w3": 3, "r0-pool": 1, "r0-fleet": 1},
-        {"r0-w3": "blocks"},
-        ("r0-w2", "r0-w3"),
+        {"r0-w2": Way("threads", "group"), "r0-w3": Way("tasks", "group"), "r0-w1": Way("tasks", "sessions")},
         broker_kills=[2],
         database_stops=[1, 4],
         broker_suspensions=[3],
@@ -89,6 +94,7 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
     assert results.zombie_count >= 1
     assert results.kills >= 14
     assert results.members >= 1
+    assert results.ways["sessions in tasks"] >= 1
     assert results.spoiled >= 1
     assert results.operations["present"] > 0
     assert not (tmp_path / "round").exists(), "the evidence of a clean round is kept"
@@ -127,6 +133,31 @@ def test_a_mistaken_product_is_found_out(arena, tmp_path, number, mistake, datab
         ).run()
     assert {finding["kind"] for finding in results.findings} & {"lost", "torn", "twice", "undone"}
     assert (directory / "journal").exists(), "the evidence is gone"
+
+
+def test_the_database_sees_a_lease_that_is_taken_too_early_and_a_decision_under_a_free_id(arena):
+    engine = prepare(arena[0].postgres.create_database("fleets"))
+
+    def decide(operation, name):
+        with engine.begin() as connection:
+            values = {"operation": operation, "transactional_id": name, "incarnation": 1, "member": "A"}
+            connection.execute(DECISIONS.insert().values(values))
+
+    try:
+        leases = Leases(engine, "orders")
+        name = leases.take("A", 30)
+        leases.renew("A", 30, wait_s=5)
+        decide("one", name)
+        assert fleets.find(engine) == []
+        with planted("leased_while_its_holder_lives"):
+            assert leases.take("B", 30) == name
+        [found] = fleets.find(engine)
+        assert (found["kind"], found["detail"]) == ("leased twice", "B has taken it while the lease of A went on")
+        leases.give_back(name, "B", settled=True)
+        decide("two", name)
+        assert [one["kind"] for one in fleets.find(engine)] == ["leased twice", "not fenced"]
+    finally:
+        engine.dispose()
 
 
 @pytest.mark.parametrize("mistake", [pytest.param("", marks=pytest.mark.thorough), "deletions_not_logged"])

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from chaos.conductor import MEMBER_LEASE_S
-from chaos.plan import GROUPING, LEASING, SETTLING, SQLITE_EVERY, TASK, WRITING, make_round
+from chaos.plan import FLEETS, GROUPING, LEASING, SETTLING, SQLITE_EVERY, TASK, WRITING, Way, make_round
 
 
 def armed(numbers, seed=1):
@@ -42,7 +42,8 @@ def test_a_few_rounds_arm_every_fail_point_of_group_commit_and_of_leases():
 
 def test_groups_are_those_of_threads_and_of_tasks_and_some_die_while_their_units_run_again():
     rounds = [make_round(1, number) for number in (0, 1, 3, 4)]
-    assert {round_.tasks.get(name, "threads") for round_ in rounds for name in round_.grouped} == {"threads", "blocks"}
+    groups = {way.runs for round_ in rounds for way in round_.ways.values() if way.writes == "group"}
+    assert groups == {"threads", "tasks"}
     spoiled = [step for step in steps_of(rounds) if step.spoils is not None]
     assert len(spoiled) > 10
     assert not any(step.spoils in step.abort for step in spoiled)
@@ -54,7 +55,8 @@ def test_members_of_a_fleet_are_killed_and_paused_beyond_their_lease_and_a_last_
     assert sum(step.resumed_after_ms > 1000 * MEMBER_LEASE_S for step in members) >= 3
     assert sum(step.failpoint != "" for step in members) > 10
     for round_ in rounds:
-        assert round_.episodes[f"r{round_.number}-fleet"][-1].steps[0].do == "last member"
+        for fleet in range(FLEETS):
+            assert round_.episodes[f"r{round_.number}-fleet{fleet}"][-1].steps[0].do == "last member"
 
 
 def test_a_tenth_of_the_killed_processes_is_planned_as_zombies():
@@ -68,7 +70,9 @@ def test_a_tenth_of_the_killed_processes_is_planned_as_zombies():
     assert kinds["rivals"] > 0
 
 
-def test_of_four_writers_one_uses_blocks_in_tasks_and_one_sessions():
-    kinds = Counter(kind for number in range(4) for kind in make_round(1, number).tasks.values())
-    writers = sum(len(make_round(1, number).threads) - 2 for number in range(4))
-    assert all(kinds[kind] >= writers // 5 for kind in ("blocks", "sessions"))
+def test_writers_use_blocks_sessions_and_groups_in_threads_and_in_tasks():
+    ways = Counter(way for number in range(12) for way in make_round(1, number).ways.values())
+    assert ways.keys() == {
+        Way(runs, writes) for runs in ("threads", "tasks") for writes in ("blocks", "sessions", "group")
+    }
+    assert min(ways.values()) >= 4
