@@ -1,4 +1,4 @@
-"""Orders from Flask under gunicorn: three forked workers take ids of their own, and one is killed.
+"""Orders from Flask under gunicorn: three forked workers take ids of their own; one is killed, then all are replaced.
 
 Run it without arguments: it starts a Kafka broker and a PostgreSQL server of its own, or uses those that
 ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_POSTGRES`` name; then gunicorn, which loads this file as its application and as
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -88,7 +89,7 @@ def worker_exit(server: object, worker: object) -> None:
 
 
 def main() -> None:
-    """Place orders at all workers, kill one, place more, and look at both sides."""
+    """Place orders at all workers, kill one, add one, replace all, and look at both sides."""
     with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
         topic = kafka.create_topic(f"orders-{secrets.token_hex(4)}", partitions=2)
         engine = create_engine(postgres.create_database())
@@ -110,7 +111,7 @@ def main() -> None:
             stderr=subprocess.DEVNULL,
         )
         try:
-            placed = place_orders(port, workers=3)
+            placed = serve_orders(port, gunicorn)
         finally:
             gunicorn.send_signal(signal.SIGTERM)
             gunicorn.wait(60)
@@ -123,17 +124,46 @@ def main() -> None:
         assert rows == messages, "the two sides differ"
 
 
-def place_orders(port: int, workers: int) -> int:
-    """Place orders until each worker has taken one; then kill a worker, and go on until its successor has taken one."""
-    answers = [ask(port, 0)]
-    while len({answer["worker"] for answer in answers}) < workers:
-        answers.append(ask(port, len(answers)))
-    print("workers take:", *sorted({answer["id"] for answer in answers}))
-    os.kill(answers[0]["worker"], signal.SIGKILL)
-    while len({answer["worker"] for answer in answers}) <= workers:
-        answers.append(ask(port, len(answers)))
+def serve_orders(port: int, gunicorn: subprocess.Popen[bytes]) -> int:
+    """Place orders, one after another, while the workers come and go; returns how many were placed."""
+    placed = 0
+    ids: dict[int, str] = {}  # of the workers that live, as far as they have answered
+    used: set[str] = set()
+
+    def place_until(workers: int, *, others_than: Collection[int] = ()) -> list[str]:
+        """Place orders until exactly so many workers live, have each taken one, and are other processes than these."""
+        nonlocal placed
+        while len(ids) != workers or ids.keys() & others_than:
+            answer = ask(port, placed)
+            placed += 1
+            ids[answer["worker"]] = answer["id"]
+            used.add(answer["id"])
+            for pid in [pid for pid in ids if not lives(pid)]:
+                del ids[pid]
+        return sorted(ids.values())
+
+    print("workers take:", *place_until(3))
+    killed = min(ids)
+    os.kill(killed, signal.SIGKILL)
+    place_until(3, others_than={killed})
     print("one was killed, and another has taken its place")
-    return len(answers)
+    gunicorn.send_signal(signal.SIGTTIN)
+    print("scaled out:", len(set(place_until(4))), "ids for 4 workers")
+    gunicorn.send_signal(signal.SIGTTOU)
+    print("scaled in:", len(set(place_until(3))), "ids for 3 workers")
+    gunicorn.send_signal(signal.SIGHUP)  # new workers start beside the old ones, as in a rolling update
+    print("all replaced:", len(set(place_until(3, others_than=set(ids)))), "ids for 3 workers")
+    print("ids are below shop-8:", used <= {f"shop-{number}" for number in range(8)})
+    return placed
+
+
+def lives(pid: int) -> bool:
+    """Whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def ask(port: int, number: int) -> dict[str, Any]:

@@ -27,11 +27,11 @@ Where it happens, by the step after which the process was killed:
 """
 
 NOTES = """\
-What the ways have in common is that nothing connects the two sides but the order in which they are done. An outbox table does
-connect them, through the database; it costs a relay, a second write of everything, and the delay of the relay's poll
-([benchmarks](benchmarks.md)). Plain KIP-939 connects them too, and is what this library is built on; with today's clients all
-transactions of a producer share the producer id and epoch that it compares, so a crash in the middle of a transaction publishes
-half of it ([why](safety.md)).
+Only the order of the two steps connects the sides. An outbox table does connect them, through the database; it costs a
+relay, a second write of everything, and the delay of the relay's poll ([benchmarks](benchmarks.md)). Plain KIP-939
+connects them too, and is what this library is built on; with today's clients all transactions of a producer share the
+producer id and epoch that it compares, so a crash in the middle of a transaction publishes half of it
+([why](safety.md)).
 """
 
 

@@ -158,7 +158,8 @@ def _versions(found: Mapping[str, Any]) -> list[str]:
     return [
         f"Versions on the wire, in all cases together: {sent}. `AddPartitionsToTxn`, `AddOffsetsToTxn` or another version "
         "of these would be a finding of its case. `InitProducerId v6` is asked of a broker with KIP-939's two-phase commit "
-        "enabled (`transaction.two.phase.commit.enable`), all else of a broker as it comes.",
+        "enabled (`transaction.two.phase.commit.enable`), all else of a broker as it comes. `Produce v13` is v12 with topic ids "
+        "in place of names; brokers without it get v12, which [the search](proof-search.md) and the simulator name.",
         "",
         "With a mistake planted (`--engine native --mistake name`), the same cells find it: "
         "`batch_resent_with_another_sequence` writes messages twice (`--only 'Produce/drop answer'`), "

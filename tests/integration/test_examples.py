@@ -91,6 +91,10 @@ dualwrite_writes_total{dualwrite_outcome="committed",dualwrite_writer="order-ser
     "gunicorn_orders.py": """\
 workers take: shop-0 shop-1 shop-2
 one was killed, and another has taken its place
+scaled out: 4 ids for 4 workers
+scaled in: 3 ids for 3 workers
+all replaced: 3 ids for 3 workers
+ids are below shop-8: True
 rows equal messages: True
 """,
     "uvicorn_orders.py": """\
@@ -176,14 +180,14 @@ def test_first_code_that_a_reader_copies_writes_to_both_sides(dualwrite_kafka, d
     engine = create_engine(dualwrite_database)
     with engine.connect() as connection:
         migrations.upgrade(connection)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\$ psql .* -c '(.*)'$", page, re.MULTILINE)
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE orders (id integer PRIMARY KEY, item text)"))
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+        connection.execute(text(table))
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     [code] = [block for block in blocks if "import DualWriter" in block]
     for shown, meant in {
-        "postgresql+psycopg://app@localhost/shop": dualwrite_database,
+        "postgresql+psycopg://localhost/shop": dualwrite_database,
         "localhost:9092": dualwrite_kafka.bootstrap_servers,
         'tx.produce("orders"': f'tx.produce("{dualwrite_topic}"',
     }.items():

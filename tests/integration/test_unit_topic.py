@@ -237,11 +237,13 @@ def test_what_cannot_work_is_refused_before_anything_is_written(spark, numbers):
 
 def test_the_pages_example_reads_the_batches(spark, numbers, unit_topic):
     write_by(numbers, numbered(spark), "staging", "1", unit_topic=unit_topic)
-    [_, reads] = example("units.md", "A Spark batch, visible at one moment")
+    [writes, reads] = example("units.md", "A Spark batch, visible at one moment")
+    assert 'unit_topic="flights-units"' in writes
     process, positions = [], []
     found = run_example(
         reads.replace("while True", "for _ in range(1)"),
         unit_topic,
+        page_topic="flights-units",
         kafka=numbers.kafka,
         process=process.append,
         store=positions.append,

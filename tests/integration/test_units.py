@@ -274,8 +274,8 @@ def test_kafkas_own_decoder_reads_the_markers(writing, dualwrite_kafka, dualwrit
 def test_the_pages_examples_run_as_they_stand(kafka, engine, dualwrite_topic):
     [writes] = example("units.md", "Write units")
     [reads] = example("units.md", "Read units")
-    run_example(writes, dualwrite_topic, kafka=kafka, engine=engine)
-    found = run_example(reads, dualwrite_topic, kafka=kafka)
+    run_example(writes, dualwrite_topic, page_topic="articles", kafka=kafka, engine=engine)
+    found = run_example(reads, dualwrite_topic, page_topic="articles", kafka=kafka)
     assert found["first"] == b"article 0"
     assert len(found["saved"].contents) == 25_000
 
