@@ -5,9 +5,9 @@ from typing import Annotated
 
 import pytest
 from fastapi import Depends, FastAPI
+from harness.asgi import ask
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
 from harness.orders import Order, on_postgresql
-from integration.test_fastapi import ask
 from sqlalchemy import exc, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlmodel import Field, SQLModel

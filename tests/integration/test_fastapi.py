@@ -1,49 +1,14 @@
 """A block as a dependency of FastAPI, as docs/recipes.md shows it: an abort reaches the client."""
 
-import asyncio
 from typing import Annotated
 
 import pytest
 from fastapi import Depends, FastAPI
+from harness.asgi import answer
 from harness.orders import on_postgresql
 from sqlalchemy import insert, text
 
 from dualwrite import Transaction, TransactionAborted
-
-
-def answer(app, path):
-    """The statuses that a client of ``POST path`` reads, and the error that the server is left with."""
-    return asyncio.run(ask(app, path))
-
-
-async def ask(app, path):
-    """See :func:`answer`; in the event loop of the caller."""
-    statuses = []
-
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    async def send(message):
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-    }
-    try:
-        await app(scope, receive, send)
-    except TransactionAborted as error:
-        return statuses, error
-    return statuses, None
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import asyncio
 
 import psycopg
 import pytest
+from harness.asgi import answer
 from harness.orders import on_postgresql
 from harness.page_examples import Base, Item, example, run_example
-from integration.test_fastapi import answer
 from psycopg.rows import dict_row
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine

@@ -6,8 +6,8 @@ import pytest
 from fastapi import Depends, FastAPI
 from flask import Flask
 from flask_sqlalchemy import SQLAlchemy
+from harness.asgi import answer
 from harness.orders import Order, on_postgresql
-from integration.test_fastapi import answer
 from sqlalchemy import create_engine, exc, select, text
 from sqlalchemy.orm import Session, sessionmaker
 from sqlmodel import Field, SQLModel

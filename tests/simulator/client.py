@@ -161,7 +161,7 @@ class SimulatedProducer:
         del key, rest
         if self._fatal is not None or self._failed is not None or not self._inside:
             raise _error(KafkaError._STATE)
-        self._queue.append(_Message(topic, partition, value, report))
+        self._queue.append(_Message(topic, max(partition, 0), value, report))  # there is no partitioner: the first
         if self._eager:
             self.deadline = Deadline(1.0)
             self._send()
