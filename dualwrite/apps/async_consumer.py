@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from dualwrite.apps.async_transaction import AsyncTransaction
+from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne
 from dualwrite.apps.consumer.deserializing import Deserializers
 from dualwrite.apps.consumer.member import ConsumerProgress, Member
 from dualwrite.apps.greenlets import awaited, run, says_more
@@ -189,7 +189,8 @@ class AsyncExactlyOnceConsumer:
             raise error
 
     def _handle(self, transaction: Transaction, messages: Sequence[Message]) -> None:
-        tx = AsyncTransaction(transaction, self._engine, self._pool)
+        turns = OneByOne()
+        tx = AsyncTransaction(transaction, self._engine, self._pool, turns)
         try:
             with interruptible():
                 given = self._handler(tx, messages)
@@ -201,7 +202,7 @@ class AsyncExactlyOnceConsumer:
                     )
                 awaited(given)
         finally:
-            tx.end()
+            turns.end()
 
 
 class _Tasks:

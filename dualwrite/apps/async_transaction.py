@@ -56,9 +56,14 @@ class Sessions:
 
 
 class OneByOne:
-    """Lets tasks work at one dual write one by one."""
+    """Lets tasks work at one dual write one by one.
+
+    Attributes:
+        ended: Whether later sends are refused: they could meet the decision.
+    """
 
     def __init__(self) -> None:
+        self.ended = False
         self._turns: Turns[None] = Turns([None])
         self._worker: object = None
 
@@ -82,6 +87,13 @@ class OneByOne:
         finally:
             turn.end()
 
+    def end(self) -> None:
+        """Wait for work under way, and refuse later sends. Called in a greenlet."""
+        self.do(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+
 
 class AsyncTransaction:
     """One dual write: rows through :attr:`connection` or :attr:`session`, messages through :meth:`produce`.
@@ -98,7 +110,6 @@ class AsyncTransaction:
         self._pool = pool
         self._connection: AsyncConnection | None = None
         self._turns = OneByOne() if turns is None else turns
-        self._ended = False
 
     @property
     def transactional_id(self) -> str:
@@ -200,27 +211,16 @@ class AsyncTransaction:
         await self._send(lambda: self._transaction.send_offsets_to_transaction(offsets, group_metadata))
 
     async def _send(self, send: Callable[[], None]) -> None:
-        await run(self._pool, lambda: self.in_turn(lambda: self._send_now(send)))
+        await run(self._pool, lambda: self._turns.do(lambda: self._send_now(send)))
 
     def _send_now(self, send: Callable[[], None]) -> None:
-        if self._ended:
+        if self._turns.ended:
             raise IllegalStateError(
                 "the handler has returned",
                 transactional_id=self.transactional_id,
                 next_step="await in the handler all that it sends",
             )
         send()
-
-    def end(self) -> None:
-        """Wait for sends under way, and refuse later ones: they could meet the decision. Called in a greenlet."""
-        self.in_turn(self._refuse_sends)
-
-    def _refuse_sends(self) -> None:
-        self._ended = True
-
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Do the work when no other task sends. Called in a greenlet."""
-        return self._turns.do(work)
 
     def __repr__(self) -> str:
         return f"<AsyncTransaction {self.transactional_id} {self.state.value}>"

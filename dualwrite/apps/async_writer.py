@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
 from dualwrite.apps.async_sessions import AsyncBoundSessions
-from dualwrite.apps.async_transaction import AsyncTransaction, session_of_block
+from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne, session_of_block
 from dualwrite.apps.greenlets import run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
@@ -210,12 +210,13 @@ class AsyncDualWriter:
         """
         pool = self._opened()
         block = self._writer.transaction(None if connection is None else _sync_connection_of(connection))
-        transaction = AsyncTransaction(await run(pool, block.__enter__), self._engine, pool)
+        turns = OneByOne()
+        transaction = AsyncTransaction(await run(pool, block.__enter__), self._engine, pool, turns)
 
         def leave(
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
         ) -> bool | None:
-            return transaction.in_turn(lambda: block.__exit__(kind, error, traceback))
+            return turns.do(lambda: block.__exit__(kind, error, traceback))
 
         try:
             yield transaction

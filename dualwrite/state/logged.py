@@ -11,7 +11,7 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.runtime.failpoints import hit
 from dualwrite.state.changelog import Changelog
 from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
-from dualwrite.state.store import KeyValueStore
+from dualwrite.state.store import KeyValueStore, hold
 from dualwrite.writing.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class LoggedStore:
             DualWriteError: As `StateTask.restore`.
             Exception: Whatever ``check`` raises; it is called repeatedly.
         """
+        hold(self.store, held=False)
         applied = roll_forward(
             self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress, check=check
         )
@@ -53,7 +54,7 @@ class LoggedStore:
         return applied
 
     def begin(self, check: Callable[[], None] = do_not_ask) -> None:
-        """Get ready for a transaction. Until `commit`, the store counts as behind.
+        """Get ready for a transaction. Until `commit`, the store counts as behind; only `commit` and `discard` end its own.
 
         Raises:
             DualWriteError: As `restore`.
@@ -64,6 +65,7 @@ class LoggedStore:
         elif self.store.has_uncommitted:
             raise IllegalStateError(f"{self.store!r} was written outside of a block")
         self.behind = True
+        hold(self.store, held=True)
 
     def log(self, tx: Transaction | TransactionalProducer) -> None:
         """Produce the store's changes to the changelog, as the last step before the transaction is decided."""
@@ -84,6 +86,7 @@ class LoggedStore:
     def commit(self) -> None:
         """Commit the store, after the transaction has. If that fails, the store is behind, and the transaction stands."""
         hit("state.before_commit")
+        hold(self.store, held=False)
         logged = self._logged
         if not logged.produced:
             self.behind = False
@@ -101,6 +104,7 @@ class LoggedStore:
 
     def discard(self) -> None:
         """Let reads after a failed transaction see what is committed. The next `begin` does so itself if this fails."""
+        hold(self.store, held=False)
         try:
             self.store.recover(0)
         except Exception:

@@ -85,7 +85,7 @@ class PartitionStores:
         return self._assigned[partition].logged.store
 
     @contextmanager
-    def block(
+    def _block(
         self, assignments: Mapping[int, object], check: Callable[[], None]
     ) -> Generator[Callable[[Transaction], None], None, None]:
         """Surround a transaction with messages of these partitions. Called by the consumer.

@@ -58,6 +58,7 @@ class KeyValueStore:
         self._spilled: Spilled | None = None
         self._rocks: Rocks | None = None
         self._failed: BaseException | None = None
+        self._held = False
         self._open()
 
     def _open(self) -> None:
@@ -235,10 +236,12 @@ class KeyValueStore:
             as_of_ms: The time at which the store equalled the changelog up to that offset: ms since 1970; now if not given.
 
         Raises:
-            IllegalStateError: The offset lies before that of the last commit; or the store is closed, or a commit has failed.
+            IllegalStateError: The offset lies before that of the last commit; or the store is closed, a commit has failed, or
+                the store is in a block of a `StateTask` or a consumer, which commits it itself.
             Exception: RocksDB could not write. `recover`, or opening the store again, shows whether it has committed.
         """
         rocks = self._usable()
+        self._refuse_if_held("commit")
         before = self._committed.offset
         if changelog_offset is not None and before is not None and changelog_offset < before:
             raise IllegalStateError(f"the store {self.path} stands at offset {before}, after {changelog_offset}")
@@ -284,8 +287,9 @@ class KeyValueStore:
 
         Raises:
             StoreUnreadable: A commit had failed, and the directory cannot be opened again.
-            IllegalStateError: The store is closed.
+            IllegalStateError: The store is closed, or in a block of a `StateTask` or a consumer.
         """
+        self._refuse_if_held("recover")
         if self._failed is not None:
             self._close()
             self._open()
@@ -296,6 +300,12 @@ class KeyValueStore:
         with self._failing():
             self._discard_spilled()
         return (self._committed.offset or 0) >= changelog_offset
+
+    def _refuse_if_held(self, verb: str) -> None:
+        if self._held:
+            raise IllegalStateError(
+                f"{verb}() in a block would part the store from its changelog", next_step="leave it to the block's end"
+            )
 
     def flush(self) -> None:
         """Do nothing: deprecated by KIP-844 in favour of :meth:`commit`."""
@@ -366,3 +376,8 @@ class KeyValueStore:
 def _require_bytes(given: object, name: str) -> None:
     if not isinstance(given, bytes):
         raise TypeError(f"the {name} is not bytes but {type(given).__name__}")
+
+
+def hold(store: KeyValueStore, *, held: bool) -> None:
+    """Refuse `commit` and `recover`, or allow them: for the library alone, while a block uses the store."""
+    store._held = held  # noqa: SLF001 - of this module

@@ -48,10 +48,12 @@ Handler = Callable[["Transaction", Sequence["Message"]], object]
 class State(Protocol):
     """The state of a member, by partition: `dualwrite.state.PartitionStores`."""
 
-    def block(
+    def _block(
         self, assignments: Mapping[int, object], check: Callable[[], None]
     ) -> AbstractContextManager[Callable[[Transaction], None]]:
         """Surround a transaction. Gives the function to call in it when the handler is done.
+
+        Hidden from handlers, which have the object too.
 
         Args:
             assignments: By the number of each partition, its assignment.
@@ -302,7 +304,7 @@ class Working:
             if unit.must_end or self.partitions.closed:
                 raise PartitionLost
 
-        return self.state.block({one.name[1]: one for one in unit.partitions}, check)
+        return self.state._block({one.name[1]: one for one in unit.partitions}, check)  # noqa: SLF001 - of State
 
     def _trouble(self, error: Exception, at: _Stage) -> Trouble:
         if isinstance(error, PartitionLost):

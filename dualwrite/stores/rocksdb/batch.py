@@ -10,7 +10,7 @@ from dualwrite.stores.keyed.handle import KeyedHandle
 from dualwrite.stores.rocksdb.families import OWN
 
 if TYPE_CHECKING:
-    from rocksdict import WriteBatch
+    from rocksdict import ColumnFamily, WriteBatch
 
     from dualwrite.stores.rocksdb.client import Client
 
@@ -30,12 +30,8 @@ class RocksBatch:
     Encode other objects yourself.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._ended = False
-        self._writes = client.new_batch()
-        self._written: dict[_Place, object] = {}
-        self._expected: dict[_Place, object] = {}
+    def __init__(self, writes: Writes) -> None:
+        self._writes = writes
 
     def put(self, key: Plain, value: Plain, column_family: str | None = None) -> None:
         """Write the value. Not durable, and not visible to others, before the block has ended.
@@ -50,18 +46,11 @@ class RocksBatch:
             ConfigurationError: There is no such column family, or it is the library's own.
             IllegalStateError: The block has ended.
         """
-        place = self._place(key, column_family)
-        self._check(value, "value")
-        handle = None if column_family is None else self._client.family(column_family)
-        self._writes.put(key, value, handle)
-        self._written[place] = value
+        self._writes.put(key, value, column_family)
 
     def delete(self, key: Plain, column_family: str | None = None) -> None:
         """Delete the key, if it is there. Raises as :meth:`put`."""
-        place = self._place(key, column_family)
-        handle = None if column_family is None else self._client.family(column_family)
-        self._writes.delete(key, handle)
-        self._written[place] = _DELETED
+        self._writes.delete(key, column_family)
 
     @overload
     def get(self, key: Plain, default: None = None, column_family: str | None = None) -> object: ...
@@ -76,9 +65,8 @@ class RocksBatch:
             Unavailable: RocksDB does not answer.
             TypeError, ConfigurationError, IllegalStateError: As :meth:`put`.
         """
-        place = self._place(key, column_family)
-        found = self._written[place] if place in self._written else self._stored(place)
-        return default if found is None or found is _DELETED else found
+        found = self._writes.get(key, column_family)
+        return default if found is None else found
 
     def get_for_update(self, key: Plain, default: object = None, column_family: str | None = None) -> object:
         """Like :meth:`get`; in addition, the block commits only if the key still has that value then.
@@ -88,17 +76,58 @@ class RocksBatch:
         Raises:
             TypeError: As :meth:`put`; or the stored value is of another type, and cannot be compared.
         """
+        self._writes.expect(key, column_family)
+        return self.get(key, default, column_family)
+
+    def __len__(self) -> int:
+        """The number of keys that this block has written or deleted."""
+        return len(self._writes.written)
+
+
+class Writes:
+    """The contents of a block's batch, and the values that it expects in the database. Users get `RocksBatch` alone.
+
+    Attributes:
+        written: The newest value of each key that the block has written or deleted.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._ended = False
+        self._batch = client.new_batch()
+        self.written: dict[_Place, object] = {}
+        self._expected: dict[_Place, object] = {}
+
+    def put(self, key: Plain, value: Plain, column_family: str | None) -> None:
+        """See :meth:`RocksBatch.put`."""
+        place = self._place(key, column_family)
+        self._check(value, "value")
+        self._batch.put(key, value, self._family(column_family))
+        self.written[place] = value
+
+    def delete(self, key: Plain, column_family: str | None) -> None:
+        """See :meth:`RocksBatch.delete`."""
+        place = self._place(key, column_family)
+        self._batch.delete(key, self._family(column_family))
+        self.written[place] = _DELETED
+
+    def get(self, key: Plain, column_family: str | None) -> object:
+        """The value that this block sees; None if there is none."""
+        place = self._place(key, column_family)
+        found = self.written[place] if place in self.written else self._stored(place)
+        return None if found is _DELETED else found
+
+    def expect(self, key: Plain, column_family: str | None) -> None:
+        """Commit only if the key then has the value that it has now, or had at the first call."""
         place = self._place(key, column_family)
         if place not in self._expected:
             stored = self._stored(place)
             if stored is not None:
                 self._check(stored, "value")
             self._expected[place] = stored
-        return self.get(key, default, column_family)
 
-    def __len__(self) -> int:
-        """The number of keys that this block has written or deleted."""
-        return len(self._written)
+    def _family(self, name: str | None) -> ColumnFamily | None:
+        return None if name is None else self._client.family(name)
 
     def _place(self, key: Plain, column_family: str | None) -> _Place:
         if self._ended:
@@ -119,8 +148,6 @@ class RocksBatch:
         found: object = self._client.get(key, column_family)
         return found
 
-    # For the library
-
     def check_expectations(self) -> None:
         """Compare what :meth:`get_for_update` has returned with what is in the database now.
 
@@ -134,14 +161,14 @@ class RocksBatch:
 
     def take(self) -> WriteBatch:
         """All writes, for RocksDB to write. Once; the batch is empty then."""
-        writes = self._writes
-        self._writes = self._client.new_batch()
-        return writes
+        batch = self._batch
+        self._batch = self._client.new_batch()
+        return batch
 
     def clear(self) -> None:
         """Forget all writes and expectations."""
-        self._writes = self._client.new_batch()
-        self._written.clear()
+        self._batch = self._client.new_batch()
+        self.written.clear()
         self._expected.clear()
 
     def end(self) -> None:
@@ -155,19 +182,21 @@ class RocksHandle(KeyedHandle):
 
     Attributes:
         batch: The user's part.
+        writes: What is in it.
     """
 
     def __init__(self, client: Client) -> None:
         super().__init__()
-        self.batch = RocksBatch(client)
+        self.writes = Writes(client)
+        self.batch = RocksBatch(self.writes)
 
     def clear(self) -> None:
         """Forget all that the user has put."""
-        self.batch.clear()
+        self.writes.clear()
 
     def end(self) -> None:
         """Refuse further use: the block is over."""
-        self.batch.end()
+        self.writes.end()
 
 
 def _same(one: object, other: object) -> bool:

@@ -75,10 +75,10 @@ class RocksKeys:
         assert isinstance(handle, RocksHandle)
         with self._writing(answer_s):
             try:
-                handle.batch.check_expectations()
+                handle.writes.check_expectations()
                 if not self._as_expected(changes):
                     return False
-                batch = handle.batch.take()
+                batch = handle.writes.take()
                 self._put(batch, changes)
             except TransactionAborted:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dualwrite.stores.keyed.handle import KeyedHandle
-from dualwrite.stores.zookeeper.multi import Multi
+from dualwrite.stores.zookeeper.multi import Multi, Operations
 
 if TYPE_CHECKING:
     from dualwrite.stores.zookeeper.session import Session
@@ -23,15 +23,16 @@ class ZooKeeperHandle(KeyedHandle):
 
     def __init__(self, session: Session, jute_maxbuffer: int) -> None:
         super().__init__()
-        self.multi = Multi(session, jute_maxbuffer)
+        self.operations = Operations(session, jute_maxbuffer)
+        self.multi = Multi(self.operations)
         self.alive = session.alive()
 
     def clear(self) -> None:
         """Forget the user's operations."""
         super().clear()
-        self.multi.clear()
+        self.operations.clear()
 
     def end(self) -> None:
         """Take no more of them."""
         super().end()
-        self.multi.end()
+        self.operations.end()

@@ -96,7 +96,7 @@ class ZooKeeperKeys:
         self._require(request, changes)
         ours = len(request.operations)
         request.check(own.alive, -1)
-        own.multi.add_to(request)
+        own.operations.add_to(request)
         if (size := size_of(request)) > self._limit:
             raise TransactionAborted(
                 f"the decision takes {size} bytes, and a request at most {self._limit} (jute.maxbuffer)",
@@ -172,7 +172,7 @@ def _refused(handle: ZooKeeperHandle, number: int, cause: Exception, name: str) 
     if number == 0:
         return TransactionAborted("the session with ZooKeeper expired during the dual write", transactional_id=name)
     return TransactionAborted(
-        f"ZooKeeper refuses {handle.multi.name(number - 1)} ({kind})",
+        f"ZooKeeper refuses {handle.operations.names[number - 1]} ({kind})",
         transactional_id=name,
         retryable=isinstance(cause, kazoo_errors.BadVersionError),
     )

@@ -36,13 +36,8 @@ class Multi:
         TypeError: Raised by the methods: an argument is of another type.
     """
 
-    def __init__(self, session: Session, jute_maxbuffer: int = JUTE_MAXBUFFER) -> None:
-        self._session = session
-        self._limit = jute_maxbuffer - _OURS
-        self._ended = False
-        self._request = session.new()
-        self._named: list[str] = []
-        self._size = 0
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
     def create(
         self,
@@ -67,21 +62,45 @@ class Multi:
                 "a dual write creates no ephemeral znode: it would vanish with the session, and its message would stay",
                 next_step="create a persistent one",
             )
-        self._add(f"create({path!r})", path, "create", value, acl, sequence=sequence)
+        self._operations.add(f"create({path!r})", path, "create", value, acl, sequence=sequence)
 
     def set_data(self, path: str, value: bytes, version: int = -1) -> None:
         """Replace a znode's content, if it has this version; -1 is any."""
-        self._add(f"set_data({path!r})", path, "set_data", value, version)
+        self._operations.add(f"set_data({path!r})", path, "set_data", value, version)
 
     def delete(self, path: str, version: int = -1) -> None:
         """Delete a znode without children, if it has this version; -1 is any."""
-        self._add(f"delete({path!r})", path, "delete", version)
+        self._operations.add(f"delete({path!r})", path, "delete", version)
 
     def check(self, path: str, version: int) -> None:
         """Require that a znode has this version; -1 requires only that it exists."""
-        self._add(f"check({path!r}, {version})", path, "check", version)
+        self._operations.add(f"check({path!r}, {version})", path, "check", version)
 
-    def _add(self, named: str, path: str, kind: str, *arguments: Any, **more: bool) -> None:
+    def __len__(self) -> int:
+        return len(self._operations.names)
+
+    def __repr__(self) -> str:
+        return f"<Multi of {len(self)} operations, {self._operations.size} bytes>"
+
+
+class Operations:
+    """The operations of a ``Multi`` on their way to the request that decides: for the library alone.
+
+    Attributes:
+        names: Each of them, for people.
+        size: Their size in a request, in bytes.
+    """
+
+    def __init__(self, session: Session, jute_maxbuffer: int = JUTE_MAXBUFFER) -> None:
+        self._session = session
+        self._limit = jute_maxbuffer - _OURS
+        self._ended = False
+        self._request = session.new()
+        self.names: list[str] = []
+        self.size = 0
+
+    def add(self, named: str, path: str, kind: str, *arguments: Any, **more: bool) -> None:
+        """Append an operation of kazoo's ``TransactionRequest``. Raises as the methods of `Multi`."""
         if self._ended:
             raise IllegalStateError(
                 "the dual write has ended, and so has its multi", next_step="use it inside the block"
@@ -91,37 +110,27 @@ class Multi:
         if self._session.owns(one):
             raise ConfigurationError(f"{path} is the library's own", next_step="use paths outside it, or another root=")
         size = size_of(one)
-        if self._size + size > self._limit:
+        if self.size + size > self._limit:
             raise ConfigurationError(
-                f"the operations of this dual write would take {self._size + size} bytes with {named}, and {self._limit} fit "
+                f"the operations of this dual write would take {self.size + size} bytes with {named}, and {self._limit} fit "
                 "into a request beside the decision (jute.maxbuffer)",
                 next_step="write less in one dual write; if every server has a greater limit, tell it: jute_maxbuffer=",
             )
-        self._size += size
-        self._named.append(named)
+        self.size += size
+        self.names.append(named)
         self._request.operations += one.operations
 
     def add_to(self, request: TransactionRequest) -> None:
         """Append the operations to the request that decides."""
         request.operations += self._request.operations
 
-    def name(self, number: int) -> str:
-        """The operation of that number, for people."""
-        return self._named[number]
-
-    def __len__(self) -> int:
-        return len(self._named)
-
     def clear(self) -> None:
         """Forget all operations."""
         self._request = self._session.new()
-        self._named.clear()
-        self._size = 0
+        self.names.clear()
+        self.size = 0
 
     def end(self) -> None:
         """Take no more operations."""
         self.clear()
         self._ended = True
-
-    def __repr__(self) -> str:
-        return f"<Multi of {len(self)} operations, {self._size} bytes>"

@@ -97,3 +97,17 @@ def test_a_transaction_that_is_not_committed_leaves_the_store_behind(of_store, b
     of_store.discard()
     assert of_store.store.get(b"a") is None
     assert of_store.behind
+
+
+@pytest.mark.parametrize("verb", [lambda store: store.commit(None), lambda store: store.recover(0)])
+def test_only_the_block_ends_the_stores_transaction(of_store, broker, verb):
+    """Committed by the block's code, the changes would be missing from the changelog, and so on every other member."""
+    of_store.begin()
+    of_store.store.put(b"a", b"1")
+    with pytest.raises(IllegalStateError, match="part the store from its changelog"):
+        verb(of_store.store)
+    of_store.log(broker)
+    of_store.commit()
+    assert broker.records == [(b"a", b"1")]
+    assert not of_store.behind
+    verb(of_store.store)

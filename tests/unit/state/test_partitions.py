@@ -45,22 +45,22 @@ def go_on():
 def test_a_store_is_restored_once_for_each_assignment_and_after_a_failure(stores, restored):
     first, second = object(), object()
     for assigned in ({0: first}, {0: first, 1: first}, {0: first}):
-        with stores.block(assigned, go_on) as log:
+        with stores._block(assigned, go_on) as log:
             log(None)
     assert restored == [0, 1]
-    with stores.block({0: second}, go_on) as log:  # it was another member's meanwhile
+    with stores._block({0: second}, go_on) as log:  # it was another member's meanwhile
         log(None)
     assert restored == [0, 1, 0]
-    with pytest.raises(ZeroDivisionError), stores.block({0: second, 1: first}, go_on):
+    with pytest.raises(ZeroDivisionError), stores._block({0: second, 1: first}, go_on):
         stores.of(Message(0)).put(b"a", b"1")
         raise ZeroDivisionError
-    with stores.block({1: first, 0: second}, go_on):
+    with stores._block({1: first, 0: second}, go_on):
         assert stores.of(Message(0)).get(b"a") is None
     assert restored == [0, 1, 0, 0, 1]
 
 
 def test_a_store_belongs_to_a_handler_that_runs(stores, restored):
-    with stores.block({0: object()}, go_on), pytest.raises(IllegalStateError, match="partition 1 belongs to no"):
+    with stores._block({0: object()}, go_on), pytest.raises(IllegalStateError, match="partition 1 belongs to no"):
         stores.of(Message(1))
     with pytest.raises(IllegalStateError, match="partition 0 belongs to no"):
         stores.of(Message(0))
@@ -74,9 +74,9 @@ def test_restoring_is_interrupted_and_begins_again(stores, restored):
         raise Lost
 
     assignment = object()
-    with pytest.raises(Lost), stores.block({0: assignment}, lost):
+    with pytest.raises(Lost), stores._block({0: assignment}, lost):
         pytest.fail("the block began")
-    with stores.block({0: assignment}, go_on):
+    with stores._block({0: assignment}, go_on):
         assert restored == [0]
 
 
@@ -85,5 +85,5 @@ def test_a_disk_that_cannot_be_written_is_waited_for(stores, monkeypatch, restor
         raise Exception("No space left on device")  # noqa: TRY002 - as rocksdict
 
     monkeypatch.setattr(logged, "roll_forward", full)
-    with pytest.raises(Unavailable, match="No space left"), stores.block({0: object()}, go_on):
+    with pytest.raises(Unavailable, match="No space left"), stores._block({0: object()}, go_on):
         pytest.fail("the block began")

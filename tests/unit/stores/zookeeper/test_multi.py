@@ -7,7 +7,7 @@ from kazoo.client import KazooClient
 from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.stores.zookeeper.multi import JUTE_MAXBUFFER, LEAST_MAXBUFFER, Multi
+from dualwrite.stores.zookeeper.multi import JUTE_MAXBUFFER, LEAST_MAXBUFFER, Multi, Operations
 from dualwrite.stores.zookeeper.paths import Paths
 from dualwrite.stores.zookeeper.session import Session, size_of
 
@@ -18,52 +18,56 @@ def session() -> Session:
 
 
 @pytest.fixture
-def multi(session: Session) -> Multi:
-    return Multi(session)
+def operations(session: Session) -> Operations:
+    return Operations(session)
 
 
-def test_the_operations_follow_those_of_the_library_in_order(session: Session, multi: Multi) -> None:
+@pytest.fixture
+def multi(operations: Operations) -> Multi:
+    return Multi(operations)
+
+
+def test_the_operations_follow_those_of_the_library_in_order(
+    session: Session, operations: Operations, multi: Multi
+) -> None:
     multi.create("/a", b"1", sequence=True)
     multi.set_data("/b", b"2", version=3)
     multi.delete("/c")
     multi.check("/d", 4)
     request = session.new()
     request.check("/first", 0)
-    multi.add_to(request)
+    operations.add_to(request)
     assert [type(one) for one in request.operations] == [CheckVersion, Create, SetData, Delete, CheckVersion]
-    assert [multi.name(number) for number in range(4)] == [
-        "create('/a')",
-        "set_data('/b')",
-        "delete('/c')",
-        "check('/d', 4)",
-    ]
+    assert operations.names == ["create('/a')", "set_data('/b')", "delete('/c')", "check('/d', 4)"]
     assert len(multi) == 4
 
 
-def test_cleared_it_is_empty(session: Session, multi: Multi) -> None:
+def test_cleared_it_is_empty(session: Session, operations: Operations, multi: Multi) -> None:
     multi.create("/a", bytes(900_000))
-    multi.clear()
+    operations.clear()
     multi.create("/a", bytes(900_000))
     request = session.new()
-    multi.add_to(request)
+    operations.add_to(request)
     assert len(request.operations) == 1
 
 
-def test_an_operation_that_would_exceed_a_request_is_refused_alone(session: Session, multi: Multi) -> None:
+def test_an_operation_that_would_exceed_a_request_is_refused_alone(
+    session: Session, operations: Operations, multi: Multi
+) -> None:
     multi.create("/a", bytes(500_000))
     with pytest.raises(ConfigurationError, match=r"create\('/b'\).*jute.maxbuffer"):
         multi.create("/b", bytes(500_000))
     multi.create("/c", bytes(400_000))
     request = session.new()
-    multi.add_to(request)
+    operations.add_to(request)
     assert [one.path for one in request.operations] == ["/a", "/c"]
     assert size_of(request) < JUTE_MAXBUFFER
 
 
 def test_a_greater_limit_takes_more(session: Session) -> None:
-    Multi(session, 2 * JUTE_MAXBUFFER).create("/a", bytes(1_500_000))
+    Multi(Operations(session, 2 * JUTE_MAXBUFFER)).create("/a", bytes(1_500_000))
     with pytest.raises(ConfigurationError):
-        Multi(session, LEAST_MAXBUFFER).create("/a", bytes(LEAST_MAXBUFFER // 2))
+        Multi(Operations(session, LEAST_MAXBUFFER)).create("/a", bytes(LEAST_MAXBUFFER // 2))
 
 
 def test_an_ephemeral_znode_is_refused(multi: Multi) -> None:
@@ -85,9 +89,9 @@ def test_a_wrong_argument_is_refused_where_it_is_given(multi: Multi) -> None:
     assert len(multi) == 0
 
 
-def test_after_the_block_it_takes_nothing(multi: Multi) -> None:
+def test_after_the_block_it_takes_nothing(operations: Operations, multi: Multi) -> None:
     multi.create("/a")
-    multi.end()
+    operations.end()
     assert len(multi) == 0
     with pytest.raises(IllegalStateError, match="has ended"):
         multi.create("/a")
