@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.tables.unit_life import UnitEvent
@@ -25,6 +25,18 @@ logger = logging.getLogger(__name__)
 UNIT_PARTITION = 0
 
 
+class Written(NamedTuple):
+    """The producers' progress, as their database shows it.
+
+    Attributes:
+        newest: The batch whose messages are the newest in the topic; None if no batch has any there.
+        decisions: Changes once any of the producers has decided anything.
+    """
+
+    newest: str | None
+    decisions: object
+
+
 def announce_batch(
     batch: str,
     topic: str,
@@ -35,11 +47,12 @@ def announce_batch(
     schema: str | None,
     timeout_s: float,
     producer_engine: EngineName,
-    others: Callable[[], object],
+    written: Callable[[], Written],
 ) -> bool:
     """Write the unit of a batch, all of whose transactions are complete: which offsets it has in each partition of the topic.
 
-    Call it again after a failure. Whatever was added to the topic since the last unit belongs to this one.
+    Call it again after a failure. Whatever was added to the topic since the last unit belongs to this one, which bears the
+    name of the newest batch in it: that need not be the caller's, who may have been paused, or run an old batch again.
 
     Args:
         batch: Name of the batch.
@@ -50,15 +63,14 @@ def announce_batch(
         schema: The database schema of the library's tables.
         timeout_s: Limits each step, in seconds.
         producer_engine: As of `DualWriter`.
-        others: Called before and after the topic is read. It raises while another producer is at work, and its value changes
-            once one has been.
+        written: Called before and after the topic is read. It raises while another producer is at work.
 
     Returns:
         Whether it was written now. False if the last unit already covers every message of the topic.
 
     Raises:
         ConfigurationError: The unit topic cannot be continued, because retention has deleted its last unit, or the topic was
-            created again; or as `UnitWriter.open`.
+            created again; the newest batch has its unit already; or as `UnitWriter.open`.
         Unavailable: Another producer was at work meanwhile, or a server does not answer. The unit is not written.
         DualWriteError: As `UnitWriter.unit`. The unit is not written, unless the error says so.
     """
@@ -78,19 +90,31 @@ def announce_batch(
         deadline = Deadline(timeout_s)
         last = last_ranges(logs, unit_topic, deadline)
         partitions = [(topic, number) for number in logs.partitions(topic, deadline)]
-        before = others()
+        before = written()
         found = logs.settled_offsets(partitions, deadline)
-        if others() != before:
+        if written() != before:
             raise Unavailable(f"another batch was written into {topic} while batch {batch!r} was announced")
-        ranges = following(batch, last, found)
+        name = batch if before.newest is None else before.newest
+        ranges = following(name, last, found)
         # Markers and messages of aborted attempts take up offsets, too.
         if not ranges or _is_empty(logs, ranges, deadline):
             return False
-        with writer.unit(shortened(batch)) as unit:
+        _require_new(name, last, topic, unit_topic)
+        with writer.unit(shortened(name)) as unit:
             for one in ranges:
                 unit.produce(one.encoded(), f"{one.topic}-{one.partition}".encode())
-    logger.info("batch %r is announced in %s", batch, unit_topic)
+    logger.info("batch %r is announced in %s", name, unit_topic)
     return True
+
+
+def _require_new(name: str, last: Sequence[BatchRange] | None, topic: str, unit_topic: str) -> None:
+    """Refuse a name twice. They follow the order of writing, or repeat the last one if the database's clock went back."""
+    if last and last[0].batch == name:
+        raise ConfigurationError(
+            f"{topic} has messages that no batch after {name!r} has written, and batch {name!r} has its unit in {unit_topic}",
+            next_step="let nothing but the sink write to the topic, and never use a batch's name again. The unit of the "
+            "sink's next batch will hold them; so does the first unit of another unit topic, with all of the topic",
+        )
 
 
 def _is_empty(logs: PartitionLogs, ranges: Sequence[BatchRange], deadline: Deadline) -> bool:

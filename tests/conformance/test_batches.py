@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -21,7 +22,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batches.entry import Destination, Way
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name
 from dualwrite.stores.clock import database_now
-from dualwrite.stores.jobs.batches import Batch, read_batches, read_nobody_at_work
+from dualwrite.stores.jobs.batches import Batch, newest_batch, read_batches, read_nobody_at_work
 from dualwrite.stores.jobs.ledger import BEGUN, WHOLE_BATCH, Ledger
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
@@ -76,6 +77,34 @@ def record(
 def only(database: Database, engine: Engine) -> Batch:
     (batch,) = read_batches(engine, schema=database.schema)
     return batch
+
+
+def test_the_newest_batch_is_the_one_that_has_written_messages_last(
+    database: Database, engine: Engine, ledger: Ledger
+) -> None:
+    def newest(topic: str = "orders", sink: str = "sink") -> str | None:
+        return newest_batch(engine, sink, topic, schema=database.schema)
+
+    def begin(batch: str, topic: str = "orders", way: Way = Way.WHOLE) -> None:
+        ledger.begin(engine, "sink", batch, replace(WHOLE, topic=topic, way=way))
+
+    assert newest() is None
+    begin("2")
+    assert newest() is None
+    record(engine, ledger, "2", WHOLE_BATCH, rows=1, of=1)
+    assert newest() == "2"
+    begin("1", way=Way.PARTITIONS)
+    record(engine, ledger, "1", 0, rows=1, of=1)
+    assert newest() == "1"
+    begin("without rows")
+    record(engine, ledger, "without rows", WHOLE_BATCH, of=1)
+    begin("other topic", topic="%orders")
+    record(engine, ledger, "other topic", WHOLE_BATCH, rows=1, of=1)
+    record(engine, ledger, "other sink", WHOLE_BATCH, rows=1, of=1, sink="other")
+    assert (newest(), newest("%orders"), newest("order_")) == ("1", "other topic", None)
+    record(engine, ledger, "of an older version", WHOLE_BATCH, rows=1, of=1)
+    assert newest() == "of an older version"
+    assert newest(sink="other") == "other sink"
 
 
 def test_a_batch_written_partition_by_partition(database: Database, engine: Engine, ledger: Ledger) -> None:

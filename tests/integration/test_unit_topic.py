@@ -135,6 +135,41 @@ def test_a_driver_that_was_paused_before_it_announces_finds_a_part_of_the_next_b
     assert batches(reader) == []
 
 
+def test_a_driver_that_was_paused_before_it_announces_finds_a_later_batch_and_announces_it_by_its_name(
+    spark, numbers, unit_topic, reader
+):
+    """Its own batch was run again meanwhile, and has a unit: readers that know it would take another one for a repetition."""
+    settings, passed = {**numbers.settings, "unit_topic": unit_topic}, []
+    first, second = numbered(spark, 10, 1), numbered(spark, 20, 1).where("id >= 10")
+
+    def next_drivers(name):
+        passed.append(name)
+        if name == "claim.before" and passed.count("unit.batch") == 1 and "next" not in passed:
+            passed.append("next")
+            write_batch(first, batch_id="1", **settings)
+            with pytest.raises(FailpointError):
+                write_batch(second, batch_id="2", **settings)
+        if name == "unit.batch" and passed.count(name) == 3:
+            raise FailpointError(name)
+
+    with failpoints.watched(next_drivers):
+        write_batch(first, batch_id="1", **settings)
+    write_batch(first, batch_id="1", **settings)
+    write_batch(second, batch_id="2", **settings)
+    assert batches(reader, 2) == [("1", list(range(10))), ("2", list(range(10, 20)))]
+
+
+def test_a_batch_is_announced_by_the_name_of_the_newest_one_in_the_topic(
+    spark, numbers, unit_topic, reader, dualwrite_kafka
+):
+    """Batches to other topics do not count, nor do those without messages."""
+    other_topic = {**numbers.settings, "topic": dualwrite_kafka.create_topic(f"{unit_topic}-others", 1)}
+    write_batch(numbered(spark, 10, 1), batch_id="1", **numbers.settings)
+    write_batch(numbered(spark, 20, 1).where("id >= 10"), batch_id="2", **other_topic)
+    write_batch(numbered(spark, 0, 1), batch_id="3", **numbers.settings, unit_topic=unit_topic)
+    assert batches(reader, 1) == [("1", list(range(10)))]
+
+
 FILES = 3
 
 

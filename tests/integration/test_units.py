@@ -20,7 +20,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
-from dualwrite.units.announcing import announce_batch
+from dualwrite.units.announcing import Written, announce_batch
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import HEADER, AbortTransaction, decoded
 
@@ -319,9 +319,9 @@ def test_a_unit_of_a_million_records_needs_the_memory_of_its_image(writing, kafk
     assert most < 100_000_000  # a third of what was read
 
 
-@pytest.mark.parametrize("others", [lambda: 1, itertools.count().__next__], ids=["alone", "with others"])
+@pytest.mark.parametrize("decisions", [lambda: 1, itertools.count().__next__], ids=["alone", "with others"])
 def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
-    dualwrite_kafka, kafka, engine, dualwrite_topic, others
+    dualwrite_kafka, kafka, engine, dualwrite_topic, decisions
 ):
     unit_topic = dualwrite_kafka.create_topic(f"{dualwrite_topic}-units", 1)
     with DualWriter("orders", kafka=kafka, database=engine) as writer, writer.transaction() as tx:
@@ -330,11 +330,11 @@ def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
     def announce():
         return announce_batch(
             "a", dualwrite_topic, unit_topic=unit_topic, kafka=kafka, database=engine, schema=None, timeout_s=PATIENCE_S,
-            producer_engine="auto", others=others,
+            producer_engine="auto", written=lambda: Written("a", decisions()),
         )  # fmt: skip
 
     with BatchReader(unit_topic, kafka=kafka) as reader:
-        if others() != others():
+        if decisions() != decisions():
             with pytest.raises(Unavailable, match="another batch was written"):
                 announce()
             assert reader.next_batch(1.0) is None
@@ -343,4 +343,8 @@ def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
             assert announce() is False
             batch = reader.next_batch(PATIENCE_S)
             assert [record.value for record in batch.records()] == [b"1"]
+            with DualWriter("orders", kafka=kafka, database=engine) as writer, writer.transaction() as tx:
+                tx.produce(dualwrite_topic, "of nobody")
+            with pytest.raises(ConfigurationError, match="batch 'a' has its unit in"):
+                announce()
             assert reader.next_batch(0.5) is None

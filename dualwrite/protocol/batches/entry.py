@@ -50,6 +50,11 @@ class Destination:
         parts = json.loads(text)
         return cls(Way[parts["way"]], parts["table"], parts["topic"], parts["cluster_id"])
 
+    @staticmethod
+    def text_of(topic: str) -> str:
+        """The part of the text form that shows the topic. No other value contains it: quotes inside values are escaped."""
+        return f'"topic": {json.dumps(topic)}'
+
     def text(self) -> str:
         """The text form, as the ledger keeps it."""
         return json.dumps({**asdict(self), "way": self.way.name})

@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Engine, exc, select, tuple_
+from sqlalchemy import Engine, and_, exc, or_, select, tuple_
 
 from dualwrite.protocol.batches.at_work import nobody_since
+from dualwrite.protocol.batches.entry import Destination
 from dualwrite.protocol.naming import may_own, pool_of_sink
 from dualwrite.stores.clock import database_now
 from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.jobs.ledger import BEGUN
 from dualwrite.stores.rows import in_chunks
 from dualwrite.stores.tables import declare_tables
 
@@ -102,6 +104,38 @@ def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = N
         view.c.batch_id != but,
         view.c.written_partitions > 0,
         view.c.written_partitions < view.c.partition_count,
+    )
+    try:
+        with engine.connect() as connection:
+            return connection.execute(statement.limit(1)).scalar()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+
+
+def newest_batch(engine: Engine, sink: str, topic: str, *, schema: str | None = None) -> str | None:
+    """The batch whose messages are the newest that the sink has written to the topic; None if it has written none.
+
+    Args:
+        engine: The database.
+        sink: Name of the sink.
+        topic: The topic.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`read_batches`.
+    """
+    part = declare_tables(schema).ledger
+    begun = part.alias()
+    of_batch = and_(begun.c.sink == part.c.sink, begun.c.batch_id == part.c.batch_id, begun.c.partition_id == BEGUN)
+    # Older versions recorded no destination.
+    to_topic = or_(
+        begun.c.destination.is_(None), begun.c.destination.contains(Destination.text_of(topic), autoescape=True)
+    )
+    statement = (
+        select(part.c.batch_id)
+        .join_from(part, begun, of_batch, isouter=True)
+        .where(part.c.sink == sink, part.c.message_count > 0, to_topic)
+        .order_by(part.c.written_at.desc())
     )
     try:
         with engine.connect() as connection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -30,14 +30,14 @@ from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.sinks.spark.formats.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.jobs.batches import batch_in_part
+from dualwrite.stores.jobs.batches import batch_in_part, newest_batch
 from dualwrite.stores.jobs.ledger import Ledger
 from dualwrite.stores.jobs.runs import Runs
 from dualwrite.stores.jobs.slots import SlotPool
 from dualwrite.stores.rows import check_name
 from dualwrite.stores.schema import check_schema
 from dualwrite.stores.state import SqlStateStore
-from dualwrite.units.announcing import announce_batch
+from dualwrite.units.announcing import Written, announce_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
@@ -129,30 +129,33 @@ class DriverSide:
     def announce(self) -> None:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
 
+        If a newer batch of the sink is written and not announced, the unit bears its name and holds both.
+
         Raises:
             ConfigurationError: Another batch of the sink is at work, or written in part; or as :func:`announce_batch`.
             DualWriteError: As :func:`announce_batch`. Run the batch again: it is written, and then announced.
         """
-        options = self._options
-        if options.unit_topic is None or options.topic is None:
+        options, topic = self._options, self._options.topic
+        if options.unit_topic is None or topic is None:
             return
         failpoints.hit("unit.batch")
         announce_batch(
             self._batch_id,
-            options.topic,
+            topic,
             unit_topic=options.unit_topic,
             kafka=options.kafka_settings(),
             database=self._engine,
             schema=options.schema,
             timeout_s=options.timeout_s,
             producer_engine=options.producer_engine,
-            others=self._other_batches,
+            written=lambda: self._written_to(topic),
         )
 
-    def _other_batches(self) -> Mapping[str, object]:
-        """By slot, its newest decision: another one once another batch of the sink has decided anything.
+    def _written_to(self, topic: str) -> Written:
+        """The newest batch of the sink, and by slot its newest decision: another one once any batch has decided anything.
 
-        A driver that was paused may find tasks of the next one, or what they have written before it looks at their slots.
+        A driver that was paused may find tasks of the next one, what they have written before it looks at their slots, or a
+        complete batch that nobody has announced.
 
         Raises:
             ConfigurationError: Tasks of another batch are at work, or it is written in part. The unit would show that part.
@@ -173,7 +176,8 @@ class DriverSide:
                     next_step="with unit_topic, write one batch of a sink at a time; run this one again",
                 )
             pause(_LOOKS_AGAIN_S)
-        return {row.transactional_id: row.prepared for row in self._store.find(f"{self._pool.pool}#")}
+        newest = newest_batch(self._engine, options.sink, topic, schema=options.schema)
+        return Written(newest, {row.transactional_id: row.prepared for row in self._store.find(f"{self._pool.pool}#")})
 
     def _note_failed(self) -> None:
         """Note the failure for people who look at batches. May fail: nothing relies on it."""

@@ -6,6 +6,7 @@ import pytest
 
 from dualwrite.protocol.tables.unit_life import UnitWriterEvent
 from dualwrite.units import announcing, writer
+from dualwrite.units.announcing import Written
 from harness.mistakes.registry import Check, mistake
 
 _UNITS = "integration/test_units.py::"
@@ -28,7 +29,7 @@ def batch_announced_beside_another(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver announces its batch although another one of the sink is written in part."""
     from dualwrite.sinks.spark.driver.plan import DriverSide
 
-    patch.setattr(DriverSide, "_other_batches", lambda _: {})
+    patch.setattr(DriverSide, "_written_to", lambda self, _: Written(self._batch_id, {}))
 
 
 @mistake(
@@ -38,15 +39,30 @@ def other_batches_looked_for_too_early(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver looks for other batches of its sink before it owns the unit topic, and not afterwards."""
     from dualwrite.sinks.spark.driver.plan import DriverSide
 
-    real_announce, real_others = DriverSide.announce, DriverSide._other_batches
+    real_announce, real_written = DriverSide.announce, DriverSide._written_to
 
     def announce(self):
-        found = real_others(self)
+        found = real_written(self, self._options.topic)
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_other_batches", lambda: found, raising=False)
+            inner.setattr(self, "_written_to", lambda _: found, raising=False)
             real_announce(self)
 
     patch.setattr(DriverSide, "announce", announce)
+
+
+@mistake(
+    Check(
+        f"{_TOPIC}test_a_driver_that_was_paused_before_it_announces_finds_a_later_batch_and_announces_it_by_its_name",
+        "ConfigurationError|assert .* ==|At index",
+    )
+)
+def unit_named_after_the_batch_of_its_driver(patch: pytest.MonkeyPatch) -> None:
+    """A Spark driver takes all that it finds for its own batch, though a later one of the sink was written meanwhile."""
+    from dualwrite.sinks.spark.driver import plan
+
+    real = plan.DriverSide._written_to
+    patch.setattr(plan.DriverSide, "_written_to", lambda self, topic: real(self, topic)._replace(newest=self._batch_id))
+    patch.setattr(announcing, "_require_new", lambda *_: None)
 
 
 @mistake(

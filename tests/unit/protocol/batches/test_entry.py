@@ -22,6 +22,12 @@ def test_the_text_form_is_the_destination(destination):
     assert Destination.parse(destination.text()) == destination
 
 
+@pytest.mark.parametrize("topic", ["orders", "items", "column:orders"])
+@pytest.mark.parametrize("destination", [*EVERY, replace(ORDERS, table='"topic": "items"')])
+def test_the_text_form_shows_the_topic(destination, topic):
+    assert (Destination.text_of(topic) in destination.text()) is (destination.topic == topic)
+
+
 @pytest.mark.parametrize(("present", "whole_written"), list(product(EVERY, [True, False])))
 def test_a_batch_goes_on_where_it_was_begun(present, whole_written):
     assert next_entry(Recorded(True, present, whole_written), present) is Entry.GO_ON
