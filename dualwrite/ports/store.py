@@ -220,6 +220,7 @@ class Decisions(Protocol):
         idle_s: float | None = None,
         within_s: float | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state if the row still names the incarnation.
 
@@ -235,6 +236,7 @@ class Decisions(Protocol):
             idle_s: The server, if it can, ends the session when COMMIT does not come within this many seconds.
             within_s: The server, if it can, ends the transaction, COMMIT included, after this many seconds.
             answer_s: How long to wait for the answer, in seconds; after that the connection is lost.
+            deferred: Do first what :meth:`run_deferred` does, in the same exchange with the server if the driver can.
 
         Returns:
             Whether the one row was updated, and the database's name for this transaction if it has one. False means
@@ -244,7 +246,8 @@ class Decisions(Protocol):
             IllegalStateError: The state is not of this incarnation or holds no evidence; or the database transaction is no
                 longer the one that :meth:`begin` began.
             TransactionAborted: The transaction cannot go on: an earlier statement had failed, or a conflict (at REPEATABLE
-                READ and SERIALIZABLE a claim shows as one; the next attempt finds that it is fenced).
+                READ and SERIALIZABLE a claim shows as one; the next attempt finds that it is fenced); or, with ``deferred``,
+                a constraint is violated.
             Unavailable: The database does not answer.
         """
         ...
@@ -257,6 +260,7 @@ class Decisions(Protocol):
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """The last statement if nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 

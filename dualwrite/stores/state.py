@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -164,18 +164,13 @@ class SqlStateStore:
         idle_s: float | None = None,
         within_s: float | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
+        with self._last_statement(connection, transactional_id, answer_s, deferred=deferred):
             row = self._decisions.decide(
-                connection,
-                transactional_id,
-                incarnation,
-                text,
-                namespace=namespace,
-                idle_s=idle_s,
-                within_s=within_s,
+                connection, transactional_id, incarnation, text, namespace=namespace, idle_s=idle_s, within_s=within_s
             )
             return self._ended(connection, transactional_id, row)
 
@@ -187,11 +182,20 @@ class SqlStateStore:
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
-        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
+        with self._last_statement(connection, transactional_id, answer_s, deferred=deferred):
             row = self._decisions.hold(connection, transactional_id, incarnation, namespace=namespace)
             return self._ended(connection, transactional_id, row)
+
+    @contextmanager
+    def _last_statement(
+        self, connection: Connection, transactional_id: str, answer_s: float | None, *, deferred: bool
+    ) -> Generator[None, None, None]:
+        first = self._dialect.deferred_first(connection, transactional_id) if deferred else nullcontext()
+        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s), first:
+            yield
 
     def _ended(
         self, connection: Connection, transactional_id: str, row: Sequence[Any] | None

@@ -253,7 +253,7 @@ class DualWrite:
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
-            state = self._prepare()
+            state = self._prepare(run_deferred=True)
             permit(self._handle)
             answer_s = self._timeout_s / 2
             if prepared:
@@ -269,12 +269,12 @@ class DualWrite:
         self._machine.apply(WriteEvent.HAND_OVER)
         failpoints.hit("batch.handed_over")
 
-    def _prepare(self) -> PreparedTxnState:
+    def _prepare(self, *, run_deferred: bool = False) -> PreparedTxnState:
         self.observer.enter(Phase.PREPARE)
         self._session.flush()
         self.sending.finish()
-        # While the last messages are on their way. Left to COMMIT, it would take its time after the last check of the clock.
-        self._context.store.run_deferred(self._handle, self.transactional_id)
+        if run_deferred:
+            self._context.store.run_deferred(self._handle, self.transactional_id)
         state = self._lane.producer.prepare_transaction() if self.sending.begun else PreparedTxnState()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
@@ -282,7 +282,10 @@ class DualWrite:
         return state
 
     def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Handle], None]) -> Deadline:
-        """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT."""
+        """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
+
+        What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
+        """
         store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
         allowance = None
         if state.has_transaction:
@@ -297,6 +300,7 @@ class DualWrite:
                 idle_s=allowance.decide_s,
                 within_s=allowance.decide_s,
                 answer_s=allowance.answer_s,
+                deferred=True,
             )
         else:
             answer = Deadline(deadline.remaining_s() / 2)
@@ -306,6 +310,7 @@ class DualWrite:
                 incarnation,
                 namespace=namespace,
                 answer_s=answer.remaining_s(),
+                deferred=True,
             )
         if not ours:
             raise self._fenced(None)

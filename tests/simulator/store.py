@@ -115,9 +115,10 @@ class SimulatedStore:
         idle_s: float | None = None,
         within_s: float | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.decide`. The scheduler chooses when a session ends."""
-        del idle_s, within_s, answer_s
+        del idle_s, within_s, answer_s, deferred
 
         def update(session: Session) -> tuple[bool, str | None]:
             row = self._database.lock(session, transactional_id)
@@ -136,9 +137,10 @@ class SimulatedStore:
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
-        del answer_s
+        del answer_s, deferred
 
         def share(session: Session) -> tuple[bool, str | None]:
             row = self._database.lock(session, transactional_id, exclusive=False)

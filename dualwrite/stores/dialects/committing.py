@@ -65,11 +65,16 @@ def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str
     try:
         dialect.run_deferred(connection)
     except exc.SQLAlchemyError as error:
-        raise TransactionAborted(
-            f"a check deferred to COMMIT failed: {driver_words(error)}",
-            transactional_id=transactional_id,
-            retryable=meaning_of(error) in _RETRYABLE,
-        ) from error
+        raise deferred_failed(error, transactional_id) from error
+
+
+def deferred_failed(error: exc.SQLAlchemyError, transactional_id: str | None) -> TransactionAborted:
+    """The error for a deferred constraint or trigger that has failed with this one."""
+    return TransactionAborted(
+        f"a check deferred to COMMIT failed: {driver_words(error)}",
+        transactional_id=transactional_id,
+        retryable=meaning_of(error) in _RETRYABLE,
+    )
 
 
 def commit(

@@ -154,6 +154,14 @@ class Dialect(Protocol):
         """
         ...
 
+    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[object]:
+        """Have the one statement in the block preceded by :meth:`run_deferred`, in the same exchange if the driver can.
+
+        Raises:
+            TransactionAborted: A constraint is violated.
+        """
+        ...
+
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """Make waits for the database in the block fail after this time, if any. The connection may then be lost."""
         ...

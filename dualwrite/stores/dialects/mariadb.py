@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -210,6 +210,11 @@ class MariaDB:
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: InnoDB defers nothing to COMMIT."""
         del connection
+
+    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[None]:
+        """See :meth:`run_deferred`."""
+        del connection, transactional_id
+        return nullcontext()
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:

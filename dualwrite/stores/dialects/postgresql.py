@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, func, literal_column, select, text
+from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, exc, func, literal_column, select, text
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.dialects import committing
 from dualwrite.stores.dialects.awaited import own_connection
 from dualwrite.stores.dialects.dialect import Identity, Standing
 from dualwrite.stores.dialects.watchdog import WATCHDOG
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
 _IDLE: Final = 0
 _ACTIVE: Final = 1
+_IN_TRANSACTION: Final = 2
 _OLDEST: Final = (13,)  # pg_current_xact_id
 
 # SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
@@ -57,6 +59,7 @@ _CERTAIN: Final = frozenset(
     }
 )
 
+_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _STARTED: Final = "dualwrite.transaction_started"
 _JOINED_LATE: Final = "dualwrite.joined_after_a_statement"
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
@@ -287,7 +290,28 @@ class PostgreSQL:
 
     def run_deferred(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. No ``statement_timeout`` would limit them during COMMIT."""
-        connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
+        connection.exec_driver_sql(_IMMEDIATE)
+
+    @contextmanager
+    def deferred_first(self, connection: Connection, transactional_id: str) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`."""
+        driver = _driver(connection)
+        if driver.pgconn.transaction_status != _IN_TRANSACTION:
+            yield  # the statement will report it, with the cause
+            return
+        from dualwrite.stores.dialects import ahead  # noqa: PLC0415 - psycopg: only SQLite's users may lack it
+
+        if not ahead.is_possible(driver):
+            committing.run_deferred(connection, self, transactional_id)
+            yield
+            return
+        with ahead.sent_ahead(driver, _IMMEDIATE) as first:
+            try:
+                yield
+            except exc.SQLAlchemyError as error:
+                if first.failed and sqlstate_of(getattr(error, "orig", None)) is not None:
+                    raise committing.deferred_failed(error, transactional_id) from error
+                raise
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -166,6 +166,11 @@ class SQLite:
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
         del connection
+
+    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[None]:
+        """See :meth:`run_deferred`."""
+        del connection, transactional_id
+        return nullcontext()
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:

@@ -95,9 +95,10 @@ class KeyedStore(Incidents):
         idle_s: float | None = None,
         within_s: float | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.decide`. No server ends the session of a paused owner."""
-        del idle_s, within_s, answer_s
+        del idle_s, within_s, answer_s, deferred
         check_decidable(transactional_id, incarnation, state)
         return self._end_with(
             connection,
@@ -115,9 +116,10 @@ class KeyedStore(Incidents):
         *,
         namespace: str | None = None,
         answer_s: float | None = None,
+        deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`. The row is written, with the name of the transaction."""
-        del answer_s
+        del answer_s, deferred
         return self._end_with(
             connection,
             transactional_id,

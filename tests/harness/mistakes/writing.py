@@ -1,6 +1,7 @@
 """Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -102,7 +103,7 @@ def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
 )
 def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
     """Triggers that are deferred to COMMIT run in it, after the last look at the clock."""
-    patch.setattr(SqlStateStore, "run_deferred", lambda *_: None)
+    patch.setattr(postgresql.PostgreSQL, "deferred_first", lambda *_: nullcontext())
 
 
 @mistake(performed("commit_answer_lost", "told TransactionAborted"))

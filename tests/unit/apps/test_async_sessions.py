@@ -203,14 +203,14 @@ def test_the_joined_dual_write_sends_and_shows_its_state(in_app, shop):
 
 
 def test_an_abort_at_commit_leaves_a_session_that_can_be_rolled_back(in_app, shop, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise TransactionAborted("a check failed")
 
     async def work(app):
         async with app.sessions() as session:
             await app.put(session, 1)
             with monkeypatch.context() as patch:
-                patch.setattr(JoinedStore, "run_deferred", refuse)
+                patch.setattr(JoinedStore, "decide", refuse)
                 with pytest.raises(TransactionAborted, match="a check failed"):
                     await session.commit()
             await session.rollback()

@@ -217,7 +217,7 @@ def test_an_abort_at_commit_leaves_a_session_that_can_be_rolled_back(shop, facto
         session.add(order)
         put(session, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(JoinedStore, "run_deferred", _refuse)
+            patch.setattr(JoinedStore, "decide", _refuse)
             with pytest.raises(TransactionAborted, match="a check failed"):
                 session.commit()
         session.rollback()
@@ -227,11 +227,11 @@ def test_an_abort_at_commit_leaves_a_session_that_can_be_rolled_back(shop, facto
         session.commit()
     with pytest.raises(TransactionAborted), factory.begin() as session:
         put(session, 4)
-        monkeypatch.setattr(JoinedStore, "run_deferred", _refuse)
+        monkeypatch.setattr(JoinedStore, "decide", _refuse)
     assert shop.both_have(3)
 
 
-def _refuse(*_):
+def _refuse(*_, **__):
     raise TransactionAborted("a check failed")
 
 

@@ -152,14 +152,14 @@ def test_a_group_that_was_aborted_runs_again(shop, held, monkeypatch):
 
 def test_a_group_that_cannot_commit_for_one_unit_commits_the_others(shop, held, monkeypatch):
     """A deferred constraint, say."""
-    real = SqlStateStore.run_deferred
+    real = SqlStateStore.decide
 
-    def run_deferred(store, connection, name=None):
+    def decide(store, connection, *args, **kwargs):
         if connection.scalar(text("SELECT count(*) FROM orders WHERE id = 2")):
             raise TransactionAborted("a deferred check", retryable=False)
-        real(store, connection, name)
+        return real(store, connection, *args, **kwargs)
 
-    monkeypatch.setattr(SqlStateStore, "run_deferred", run_deferred)
+    monkeypatch.setattr(SqlStateStore, "decide", decide)
     with held.together():
         futures = [held.put(number) for number in (1, 2, 3)]
     assert "a deferred check" in str(futures[1].exception(30))
