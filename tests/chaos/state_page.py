@@ -41,12 +41,15 @@ def section(states: Mapping[str, Any]) -> list[str]:
         "write rows by a `DualWriter`, too. Each reads messages that count or delete a key, publishes each value, and moves the "
         "group's offset, all in one transaction; then it dies at its fail point, or at any moment. The next one restores, and "
         "compares before it goes on: the store, a replay of the changelog's committed records by another reader, and the input up "
-        "to the group's offset must make the same state; where a task dies before that, the next one compares. Some begin with another directory: an older copy, that of a standby that "
+        "to the group's offset must make the same state; where a task dies before that, the next one compares. Besides, what each "
+        "killed task leaves is copied at once; the copy is opened, brought to the changelog's committed end, and compared with a "
+        "replay of it. Some begin with another directory: an older copy, that of a standby that "
         "has followed meanwhile, or an empty one. The broker compacts the changelogs all the time. The last task of each also "
         "compares all messages, and all rows, with the input.",
         "",
         f"`{states['command']}`, {states['began']} (UTC), {states['minutes']} minutes, native engine, one broker: "
-        f"**{sum(sums.values()):,} tasks killed**, the state compared **{counts['compared']['all']:,} times**: "
+        f"**{sum(sums.values()):,} tasks killed**, the state compared **{counts['compared']['all']:,} times** by the next task"
+        f"{_copies(counts['compared'])}: "
         f"{len(states['findings'])} findings. Directories: {began}. {counts['restored']['records']:,} records of changelogs were "
         f"applied by tasks, {counts['standbys']['records']:,} by standbys. {counts['counted']['inputs']:,} inputs were counted "
         "once.",
@@ -60,3 +63,7 @@ def section(states: Mapping[str, Any]) -> list[str]:
         "room, nothing was missing in the store, or nothing was left to settle.",
         "",
     ]
+
+
+def _copies(compared: Mapping[str, int]) -> str:
+    return f", and **{compared['copies']:,} times** in a copy" if "copies" in compared else ""

@@ -1,7 +1,8 @@
 """The state stores' part of the run: tasks die at every step of a transaction, of a spilled commit and of a restore.
 
 Each life is one changelog, whose tasks come one after the other; half of them write rows as well. Each task compares itself
-as soon as it is restored (:mod:`chaos.tally`), then works until it dies. Now and then its directory is an older copy, that of a standby which
+as soon as it is restored (:mod:`chaos.tally`), then works until it dies. A copy of what it leaves is opened then, brought to
+the changelog's committed end, and compared with a replay of it. Now and then its directory is an older copy, that of a standby which
 has followed the changelog meanwhile, or empty.
 """
 
@@ -24,7 +25,7 @@ from confluent_kafka import Producer
 from chaos.part import MAY_END, Part
 from chaos.processes import Process
 from chaos.tables import MOMENT
-from chaos.tally import key_of
+from chaos.tally import committed_before, key_of
 from dualwrite.runtime.failpoints import FAILPOINTS
 from dualwrite.state import KeyValueStore, Standby
 
@@ -83,6 +84,11 @@ class _Life:
     @property
     def copy(self) -> Path:
         return self.root / "copy"
+
+    @property
+    def left(self) -> Path:
+        """A copy of what the last task that died has left."""
+        return self.root / "left"
 
     @property
     def standby(self) -> Path:
@@ -155,7 +161,10 @@ class States(Part[_Life]):
             process = self._start(life, chance, point)
             if chance.random() < 0.2:
                 self._follow(life)
-            killed += self._end(life, process, point)
+            died = self._end(life, process, point)
+            killed += died
+            if died:
+                self._compare(life, point)
             if self._results.findings:
                 return
         self._end(life, self._start(life, chance, "", blocks=0), "")
@@ -218,6 +227,23 @@ class States(Part[_Life]):
                 store, kafka=self._servers.kafka.client_config(), changelog=life.changelog, partition=0, timeout_s=60
             )
             self._add("standbys", "records", standby.catch_up())
+
+    def _compare(self, life: _Life, point: str) -> None:
+        """Open a copy of what a dead task has left, and compare it with the changelog's committed records."""
+        shutil.rmtree(life.left, ignore_errors=True)
+        if life.directory.exists():
+            shutil.copytree(life.directory, life.left)
+        kafka = self._servers.kafka.client_config()
+        with KeyValueStore(life.left) as store:
+            Standby(store, kafka=kafka, changelog=life.changelog, partition=0, timeout_s=60).catch_up()
+            end = store.committed.offset or 0
+            found = {key.decode(): value.decode() for key, value in store.range()}
+        replayed = committed_before(kafka, life.changelog, end)
+        self._add("compared", "copies")
+        if found != replayed:
+            self._find(
+                "differs", life.name, f"killed at {point}, up to {end}: the copy {found}, the changelog {replayed}"
+            )
 
     def _end(self, subject: _Life, process: Process, point: str) -> bool:
         killed = super()._end(subject, process, point)

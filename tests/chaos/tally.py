@@ -7,11 +7,11 @@ must be that of the store, of a replay of the changelog's committed records, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import rocksdict  # noqa: F401 - imported once, before the processes are forked
-from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from harness.counting import committed_offset
 from harness.worker import FENCED, LOST, OPERATIONS, UNAVAILABLE, OnPurpose
 from sqlalchemy import Engine, select
@@ -50,6 +50,22 @@ def states(end: int) -> Generator[tuple[str, str | None], None, None]:
 def left_of(changes: Sequence[tuple[str, str | None]]) -> dict[str, str]:
     """The newest value of each key that is not deleted."""
     return {key: value for key, value in dict(changes).items() if value is not None}
+
+
+def committed_before(kafka: Mapping[str, object], topic: str, end: int) -> dict[str, str]:
+    """Replay the committed records before an offset that is stable, as a reader of its own. A transaction may be open after it."""
+    settings = {**kafka, "group.id": topic, "isolation.level": "read_committed", "enable.partition.eof": True}
+    changes: list[tuple[str, str | None]] = []
+    with closing(Consumer({**settings, "enable.auto.commit": False})) as consumer:
+        consumer.assign([TopicPartition(topic, 0, 0)])
+        while True:
+            for message in consumer.consume(1000, timeout=60) or [None]:
+                assert message is not None, f"{topic} does not end"
+                if (error := message.error()) is not None:
+                    assert error.code() == KafkaError._PARTITION_EOF, str(error)
+                    return left_of(changes)
+                if message.offset() < end:
+                    changes.append((message.key().decode(), message.value() and message.value().decode()))
 
 
 def tally(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from harness.page_examples import example, run_example
-from harness.patience import PATIENCE_S
 from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, options, write_by, write_with
@@ -36,10 +35,14 @@ def ids(batch):
     return sorted(json.loads(record.value)["id"] for record in batch.records())
 
 
+VISIBLE_S = 60.0
+"""A batch is announced before its write returns: no more than the broker's answer is waited for."""
+
+
 def batches(reader, count=0):
     """The batches that are visible now, at least so many of them: name and rows."""
     found = []
-    while (batch := reader.next_batch(PATIENCE_S if len(found) < count else 1.0 if not found else 0.2)) is not None:
+    while (batch := reader.next_batch(VISIBLE_S if len(found) < count else 1.0 if not found else 0.2)) is not None:
         found.append((batch.name, ids(batch)))
     return found
 
