@@ -105,9 +105,9 @@ search: venv ## every interleaving within bounds, by the product's own decisions
 	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 # In the order of their seeds; MISTAKE=name plants one.
-model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes)
-	cd tests && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
-		$(if $(MISTAKE),--mistake $(MISTAKE)) --results $(CURDIR)/.cache/model/seed-$(SEED)$(if $(MISTAKE),-$(MISTAKE)).json
+model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes); UNITS=4000: of units
+	$(if $(UNITS),UNIT_SCHEDULES=$(UNITS) $(PY) -m pytest --thorough -n $(or $(JOBS),1) -rP --show-capture=stdout -k many_schedules tests/unit/units,cd tests && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
+		$(if $(MISTAKE),--mistake $(MISTAKE)) --results $(CURDIR)/.cache/model/seed-$(SEED)$(if $(MISTAKE),-$(MISTAKE)).json)
 
 SEEDS ?= 2
 LATE ?= 10

@@ -31,7 +31,7 @@ from dualwrite.recovery.after_restore import (
     went_back,
 )
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.plan import IdStatus, Plan, describe
+from dualwrite.recovery.plan import IdStatus, Plan, describe, longest_open_s
 from dualwrite.recovery.reported import note_told, untold
 from dualwrite.recovery.servers import connected_coordinator, rows_of, whole_writers
 from dualwrite.recovery.settling.inspect import inspect
@@ -105,6 +105,29 @@ def status(
     with opened(database, schema) as used, connected_coordinator(kafka) as coordinator:
         store = used.store()
         return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
+
+
+def status_and_longest(
+    transactional_id: str | None = None,
+    *,
+    kafka: Mapping[str, object],
+    database: Database,
+    prefix: str | None = None,
+    timeout_s: float = 60.0,
+) -> tuple[list[IdStatus], float | None]:
+    """As :func:`status`; besides, the age of the oldest open Kafka transaction in seconds, None if none is open.
+
+    That is one of the ids that were asked for, or, if neither an id nor a prefix was given, any that the brokers list for us:
+    those of other programs, too, which have no row here.
+    """
+    deadline = Deadline(timeout_s)
+    with connected_coordinator(kafka) as coordinator:
+        store = database.store()
+        items = inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, deadline)
+        longest_s = longest_open_s(items)
+        if transactional_id is None and prefix is None:
+            longest_s = max(longest_s or 0.0, coordinator.longest_open_s(deadline)) or None
+    return items, longest_s
 
 
 def recover(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +29,8 @@ from dualwrite.units.ranges import Offsets, Partition
 from harness.simulated import TIMEOUT_S, Here, Running, Servers, simulated
 
 UNIT_TOPIC = "units"
+SCHEDULES = int(os.environ.get("UNIT_SCHEDULES", "300"))
+"""So many of each kind does a thorough run play."""
 EXPECTED = (DualWriteError, *OF_THE_USERS_STATEMENT)
 """The errors by which a process ends that a schedule has disturbed."""
 _EARLIEST = type(OffsetSpec.earliest())
@@ -183,10 +187,12 @@ class Schedule:
     Attributes:
         chance: Draws everything.
         servers: The simulated ones.
+        happened: What was done to the processes, and how often.
     """
 
     def __init__(self, seed: int, servers: Servers) -> None:
         self.chance = random.Random(seed)
+        self.happened: Counter[str] = Counter()
         self.servers = servers
         self.simulation = servers.simulation
         self._held: list[Any] = []
@@ -213,6 +219,7 @@ class Schedule:
 
     def _start(self, work: Callable[[Here], None]) -> Running:
         self._started += 1
+        self.happened["processes"] += 1
         return self.servers.start(work, f"P{self._started}")
 
     @staticmethod
@@ -229,10 +236,13 @@ class Schedule:
         draw = self.chance.random()
         waits = self.simulation.waits_for_an_answer(one.process)
         if draw < 0.015:
+            self.happened["killed"] += 1
             one.kill()
         elif draw < 0.03 and call.server is Server.KAFKA and not waits:
+            self.happened["requests lost or late"] += 1
             one.lose_answer() if self.chance.random() < 0.5 else self.simulation.hold(one.process)
         elif draw < 0.04 and call.server is Server.DATABASE and call.session is not None and not one.waits_for_lock:
+            self.happened["connections broken"] += 1
             one.break_connection(executed=self.chance.random() < 0.5)
         elif draw < 0.045 and self.simulation.held:
             self.simulation.arrive(self.chance.choice(self.simulation.held))

@@ -79,13 +79,17 @@ def test_what_is_undecided_is_aborted(dualwrite, tmp_path, kafka, url, dualwrite
 
 
 def test_the_transaction_of_another_program_is_aborted_without_a_database(
-    dualwrite, kafka, kafka_id, dualwrite_topic, visible
+    dualwrite, kafka, kafka_id, dualwrite_topic, visible, url
 ):
     producer = Producer({**kafka, "transactional.id": kafka_id})
     producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     producer.produce(dualwrite_topic, b"open")
     producer.flush(PATIENCE_S)
+    shown = json.loads(dualwrite("status", "--json", "--url", url).stdout)
+    assert shown["ids"] == []
+    assert shown["longest_open_s"] > 0  # it has no row, and yet it shows
+    assert json.loads(dualwrite("status", kafka_id, "--json", "--url", url).stdout)["longest_open_s"] is None
     done = dualwrite("terminate", kafka_id)
     assert done.exit_code == 0, done.output
     assert f"{kafka_id}: aborted" in done.stdout

@@ -15,7 +15,7 @@ from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
-from dualwrite.recovery.plan import IdStatus, longest_open_s
+from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.recovery.settling.settle import Loss
 from dualwrite.stores.jobs.batches import Batch
@@ -102,14 +102,13 @@ def status_table(items: Sequence[IdStatus]) -> Table:
     return table
 
 
-def summary(items: Sequence[IdStatus], open_incidents: int) -> str:
-    """The last line of ``dualwrite status``."""
+def summary(items: Sequence[IdStatus], longest_s: float | None, open_incidents: int) -> str:
+    """The last line of ``dualwrite status``. ``longest_s`` is the age of the oldest open transaction, a row's or not."""
     parts = [
         f"{len(items)} ids",
         f"{sum(item.needs_recovery for item in items)} to recover",
         f"{open_incidents} losses not acknowledged",
     ]
-    longest_s = longest_open_s(items)
     if longest_s is not None:
         parts.append(f"longest open {_seconds(longest_s)}")
     if unlimited := sum(item.has_no_time_limit is True for item in items):

@@ -13,7 +13,7 @@ from dualwrite.apps.cli.report import lease_json, lease_table, report_console, s
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.rows import Incident
 from dualwrite.recovery import recover as recovery
-from dualwrite.recovery.plan import IdStatus, is_young, longest_open_s
+from dualwrite.recovery.plan import IdStatus, is_young
 from dualwrite.stores.opening import opened
 
 
@@ -53,10 +53,12 @@ def status(
     6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they report only those.
     """
     with opened(url, schema) as database:
-        items = recovery.status(transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s)
+        items, longest_s = recovery.status_and_longest(
+            transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s
+        )
         incidents = database.store().incidents(transactional_id or prefix or "")
         leases = database.lease_list(transactional_id, prefix or "")
-    known, longest_s = bool(items), longest_open_s(items)
+    known = bool(items)
     if problems:
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
     open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
@@ -78,7 +80,7 @@ def status(
         }
         click.echo(json.dumps(document, indent=2))
     else:
-        _print(items, open_incidents, () if problems else leases)
+        _print(items, longest_s, open_incidents, () if problems else leases)
     if any(item.went_back is not None for item in items):
         raise SystemExit(WENT_BACK)
     if open_incidents:
@@ -90,13 +92,15 @@ def status(
         raise SystemExit(NEEDS_RECOVERY)
 
 
-def _print(items: Sequence[IdStatus], open_incidents: Sequence[Incident], leases: Sequence[Lease]) -> None:
+def _print(
+    items: Sequence[IdStatus], longest_s: float | None, open_incidents: Sequence[Incident], leases: Sequence[Lease]
+) -> None:
     console = report_console()
     console.print(status_table(items))
     if leases:
         console.print()
         console.print(lease_table(leases))
-    console.print(f"\n{summary(items, len(open_incidents))}")
+    console.print(f"\n{summary(items, longest_s, len(open_incidents))}")
     for item in items:
         if item.went_back is not None:
             console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from harness import served
 from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 from simulator.outside import SimulatedCoordinator
@@ -12,8 +13,9 @@ from simulator.outside import SimulatedCoordinator
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.recover import check_cluster, recover_rows
+from dualwrite.recovery.recover import check_cluster, recover_rows, status_and_longest
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.sql_database import SqlDatabase
 
 
 def recovering(prefix="", **kwargs):
@@ -179,3 +181,18 @@ def test_rows_of_another_cluster_are_refused(servers, dry_run):
         servers.run(recovering(dry_run=dry_run))
     assert servers.shown()[-1] == before
     check_cluster([replace(servers.row(), cluster_id="another")], "another")
+
+
+@pytest.mark.parametrize(
+    ("asked", "longest_s"), [({}, 95.0), ({"prefix": "o"}, None), ({"transactional_id": "orders"}, None)]
+)
+def test_the_oldest_open_transaction_of_any_program_counts_if_all_ids_are_asked_for(
+    shop, monkeypatch, asked, longest_s
+):
+    """One of another program has no row, and still holds back readers."""
+    with shop.writer() as writer, writer.transaction() as tx:
+        shop.put(tx, 1)
+    monkeypatch.setattr(served._Coordinator, "longest_open_s", lambda *_: 95.0)
+    items, found_s = status_and_longest(kafka=served.SETTINGS, database=SqlDatabase(shop.engine), **asked)
+    assert {item.open_for_s for item in items} == {None}
+    assert found_s == longest_s
