@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ColumnElement, and_, bindparam, case, select, update
 
 from dualwrite.stores.clock import database_now
+from dualwrite.stores.rows import check_name
 from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.tables import declare_tables
 
@@ -41,13 +42,16 @@ class ConsumedOffsets:
         schema: The database schema of the library's tables.
         group: The ``group.id``.
         owner: The member's name for people who read the rows.
+
+    Raises:
+        ConfigurationError: The group's name does not fit into a row.
     """
 
     def __init__(self, engine: Engine, schema: str | None, group: str, owner: str) -> None:
         self._table = declare_tables(schema).consumed
         self._dialect = dialect_of(engine)
         self._own = ShortTransactions(engine, self._dialect, declare_tables(schema))
-        self._group = group
+        self._group = check_name(group, "a consumer group of which the database keeps the offsets")
         self._owner = owner
         table = self._table
         self._move = (

@@ -11,8 +11,10 @@ from harness.patience import wait_until
 from sqlalchemy import Connection, create_engine, exc, make_url, text
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.stores.joined import JoinedStore
 from dualwrite.stores.leases import Leases
 from dualwrite.stores.state import SqlStateStore
@@ -415,6 +417,42 @@ def test_missing_rights_are_granted_by_what_the_error_says(database: Database) -
         database.execute("DROP USER poor")
 
 
+def test_without_strict_mode_the_librarys_rows_are_exact_and_a_warning_speaks_of_others(
+    database: Database, mariadb_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server would shorten what does not fit, and say nothing."""
+    engine = create_engine(f"{mariadb_url}?init_command=SET+sql_mode%3D%27%27")
+    database.engines.append(engine)
+    store = SqlStateStore(engine)
+    long = "o" * 255
+    row = database.claim(store, long)
+    database.claim(store, long)
+    assert caplog.text.count("sql_mode is not strict") == 1
+    topics = ";".join(f"{'t' * 240}-{number:04}:0={number}" for number in range(400))
+    state = PreparedTxnState.from_string(f"7:0;i={row.incarnation + 1};{topics}")
+    assert len(str(state)) > 65_536
+    with engine.connect() as connection:
+        store.begin(connection)
+        store.read_incarnation(connection, long)
+        assert connection.scalar(text("SELECT @@session.sql_mode")) == ""
+        assert store.decide(connection, long, row.incarnation + 1, state)[0]
+        store.commit(connection)
+    assert store.read([long])[0].prepared == state
+    with pytest.raises(ConfigurationError, match="1 to 255 characters"):
+        database.claim(store, long + "o")
+    with pytest.raises(ConfigurationError, match="1 to 255 characters"):
+        ConsumedOffsets(engine, None, long + "o", "me")
+    consumed = ConsumedOffsets(engine, None, long, "me")
+    assert consumed.claim({("t" * 249, 0): None}) == consumed.claim({("t" * 249, 0): None}) | {
+        ("t" * 249, 0): ClaimedOffset(1, NOTHING_YET)
+    }
+
+
+def test_with_strict_mode_nothing_is_said(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    database.claim(database.store(), "orders")
+    assert "sql_mode" not in caplog.text
+
+
 @pytest.fixture(scope="module")
 def logging_server(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[EmbeddedMariaDB]:
     """A server of its own, with a binary log, as primaries have it; a lock wait that times out ends its transaction."""
@@ -456,6 +494,34 @@ def test_settings_that_lose_commits_are_refused(logging_database: Database, chan
             store.rollback(connection)
     finally:
         database.execute(f"SET GLOBAL {back}")
+
+
+@pytest.mark.thorough
+def test_a_replica_that_may_be_written_to_is_refused(
+    logging_server: EmbeddedMariaDB, logging_database: Database
+) -> None:
+    """It shows by nothing but its replication: ``read_only`` is off."""
+    primary = make_url(logging_database.url)
+    with EmbeddedMariaDB({"server-id": "2"}) as replica:
+        url = make_url(replica.url)
+        with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
+            connection.exec_driver_sql(
+                f"CHANGE MASTER TO MASTER_HOST='{primary.host}', MASTER_PORT={primary.port}, MASTER_USER='{primary.username}', "
+                f"MASTER_PASSWORD='{primary.password}', MASTER_USE_GTID=slave_pos"
+            )
+            connection.exec_driver_sql("START SLAVE")
+            found = text(
+                "SELECT count(*) FROM information_schema.tables WHERE table_schema = :name AND table_name = 'orders'"
+            )
+            wait_until(lambda: connection.scalar(found, {"name": primary.database}))
+            copy = Database("mariadb", url.set(database=primary.database).render_as_string(hide_password=False))
+            try:
+                with pytest.raises(ConfigurationError, match="the server is a replica, although"):
+                    copy.claim(copy.store(), "orders")
+                connection.exec_driver_sql("STOP SLAVE")
+                copy.claim(copy.store(), "orders")  # it is its own primary now
+            finally:
+                copy.dispose()
 
 
 def test_a_lock_wait_that_rolls_back_the_transaction_is_not_taken_for_a_commit_as_text(

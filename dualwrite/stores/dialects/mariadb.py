@@ -298,7 +298,7 @@ class MariaDB:
         return QueryWitness(connection, doubtful=queries_of(_driver(connection)).doubtful)
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. The values are short and checked: nothing is cut off."""
+        """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. IGNORE shortens values: callers check names."""
         return mysql.insert(table).prefix_with("IGNORE").execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:

@@ -29,7 +29,8 @@ FACTS: Final = (
     "@@global.innodb_rollback_on_timeout",
 )
 """Read in every dual write."""
-_MORE_FACTS: Final = ("@@global.innodb_doublewrite", "@@session.character_set_client")
+_MORE_FACTS: Final = ("@@global.innodb_doublewrite", "@@session.character_set_client", "@@session.sql_mode")
+_STRICT: Final = frozenset({"STRICT_TRANS_TABLES", "STRICT_ALL_TABLES"})
 
 _OTHER_ENGINES: Final = text(
     "SELECT table_name, engine FROM information_schema.tables "
@@ -70,23 +71,34 @@ class Server:
             )
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*FACTS, *_MORE_FACTS]))).one()
         check_facts(row)
-        doublewrite, charset = row[len(FACTS) :]
+        doublewrite, charset, mode = row[len(FACTS) :]
         if charset != "utf8mb4":
             raise ConfigurationError(
                 f"the connection's character set is {charset}: it cannot carry every transactional id",
                 next_step="remove charset= from the URL, or write charset=utf8mb4",
             )
-        if str(doublewrite) in _OFF and not self._warned:
-            self._warned = True
+        if tables is not None and not self._checked:
+            _check_tables(connection, tables)
+            _check_primary(connection)
+            self._checked = True
+        self._warn(product, mode, doublewrite)
+
+    def _warn(self, product: str, mode: object, doublewrite: object) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if _STRICT.isdisjoint(str(mode).split(",")):
+            logger.warning(
+                "sql_mode is not strict: %s shortens or changes values that do not fit your columns, and commits such rows "
+                "with their messages; add STRICT_TRANS_TABLES to it",
+                product,
+            )
+        if str(doublewrite) in _OFF:
             logger.warning(
                 "%s runs with innodb_doublewrite=OFF: unless its file system writes pages as a whole, committed data may be "
                 "lost when its machine crashes",
                 product,
             )
-        if tables is not None and not self._checked:
-            _check_tables(connection, tables)
-            _check_primary(connection)
-            self._checked = True
 
 
 def check_facts(values: Sequence[object]) -> None:
