@@ -8,8 +8,10 @@ The KIP's words: ``refused`` is ``IllegalStateException`` or ``INVALID_TXN_STATE
 """
 
 import secrets
+from functools import cache
 
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 
 from dualwrite import terminate
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
@@ -19,7 +21,7 @@ from dualwrite.protocol.observations import NEVER_MS, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing import read_committed
+from dualwrite.testing import EmbeddedKafka, read_committed
 
 TWO_PHASE = "transaction.two.phase.commit.enable"
 OTHER = PreparedTxnState.from_string("4711:0")
@@ -34,6 +36,8 @@ REFUSED = """
   created      | commit_transaction           | refused | same    |
   created      | abort_transaction            | refused | same    |
   created      | complete_transaction(its)    | refused | same    |
+  created      | complete_transaction(other)  | refused | same    |
+  created      | complete_transaction(empty)  | refused | same    |
   kept         | init_transactions            | refused | same    |
   kept         | init_transactions(keep)      | refused | same    |
   kept         | begin_transaction            | refused | same    |
@@ -42,7 +46,10 @@ REFUSED = """
   kept         | prepare_transaction          | refused | same    |
   kept nothing | init_transactions            | refused | same    |
   kept nothing | begin_transaction            | refused | same    |
+  kept nothing | init_transactions(keep)      | refused | same    |
   kept nothing | produce                      | refused | same    |
+  kept nothing | send_offsets_to_transaction  | refused | same    |
+  kept nothing | prepare_transaction          | refused | same    |
   kept nothing | commit_transaction           | no-op   | refused | nothing shows whether it was committed: the caller must not believe so
   ready        | init_transactions            | refused | same    |
   ready        | init_transactions(keep)      | refused | same    |
@@ -52,10 +59,14 @@ REFUSED = """
   ready        | commit_transaction           | refused | same    |
   ready        | abort_transaction            | refused | same    |
   ready        | complete_transaction(its)    | refused | same    |
+  ready        | complete_transaction(other)  | refused | same    |
+  ready        | complete_transaction(empty)  | refused | same    |
   begun        | init_transactions            | refused | same    |
   begun        | init_transactions(keep)      | refused | same    |
   begun        | begin_transaction            | refused | same    |
   begun        | complete_transaction(its)    | refused | same    |
+  begun        | complete_transaction(other)  | refused | same    |
+  begun        | complete_transaction(empty)  | refused | same    |
   prepared     | init_transactions            | refused | same    |
   prepared     | init_transactions(keep)      | refused | same    |
   prepared     | begin_transaction            | refused | same    |
@@ -63,11 +74,16 @@ REFUSED = """
   prepared     | send_offsets_to_transaction  | refused | same    |
   prepared     | prepare_transaction          | refused | same    |
   closed       | init_transactions            | refused | same    |
+  closed       | init_transactions(keep)      | refused | same    |
   closed       | begin_transaction            | refused | same    |
+  closed       | produce                      | refused | same    |
+  closed       | send_offsets_to_transaction  | refused | same    |
   closed       | prepare_transaction          | refused | same    |
   closed       | commit_transaction           | refused | same    |
   closed       | abort_transaction            | refused | same    |
   closed       | complete_transaction(its)    | refused | same    |
+  closed       | complete_transaction(other)  | refused | same    |
+  closed       | complete_transaction(empty)  | refused | same    |
 """
 ALLOWED = """
   created      | init_transactions            | ready    | same   |
@@ -79,9 +95,11 @@ ALLOWED = """
   kept         | complete_transaction(empty)  | aborts   | same   |
   kept nothing | abort_transaction            | no-op    | same   |
   kept nothing | complete_transaction(its)    | no-op    | same   |
+  kept nothing | complete_transaction(other)  | no-op    | same   |
   kept nothing | complete_transaction(empty)  | no-op    | same   |
   ready        | begin_transaction            | begun    | same   |
   begun        | produce                      | begun    | same   |
+  begun        | send_offsets_to_transaction  | begun    | same   |
   begun        | prepare_transaction          | prepared | same   |
   begun        | commit_transaction           | commits  | same   |
   begun        | abort_transaction            | aborts   | same   |
@@ -145,16 +163,35 @@ def in_state(make_producer, dualwrite_topic):
     return make
 
 
+@cache
+def group_of(topic):
+    """The metadata of a group of which no member has joined."""
+    consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": f"{topic}-group", "log_level": 0})
+    found = consumer.consumer_group_metadata()
+    consumer.close()
+    return found
+
+
 def make_call(call, producer, its, topic):
     name, _, argument = call.rstrip(")").partition("(")
     arguments = {
-        "": {"produce": [topic, b"more"], "send_offsets_to_transaction": [[], None]}.get(name, []),
+        "": {
+            "produce": [topic, b"more"],
+            "send_offsets_to_transaction": [[TopicPartition(topic, 0, 1)], group_of(topic)],
+        }.get(name, []),
         "keep": [True],
         "its": [its],
         "other": [OTHER],
         "empty": [EMPTY],
     }
     return getattr(producer, name)(*arguments[argument])
+
+
+def test_every_call_in_every_state_has_one_row():
+    cells = [(state, call) for table in (REFUSED, ALLOWED) for state, call, *_ in rows(table)]
+    states, calls = ({cell[part] for cell in cells} for part in (0, 1))
+    assert (len(states), len(calls)) == (7, 11)
+    assert sorted(cells) == sorted((state, call) for state in states for call in calls)
 
 
 def test_every_row_that_differs_from_the_kip_says_why():
@@ -338,3 +375,21 @@ def test_brokers_without_two_phase_commit_refuse_a_client_that_requires_it(make_
     said = "unstable.api.versions.enable=true" if producer_engine == "native" else "librdkafka cannot"
     with pytest.raises(ConfigurationError, match=said):
         make_producer({TWO_PHASE: "true"}).init_transactions()
+
+
+@pytest.mark.thorough
+def test_brokers_that_know_two_phase_commit_and_have_it_switched_off_refuse_it(producer_engine):
+    """KIP: TRANSACTIONAL_ID_AUTHORIZATION_FAILED. A producer that does not require it goes on without."""
+    said = f"{TWO_PHASE}=true on the brokers" if producer_engine == "native" else "librdkafka cannot"
+    with EmbeddedKafka({"unstable.api.versions.enable": "true", TWO_PHASE: "false"}) as kafka:
+        for settings, refused in ({TWO_PHASE: "true"}, said), ({}, None):
+            producer = TransactionalProducer(
+                {**kafka.client_config(), **settings}, f"kip-{secrets.token_hex(4)}", engine=producer_engine
+            )
+            if refused is None:
+                producer.init_transactions()
+                assert producer.transaction_timeout_ms < NEVER_MS
+            else:
+                with pytest.raises(ConfigurationError, match=refused):
+                    producer.init_transactions()
+            producer.close()
