@@ -31,11 +31,13 @@ class Measured:
     Attributes:
         samples: Milliseconds of each call.
         rates: Calls per second of each slice.
+        processor: Milliseconds of the process's processor time for each call, of each slice of threads.
         counts: Calls of each thread, by its place among those that start.
     """
 
     samples: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     counts: Counter[int] = field(default_factory=Counter)
 
     def note(self, took: Sequence[Sequence[float]], seconds: float) -> None:
@@ -53,6 +55,7 @@ class Measured:
             "per second": p50(self.rates),
             "fewest of a thread": min(self.counts.values()),
             "most of a thread": max(self.counts.values()),
+            **({"processor": p50(self.processor)} if self.processor else {}),
         }
 
 
@@ -126,14 +129,18 @@ def slice_of_threads(write: Write, threads: int, seconds: float, warm_up_s: floa
     begin = time.perf_counter() + warm_up_s
     end = begin + seconds
 
-    def work() -> list[float]:
-        samples = []
+    def work() -> tuple[int, list[float]]:
+        calls, samples = 0, []
         while (started := time.perf_counter()) < end:
             write(["x"])
+            calls += 1
             if started >= begin:
                 samples.append(1000 * (time.perf_counter() - started))
-        return samples
+        return calls, samples
 
+    processor_s = time.process_time()
     with ThreadPoolExecutor(threads) as pool:
-        took = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
-    measured.note(took, seconds)
+        done = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
+    processor_s = time.process_time() - processor_s
+    measured.note([samples for _, samples in done], seconds)
+    measured.processor.append(1000 * processor_s / sum(calls for calls, _ in done))
