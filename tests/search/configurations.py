@@ -132,7 +132,8 @@ CONFIGURATIONS = {
         "an owner with three transactions, and a settler", native(3, 0, budgets=Budgets(delay=1, abort=1))
     ),
     "native_two_delays": Configuration(
-        "two requests are late", native(2, 0, 0, incarnations=3, budgets=Budgets(delay=2, timeout=1))
+        "an owner and two settlers; two requests are late",
+        native(2, 0, 0, incarnations=3, budgets=Budgets(delay=2, answer=1, timeout=1)),
     ),
     "native_failed_message": Configuration(
         "a message is refused for good", native(2, 0, incarnations=3, budgets=Budgets(delay=1, failure=1))
@@ -200,8 +201,22 @@ CONFIGURATIONS = {
     "native_two_markers_skipped": Configuration(
         "two markers are skipped", native(2, 0, incarnations=3, budgets=Budgets(forgotten=2, abort=1), epochs=6)
     ),
+    "native_two_markers_skipped_and_delays": Configuration(
+        "two markers are skipped, and a request is late",
+        native(2, 0, incarnations=3, budgets=Budgets(forgotten=2, delay=1), epochs=6),
+    ),
     "native_three_processes": Configuration(
         "two owners and a settler", native(2, 1, 0, incarnations=3, budgets=EACH_ONCE)
+    ),
+    "native_three_processes_and_forgetting": Configuration(
+        "two owners and a settler; ids are forgotten",
+        native(2, 1, 0, incarnations=3, budgets=Budgets(delay=1, timeout=1, expire=1)),
+    ),
+    "native_four_incarnations": Configuration(
+        "two owners that begin again twice", native(2, 1, incarnations=4, budgets=EACH_ONCE)
+    ),
+    "native_one_transaction_each": Configuration(
+        "three owners with one transaction each", native(1, 1, 1, incarnations=3, budgets=EACH_ONCE)
     ),
     # --- a row of one engine, settled by the other's owner, who goes on with it
     "mixed_owners": Configuration(
