@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -108,6 +108,9 @@ search: venv ## every interleaving within bounds, by the product's own decisions
 model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes); UNITS=4000: of units
 	$(if $(UNITS),UNIT_SCHEDULES=$(UNITS) $(PY) -m pytest --thorough -n $(or $(JOBS),1) -rP --show-capture=stdout -k many_schedules tests/unit/units,cd tests && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
 		$(if $(MISTAKE),--mistake $(MISTAKE)) --results $(CURDIR)/.cache/model/seed-$(SEED)$(if $(MISTAKE),-$(MISTAKE)).json)
+
+tasks: venv ## random schedules of the tasks of an event loop, cancelled anywhere, on SQLite: make tasks N=10000 SEED=0 (20 minutes; KEEP=1 for the page)
+	cd tests && $(CURDIR)/$(PY) -m model.tasks --schedules $(N) --seed $(SEED) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 SEEDS ?= 2
 LATE ?= 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from dualwrite.writing.lanes.lane_pool import Lanes
 
 
 class QueueOrder:
-    """The tickets of the blocks that have asked for a lane, and of those that got one.
+    """The tickets of the blocks that have asked for a lane, and of those that got one; by writer.
 
     Attributes:
         asked: In the order in which they began to wait.
@@ -18,14 +19,21 @@ class QueueOrder:
     """
 
     def __init__(self) -> None:
-        self.asked: list[object] = []
-        self.given: list[object] = []
+        self.asked: defaultdict[Lanes, list[object]] = defaultdict(list)
+        self.given: defaultdict[Lanes, list[object]] = defaultdict(list)
 
-    def assert_fair(self, count: int | None = None) -> None:
-        """Assert that lanes were given first come, first served, so many of them."""
-        got = set(self.given)
-        assert self.given == [ticket for ticket in self.asked if ticket in got], "overtaken in the queue for a lane"
-        assert count is None or len(self.given) == count
+    @property
+    def count(self) -> int:
+        """How many got a lane."""
+        return sum(map(len, self.given.values()))
+
+    def assert_fair(self) -> None:
+        """Assert that lanes were given first come, first served."""
+        for lanes, given in self.given.items():
+            got = set(given)
+            assert given == [ticket for ticket in self.asked[lanes] if ticket in got], (
+                "overtaken in the queue for a lane"
+            )
 
 
 def watch_queue(patch: pytest.MonkeyPatch) -> QueueOrder:
@@ -34,9 +42,9 @@ def watch_queue(patch: pytest.MonkeyPatch) -> QueueOrder:
     real = Lanes.take
 
     def take(lanes: Lanes, ticket: Any) -> Any:
-        order.asked.append(ticket)
+        order.asked[lanes].append(ticket)
         lane = real(lanes, ticket)
-        order.given.append(ticket)
+        order.given[lanes].append(ticket)
         return lane
 
     patch.setattr(Lanes, "take", take)

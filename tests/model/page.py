@@ -17,6 +17,7 @@ from dualwrite.runtime.failpoints import FAILPOINTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof-model.md"
 FIGURES = Path(__file__).with_name("figures.json")
+TASKS = Path(__file__).with_name("tasks.json")
 
 HEAD = """\
 # Random schedules
@@ -79,6 +80,19 @@ leave, die and start again, stand still through rebalances in the middle of a tr
 have left. The simulated group fences by generation, and holds back committed offsets that are pending (KIP-447). Each input must
 count once on both sides, in its order, and the offsets stand behind the last one and never move back. In half of these schedules no
 recovery runs at the end: all members die, and a last one must settle for them, and read the rest.
+"""
+
+OF_TASKS = """\
+## Tasks of an event loop
+
+In schedules of their own, three to eight tasks share the one to three lanes of an `AsyncDualWriter`: blocks, bound `AsyncSession`s and units of
+`submit`; in three of ten schedules also the bound sessions of a `DualWriter`, side by side. Each request, each statement and each call of a
+thread takes a time that the seed draws. Every second work is cancelled at some `await`, and fail points raise. SQLAlchemy, aiosqlite and SQLite
+are the real ones; what they do in threads, tasks of the loop do, so that a seed runs the same again. At the end a next owner settles, and:
+
+- each row has its message and the other way round, once, as its caller was told: committed, aborted, or cancelled with one of both;
+- a cancelled dual write is over, before the decision or after its completion;
+- lanes are given first come, first served, and no task waits for something that nobody will do.
 """
 
 FOOT = """\
@@ -191,8 +205,8 @@ def _ran_well_since(seed: int, runs: Sequence[Mapping[str, Any]]) -> bool:
     return all(finding["seed"] != seed for finding in newest["findings"])
 
 
-def render(figures: Mapping[str, Any]) -> str:
-    """The page as Markdown."""
+def render(figures: Mapping[str, Any], tasks: Mapping[str, Any] | None = None) -> str:
+    """The page as Markdown; with the figures of the schedules of tasks, if there are any."""
     happened, told = figures["happened"], figures["told"]
     return "\n".join(
         [
@@ -227,6 +241,7 @@ def render(figures: Mapping[str, Any]) -> str:
             "",
             *_places(figures["places"]),
             *_passed(figures["passed"]),
+            *([] if tasks is None else _tasks(tasks)),
             FOOT,
         ]
     )
@@ -234,6 +249,25 @@ def render(figures: Mapping[str, Any]) -> str:
 
 def _units(happened: Mapping[str, int]) -> str:
     return f", and {happened['units']:,} units of others submitted" if happened.get("units") else ""
+
+
+def _tasks(run: Mapping[str, Any]) -> list[str]:
+    happened, finding = run["happened"], run["finding"]
+    told = sorted((what, times) for what, times in happened.items() if what.startswith("told: "))
+    return [
+        OF_TASKS,
+        f"`{run['command']}`: **{happened['schedules']:,} schedules** in {run['seconds'] / 60:.0f} minutes, "
+        f"{happened['dual writes and units']:,} dual writes and units, {happened['cancellations']:,} cancellations, "
+        f"{happened['fail points raised']:,} of {happened['fail points']:,} fail points passed raised: "
+        f"**{'0' if finding is None else '1'}** findings ({run['machine']}).",
+        "",
+        "| callers were told | times |",
+        "|---|--:|",
+        *(f"| {what.removeprefix('told: ')} | {times:,} |" for what, times in told),
+        "",
+        "With `MISTAKE=cancelled_after_the_decision` some ten schedules find it.",
+        "",
+    ]
 
 
 def _mended(seeds: Sequence[int]) -> list[str]:
@@ -287,7 +321,9 @@ def main(paths: Sequence[str]) -> None:
         if is_more:
             figures = added(json.loads(FIGURES.read_text(encoding="utf-8")), figures)
         FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text(render(json.loads(FIGURES.read_text(encoding="utf-8"))), encoding="utf-8")
+    PAGE.write_text(
+        render(*(json.loads(kept.read_text(encoding="utf-8")) for kept in (FIGURES, TASKS))), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from model import page
 
 
 def test_the_report_is_that_of_the_figures():
-    figures = json.loads(page.FIGURES.read_text(encoding="utf-8"))
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(figures)
+    figures, tasks = (json.loads(kept.read_text(encoding="utf-8")) for kept in (page.FIGURES, page.TASKS))
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(figures, tasks)
 
 
 def test_runs_are_added_up():
