@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -17,6 +18,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Table,
     UniqueConstraint,
+    event,
 )
 
 from dualwrite.stores.clock import UtcDateTime, row_made
@@ -71,6 +73,7 @@ class Tables:
 def declare_tables(schema: str | None = None) -> Tables:
     """The tables in that schema. Cached by schema, so that compiled statements are shared."""
     metadata = MetaData(schema=schema)
+    event.listen(metadata, "before_create", _add_options)
     return Tables(
         schema=schema,
         metadata=metadata,
@@ -83,6 +86,13 @@ def declare_tables(schema: str | None = None) -> Tables:
         lease=_lease(metadata),
         batch=_batch(schema),
     )
+
+
+def _add_options(metadata: MetaData, connection: object, *, tables: Sequence[Table], **_: object) -> None:
+    """Not before tables are created: for these options SQLAlchemy loads the dialects of MariaDB and MySQL."""
+    del metadata, connection
+    for table in tables:
+        table.dialect_kwargs.update(TABLE_OPTIONS)
 
 
 def _state(metadata: MetaData) -> Table:
@@ -111,7 +121,6 @@ def _state(metadata: MetaData) -> Table:
             "transactional_id",
             postgresql_ops={"transactional_id": "varchar_pattern_ops"},
         ),
-        **TABLE_OPTIONS,
     )
 
 
@@ -130,7 +139,6 @@ def _incident(metadata: MetaData) -> Table:
         Column("told_at", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", "state_sha256", name="dualwrite_incident_pkey"),
         CheckConstraint("outcome IN ('lost', 'unverifiable')", name="dualwrite_incident_outcome"),
-        **TABLE_OPTIONS,
     )
 
 
@@ -148,7 +156,6 @@ def _slot(metadata: MetaData) -> Table:
         UniqueConstraint("pool", "number", name="dualwrite_slot_number"),
         CheckConstraint("number >= 1", name="dualwrite_slot_number_positive"),
         CheckConstraint("(lease_owner IS NULL) = (lease_until IS NULL)", name="dualwrite_slot_lease"),
-        **TABLE_OPTIONS,
     )
 
 
@@ -172,7 +179,6 @@ def _ledger(metadata: MetaData) -> Table:
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
         ),
-        **TABLE_OPTIONS,
     )
 
 
@@ -185,7 +191,6 @@ def _run(metadata: MetaData) -> Table:
         Column("token", ExactString(32), nullable=False),
         Column("begun_at", UtcDateTime(), nullable=False),
         PrimaryKeyConstraint("sink", "name", name="dualwrite_run_pkey"),
-        **TABLE_OPTIONS,
     )
 
 
@@ -203,7 +208,6 @@ def _consumed(metadata: MetaData) -> Table:
         Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         PrimaryKeyConstraint("group_id", "topic", "partition_id", name="dualwrite_consumed_pkey"),
         CheckConstraint("next_offset >= -1 AND epoch >= 0", name="dualwrite_consumed_numbers"),
-        **TABLE_OPTIONS,
     )
 
 
@@ -220,7 +224,6 @@ def _lease(metadata: MetaData) -> Table:
         UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
         CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),
         CheckConstraint("(owner IS NULL) = (lease_until IS NULL)", name="dualwrite_lease_owned"),
-        **TABLE_OPTIONS,
     )
 
 

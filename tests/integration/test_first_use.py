@@ -21,7 +21,7 @@ print(json.dumps(loaded))
 """
 NEVER = (
     "alembic", "click", "dualwrite.apps.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.jobs",
-    "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.orm",
+    "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
 LEFT_OUT = {
     "native": ("confluent_kafka", "dualwrite.kafka.producer.librdkafka.instance"),
