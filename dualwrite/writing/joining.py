@@ -18,6 +18,7 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.stores.dialects.listening import listens
 from dualwrite.stores.dialects.savepoints import watch_sessions
 from dualwrite.writing.sending import raise_aborted
 
@@ -185,15 +186,16 @@ class _Joined:
         self._session = weakref.ref(session)
         _joined[self.connection] = weakref.ref(self)
         self._pooled.info[_JOINED] = weakref.ref(self)
-        if not event.contains(self.connection, "rollback", _rolled_back):
+        if not listens(self.connection, "rollback", _rolled_back):
             event.listen(self.connection, "rollback", _rolled_back)
             # To the front, as SQLAlchemy takes no insert=True here: a listener of the application that raises would keep it
             # from calling ours, and from its ROLLBACK.
             listeners: Any = self.connection.dispatch.rollback
             listeners.local.listeners.rotate(1)
+        pool = self.connection.engine.pool
         for name in ("reset", "invalidate"):
-            if not event.contains(self.connection.engine.pool, name, _returned):
-                event.listen(self.connection.engine.pool, name, _returned)
+            if not listens(pool, name, _returned):
+                event.listen(pool, name, _returned)
         self._finalizer = weakref.finalize(session, self.sessions.kind.abandon, self.abandon)
         self._finalizer.atexit = False
         try:

@@ -9,6 +9,7 @@ from sqlalchemy import event
 from sqlalchemy.util.concurrency import in_greenlet
 
 from dualwrite.stores.dialects.awaited import is_awaited
+from dualwrite.stores.dialects.listening import listens
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -21,7 +22,7 @@ def roll_back_before_closing(engine: Engine) -> None:
     SQLite ends a closed connection once its last statement is gone, which the traceback of the interruption may hold: until
     then nobody else could write.
     """
-    if engine.dialect.name == "sqlite" and not event.contains(engine, "invalidate", _roll_back):
+    if engine.dialect.name == "sqlite" and not listens(engine.pool, "invalidate", _roll_back):
         event.listen(engine, "handle_error", _end_statement)
         event.listen(engine, "invalidate", _roll_back)
 

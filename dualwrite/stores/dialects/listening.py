@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine, event
@@ -37,6 +37,15 @@ class Listeners:
             for name, function in self._functions.items():
                 event.listen(target, name, function)
             known.add(target)
+
+
+def listens(target: Any, name: str, function: Callable[..., object]) -> bool:
+    """Whether the function is called for this event of a pool, an engine or a connection.
+
+    ``event.contains`` finds targets by their addresses, and keeps that of a pool which ``Engine.dispose()`` has replaced: it
+    says yes for the next pool at that address, where nobody listens.
+    """
+    return function in list(getattr(target.dispatch, name))
 
 
 def _root(engine: Engine) -> Engine:

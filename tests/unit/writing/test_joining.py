@@ -7,7 +7,9 @@ import pytest
 from harness.bound import Order
 from harness.served import TOPIC
 from sqlalchemy import event, exc, insert, select, text
+from sqlalchemy.event import registry
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import QueuePool
 
 from dualwrite import (
     CompletionPending,
@@ -23,7 +25,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.stores.dialects import savepoints
 from dualwrite.stores.joined import JoinedStore
-from dualwrite.writing import dual_write
+from dualwrite.writing import dual_write, joining
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Lanes
 
@@ -352,6 +354,33 @@ def test_a_commit_that_is_never_sent_leaves_nothing_behind_for_the_next_session(
         put(other, 2)
         other.commit()
     assert shop.both_have(2)
+
+
+def test_a_lost_connection_of_a_pool_at_the_address_of_a_former_one_aborts(shop, factory, put):
+    former = QueuePool(lambda: None)
+    for name in ("reset", "invalidate"):
+        event.listen(former, name, joining._returned)
+    kept = former.recreate()  # as Engine.dispose() does: SQLAlchemy keeps the address of the former pool
+    known = registry._key_to_collection
+    stale = {(id(shop.engine.pool), *key[1:]): dict(known[key]) for key in list(known) if key[0] == id(former)}
+    for key, owners in stale.items():
+        known[key].update(owners)
+    assert event.contains(shop.engine.pool, "invalidate", joining._returned)
+    try:
+        session = factory()
+        put(session, 1)
+        session.flush()
+        session.connection().invalidate()
+        with factory() as other:
+            put(other, 2)
+            other.commit()
+        session.close()
+    finally:
+        for key, owners in stale.items():
+            for owner in owners:
+                del known[key][owner]
+    assert shop.both_have(2)
+    del kept
 
 
 @pytest.mark.parametrize("end", ["rollback", "close"])
