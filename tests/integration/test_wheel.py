@@ -12,7 +12,10 @@ FOLDERS = {"dualwrite": "dualwrite", "sinks": "dualwrite/sinks", "migrations": "
 DISCOVERY = ROOT / "sinks" / "spark_discovery"
 PUBLIC = """
 import importlib
-for package in ("dualwrite", "dualwrite.sinks.spark", "dualwrite.state", "dualwrite.testing", "dualwrite.migrations"):
+PACKAGES = (
+    "dualwrite", "dualwrite.sinks.spark", "dualwrite.state", "dualwrite.testing", "dualwrite.units", "dualwrite.migrations"
+)
+for package in PACKAGES:
     module = importlib.import_module(package)
     assert module.__file__.startswith({site!r}), module.__file__
     for name in module.__all__:
