@@ -28,6 +28,9 @@ answers in `dualwrite.kafka.producer.native` (`wire.answers`, `failures`). The b
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
 
+Batches of several participants are not searched: no step here decides or completes one. [The model](proof-model.md) shows
+them, at random, by the product's own code of the decision.
+
 A process may stop anywhere and for ever: that is a crash, and also a pause, if it goes on later. **Every state** is held
 against the same demands as the real runs: it is settled to the end by a fresh process, then settled again, then everything
 that was still on its way arrives, in every order.

@@ -3,13 +3,16 @@
 import ast
 import inspect
 import re
+import sys
 import textwrap
 
 import pytest
 from harness.places import ROOT
 
 import dualwrite
+import dualwrite.sinks.spark
 import dualwrite.state
+import dualwrite.testing
 import dualwrite.units
 from dualwrite import DualWriteError
 from dualwrite.apps.cli.group import COMMANDS
@@ -51,16 +54,27 @@ def test_public_name_is_in_the_reference(name):
     assert inspect.getdoc(getattr(dualwrite, name))
 
 
-@pytest.mark.parametrize("name", dualwrite.units.__all__)
-def test_public_name_of_units_is_in_the_reference(name):
-    assert f":: dualwrite.units.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
-    assert inspect.getdoc(getattr(dualwrite.units, name))
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{package.__name__}.{name}"
+        for package in (dualwrite.sinks.spark, dualwrite.state, dualwrite.testing, dualwrite.units)
+        for name in package.__all__
+    ],
+)
+def test_public_name_of_a_package_is_in_the_reference(name):
+    assert re.search(rf":: {re.escape(name)}(\(\))?$", text_of("reference.md"), re.MULTILINE)
+    package, _, attribute = name.rpartition(".")
+    assert inspect.getdoc(getattr(sys.modules[package], attribute))
 
 
-@pytest.mark.parametrize("name", dualwrite.state.__all__)
-def test_public_name_of_state_stores_is_in_the_reference(name):
-    assert f":: dualwrite.state.{name}" in re.sub(r"\(\)$", "", text_of("reference.md"), flags=re.MULTILINE)
-    assert inspect.getdoc(getattr(dualwrite.state, name))
+@pytest.mark.parametrize(
+    "path", [path for path in CODE if path.name == "__init__.py"], ids=lambda path: path.parent.name
+)
+def test_every_package_says_what_belongs_there_and_what_it_may_use(path):
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert "What belongs here: " in text
+    assert re.search(r"\b[Mm]ay use\b", text)
 
 
 @pytest.mark.parametrize("name", failpoints.FAILPOINTS)
