@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dualwrite.apps.async_groups import AsyncGroups
 from dualwrite.apps.async_sessions import AsyncBoundSessions
@@ -24,12 +25,60 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.grouping import GroupLimits
     from dualwrite.writing.arguments import CommonSettings
+    from dualwrite.writing.joining import Block
+    from dualwrite.writing.transaction import Transaction
 
 THREADS: Final = 4
 """Besides one for each lane: for work that has no other way to wait, with the native engine only claiming and settling."""
 
 
-class ForTasks(DualWriter):
+class _Writer(Protocol):
+    """A writer that :class:`OfTasks` is a part of."""
+
+    transactional_id: str
+    _asynchronous: AsyncEngine
+    _group_runners: int
+
+    def transaction(self) -> AbstractContextManager[Transaction]: ...
+    def _joined(self) -> tuple[Engine | None, Block]: ...
+    def _note_group(self, units: int) -> None: ...
+    def _require_open(self) -> None: ...
+
+
+class OfTasks:
+    """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.apps.greenlets`)."""
+
+    def bind_for_tasks(self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
+        """See :meth:`AsyncDualWriter.bind`."""
+        joins_first, block = self._joined()
+        return AsyncBoundSessions(
+            self.transactional_id,
+            sessions,
+            block,
+            engine=self._asynchronous,
+            opened=opened,
+            joins_first=joins_first,
+        )
+
+    def groups_of_tasks(self: _Writer, limits: GroupLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
+        """The groups of :meth:`AsyncDualWriter.submit`."""
+        return AsyncGroups(
+            self.transactional_id,
+            self.transaction,
+            limits,
+            runners=self._group_runners,
+            grouped=self._note_group,
+            engine=self._asynchronous,
+            pool=pool,
+        )
+
+    def refuse_nested(self: _Writer) -> None:
+        """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
+        self._require_open()
+        entered.refuse_nested(self, self.transactional_id)
+
+
+class ForTasks(OfTasks, DualWriter):
     """A :class:`DualWriter` for greenlets (:mod:`dualwrite.apps.greenlets`): all its methods are called in them."""
 
     _asynchronous: AsyncEngine
@@ -47,35 +96,6 @@ class ForTasks(DualWriter):
     def close(self) -> None:
         """As :meth:`DualWriter.close`, without blocking the event loop."""
         elsewhere(super().close)
-
-    def bind_for_tasks(self, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
-        """See :meth:`AsyncDualWriter.bind`."""
-        joins_first, block = self._joined()
-        return AsyncBoundSessions(
-            self.transactional_id,
-            sessions,
-            block,
-            engine=self._asynchronous,
-            opened=opened,
-            joins_first=joins_first,
-        )
-
-    def groups_of_tasks(self, limits: GroupLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
-        """The groups of :meth:`AsyncDualWriter.submit`."""
-        return AsyncGroups(
-            self.transactional_id,
-            self.transaction,
-            limits,
-            runners=self._group_runners,
-            grouped=self._note_group,
-            engine=self._asynchronous,
-            pool=pool,
-        )
-
-    def refuse_nested(self) -> None:
-        """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
-        self._require_open()
-        entered.refuse_nested(self, self.transactional_id)
 
 
 def with_blocks_of(asynchronous: AsyncEngine, database: Engine | SqlDatabase, schema: str | None) -> SqlDatabase:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dualwrite.testing.checker import Checker
     from dualwrite.testing.follower import Follower
     from dualwrite.testing.journal import History, Journal
+    from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
     from dualwrite.testing.memory.log import ProducerRecord, RecordedTransaction, TransactionState
     from dualwrite.testing.memory.places import Place
     from dualwrite.testing.memory.writer import InMemoryWriter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Api",
+    "AsyncInMemoryWriter",
     "Checker",
     "EmbeddedKafka",
     "EmbeddedMariaDB",
@@ -52,6 +54,7 @@ __all__ = [
 
 _HOMES = {
     "Api": "dualwrite.testing.proxy.kafka",
+    "AsyncInMemoryWriter": "dualwrite.testing.memory.async_writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",

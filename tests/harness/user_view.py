@@ -239,6 +239,31 @@ def bound_sessions(view: View) -> None:
         session.commit()
 
 
+def units(view: View) -> None:
+    def unit(number: int) -> Callable[[Any], int]:
+        def work(tx: Any) -> int:
+            view.put(tx, number)
+            if number in {2, 12}:
+                raise Refused
+            return number
+
+        return work
+
+    view.show(view.writer.submit(unit(1)).result())
+    with view.error():
+        view.writer.submit(unit(2)).result()
+    with view.error(), view.writer.transaction():
+        view.writer.submit(unit(3)).result()
+
+    async def later(tx: Any) -> None:
+        view.put(tx, 4)
+
+    with view.error():
+        view.writer.submit(later).result()
+    submitted = [view.writer.submit(unit(number)) for number in range(10, 16)]
+    view.show([type(one.exception()).__name__ if one.exception() else one.result() for one in submitted])
+
+
 class _Locked(Exception):
     """As a driver's own error."""
 
@@ -254,7 +279,7 @@ def closed(view: View) -> None:
 
 WAYS: Final[Mapping[str, Callable[[View], None]]] = {
     way.__name__: way
-    for way in (commit_and_abort, savepoints, sessions, refusals, refused_messages, runs, bound_sessions, closed)
+    for way in (commit_and_abort, savepoints, sessions, refusals, refused_messages, runs, bound_sessions, units, closed)
 }
 """The dual writes by name. Each begins with an empty table; the last one closes the writer."""
 CLIENTS: Final[Mapping[str, Callable[[View], None]]] = {"large_messages": large_messages, **WAYS}

@@ -59,8 +59,7 @@ def dialect_for_tests(engine: Engine) -> Dialect:
     Raises:
         ConfigurationError: The database or driver is not supported.
     """
-    dialect = dialect_of(engine)
-    return SQLiteInMemory() if isinstance(dialect, SQLite) else dialect
+    return SQLiteInMemory() if engine.dialect.name == "sqlite" else dialect_of(engine)
 
 
 class MemoryStore:

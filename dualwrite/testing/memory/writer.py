@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.protocol.health import Health
+    from dualwrite.writing.joining import Block
     from dualwrite.writing.lanes.lane import Lane
     from dualwrite.writing.lanes.turns import Ticket
     from dualwrite.writing.sessions import BoundSessions
@@ -111,8 +112,8 @@ class InMemoryWriter(Submitting):
         )
         self._vitals = Vitals(transactional_id, lambda: None)
         traits = SqlDatabase(self._engine).traits
-        runners = 1 if is_shared(self._engine) else runners_for(traits, max_lanes)
-        self._groups = Groups(transactional_id, self.transaction, groups, runners=runners)
+        self._group_runners = 1 if is_shared(self._engine) else runners_for(traits, max_lanes)
+        self._groups = Groups(transactional_id, self.transaction, groups, runners=self._group_runners)
 
     @property
     def engine(self) -> Engine:
@@ -212,12 +213,12 @@ class InMemoryWriter(Submitting):
         """See :meth:`DualWriter.bind`."""
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
-        return BoundSessions(
-            self.transactional_id,
-            sessions,
-            lambda _, connection: self._block(connection, joined=True),
-            joins_first=SqlDatabase(self._engine).joins_first,
-        )
+        joins_first, block = self._joined()
+        return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
+
+    def _joined(self) -> tuple[Engine | None, Block]:
+        """As that of :class:`DualWriter`."""
+        return SqlDatabase(self._engine).joins_first, lambda _, connection: self._block(connection, joined=True)
 
     @contextmanager
     def _block(
@@ -253,6 +254,9 @@ class InMemoryWriter(Submitting):
                     ticket.end()
             finally:
                 ticket.end()  # the first one may have been interrupted
+
+    def _note_group(self, units: int) -> None:
+        """Nothing observes a writer in memory."""
 
     def _require_open(self) -> None:
         if not self._open:

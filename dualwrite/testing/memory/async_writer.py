@@ -1,0 +1,155 @@
+"""``AsyncInMemoryWriter``: an ``AsyncDualWriter`` for unit tests, without servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.pool import StaticPool
+
+from dualwrite.apps.async_transaction import Sessions, session_of_block
+from dualwrite.apps.async_writer import AsyncDualWriter
+from dualwrite.apps.task_writer import OfTasks
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.stores.connecting import async_engine_of
+from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.testing.memory.writer import InMemoryWriter
+
+if TYPE_CHECKING:
+    from dualwrite.apps.task_writer import TaskWriter
+    from dualwrite.errors import DualWriteError
+    from dualwrite.testing.memory.log import ProducerRecord, RecordedTransaction
+    from dualwrite.testing.memory.places import Place
+    from dualwrite.writing.serializing import Serializers
+
+_TIMEOUT_S: Final = 60.0
+
+
+class AsyncInMemoryWriter(AsyncDualWriter):
+    """Stands in for an `AsyncDualWriter` in unit tests, as `InMemoryWriter` does for a `DualWriter`.
+
+    The blocks, bound sessions, units of groups, cancellations and errors are the product's own code. Rows are really
+    committed and rolled back in the engine's database.
+
+    Args:
+        transactional_id: As for `AsyncDualWriter`.
+        database: An ``AsyncEngine`` or a URL; a new SQLite database in memory (aiosqlite) if not given. As for
+            `InMemoryWriter`, dual writes on an engine with a ``StaticPool`` run one at a time.
+        session_factory: As for `AsyncDualWriter`.
+        groups: As for `AsyncDualWriter`.
+        max_lanes, lane_timeout_s, bulk, key_serializer, value_serializer, max_message_bytes: As for `InMemoryWriter`.
+
+    Raises:
+        ConfigurationError: A setting cannot work with an `AsyncDualWriter` either.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str = "in-memory",
+        *,
+        database: AsyncEngine | str | None = None,
+        max_lanes: int = 8,
+        lane_timeout_s: float = 30.0,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        bulk: bool = False,
+        key_serializer: Serializers = None,
+        value_serializer: Serializers = None,
+        max_message_bytes: int = 1_000_000,
+        groups: GroupLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self._owns_engine = not isinstance(database, AsyncEngine)
+        self._engine = _new_database() if database is None else async_engine_of(database)
+        self._makes_own = False
+        self._max_lanes = max_lanes
+        self._memory = _ForTasks(
+            transactional_id,
+            self._engine,
+            max_lanes=max_lanes,
+            lane_timeout_s=lane_timeout_s,
+            session_factory=Sessions(self._engine, session_factory).make,
+            bulk=bulk,
+            key_serializer=key_serializer,
+            value_serializer=value_serializer,
+            max_message_bytes=max_message_bytes,
+        )
+        self._writer = cast("TaskWriter", self._memory)  # it has the methods that are called
+        self._timeout_s = _TIMEOUT_S
+        self._groups = self._memory.groups_of_tasks(groups, self._opened)
+        self._loop = None
+        self._pool = None
+
+    @classmethod
+    def leased(cls, fleet: str, **settings: Any) -> NoReturn:
+        """Raise: there is no fleet in memory.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        del settings
+        raise ConfigurationError(
+            "a writer in memory leases no id", transactional_id=fleet, next_step="make an AsyncInMemoryWriter"
+        )
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine."""
+        return self._engine
+
+    @property
+    def messages(self) -> list[ProducerRecord]:
+        """See :attr:`InMemoryWriter.messages`."""
+        return self._memory.messages
+
+    def messages_of(self, topic: str) -> list[ProducerRecord]:
+        """See :meth:`InMemoryWriter.messages_of`."""
+        return self._memory.messages_of(topic)
+
+    @property
+    def aborted(self) -> list[ProducerRecord]:
+        """See :attr:`InMemoryWriter.aborted`."""
+        return self._memory.aborted
+
+    @property
+    def transactions(self) -> list[RecordedTransaction]:
+        """See :attr:`InMemoryWriter.transactions`."""
+        return self._memory.transactions
+
+    def fail_next(
+        self,
+        place: Place | str,
+        error: type[DualWriteError] | DualWriteError,
+        *,
+        rows_committed: bool | None = None,
+        times: int = 1,
+    ) -> None:
+        """Let the next dual write fail that reaches a place: see :meth:`InMemoryWriter.fail_next`.
+
+        Args:
+            place: As there.
+            error: As there.
+            rows_committed: As there.
+            times: As there.
+
+        Raises:
+            ValueError: The real writer cannot fail in this way.
+        """
+        self._memory.fail_next(place, error, rows_committed=rows_committed, times=times)
+
+    def settle(self) -> None:
+        """Settle what dual writes left behind: see :meth:`InMemoryWriter.settle`. It waits for nothing."""
+        self._memory.settle()
+
+
+class _ForTasks(OfTasks, InMemoryWriter):
+    """An `InMemoryWriter` for greenlets, as :class:`dualwrite.apps.task_writer.ForTasks` is a `DualWriter`."""
+
+    def __init__(self, transactional_id: str, asynchronous: AsyncEngine, **settings: Any) -> None:
+        super().__init__(transactional_id, database=asynchronous.sync_engine, **settings)
+        self._asynchronous = asynchronous
+        roll_back_before_closing(asynchronous.sync_engine)
+
+
+def _new_database() -> AsyncEngine:
+    return create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)
