@@ -31,7 +31,7 @@ def writer_name(known: str, way: str) -> str:
 
 
 class BelievingLane(Lane):
-    """Goes on after each answer as if every partition had shown it."""
+    """Continues after each answer as if every partition had shown it."""
 
     def watch_end(self) -> None:
         """Believe it."""

@@ -60,7 +60,7 @@ def serve(member: str, bootstrap_servers: str, url: str, topic: str, directory: 
 
 
 def main() -> None:
-    """Kill a member between the two commits, let another one go on, and compare the counts with the input."""
+    """Kill a member between the two commits, let another one continue, and compare the counts with the input."""
     airlines = read_flights().slice(0, FLIGHTS).column("carrier").to_pylist()
     with EmbeddedKafka() as servers, EmbeddedPostgres() as postgres, tempfile.TemporaryDirectory() as directory:
         kafka, url = servers.client_config(), postgres.create_database()

@@ -1,4 +1,4 @@
-"""A running count of flights per airline, in a state store: killed in the middle, it goes on where Kafka's commits end.
+"""A running count of flights per airline, in a state store: killed in the middle, it resumes where Kafka's commits end.
 
 Each block reads some flights, counts them in the store, publishes the counts, and moves the offsets: all of it in one Kafka
 transaction. The first process dies after a transaction has committed, and before its store has: the second one takes what is

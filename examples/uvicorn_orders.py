@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def place_orders(port: int, workers: int) -> int:
-    """Place orders until each worker has taken one; then kill a worker, and go on until its successor has taken one."""
+    """Place orders until each worker has taken one; then kill a worker, and continue until its successor has taken one."""
     answers = [ask(port, 0)]
     while len({answer["worker"] for answer in answers}) < workers:
         answers.append(ask(port, len(answers)))

@@ -59,7 +59,7 @@ def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None 
     """Create the tables, or upgrade them to a revision. Does nothing if they are already there.
 
     Inside a transaction of the caller, the caller commits; otherwise the migrations run in one transaction of their own.
-    MariaDB and MySQL commit each step as it is taken: call it again after an interruption, and it goes on from there.
+    MariaDB and MySQL commit each step as it is taken: call it again after an interruption, and it continues from there.
     Concurrent migrations run one after the other.
 
     Args:

@@ -46,7 +46,7 @@ class _Task:
         self.future.set_exception(error)
 
     async def outcome(self) -> Any:
-        """Wait for the result. A cancellation drops work that has not begun; later it comes after the end of the group."""
+        """Wait for the result. A cancellation drops work that has not begun; later it is raised after the group's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self.future.done():
             try:
@@ -74,7 +74,7 @@ class AsyncGroups:
         runners: How many groups there may be at a time, one of them running its units.
         grouped: Called with the number of units of each group that has ended.
         engine: The engine of the blocks' connections.
-        pool: Returns the threads for work that has no other way to wait.
+        pool: Returns the thread pool for work that can only block.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class AsyncGroups:
         return result
 
     async def close(self, within_s: float) -> None:
-        """Finish the units that wait, and refuse others. Those that have not begun by then fail.
+        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail.
 
         Args:
             within_s: How long to wait, in seconds.
@@ -123,7 +123,7 @@ class AsyncGroups:
         fail_left(self._units.drain(), self._name)
 
     def _start(self) -> None:
-        """Start the next group, if it may run. It takes its units when its task begins, after those that come until then."""
+        """Start the next group, if it may run. Its task takes units when it begins, those that came until then included."""
         if self._units.ready and self._running is None and len(self._tasks) < self._runners:
             self._running = token = object()
             # Its own context: the units have theirs.

@@ -1,6 +1,6 @@
 """``AsyncDualWriter.leased``: the writer behind it, with a leased id.
 
-A thread keeps the lease, as a ``DualWriter``'s: an event loop that is busy for long must not lose its id.
+A thread renews the lease, as for a ``DualWriter``: an event loop that is busy for long must not lose its id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``AsyncDualWriter.bind``: the asynchronous sessions that the application has already, and their messages.
+"""``AsyncDualWriter.bind``: the application's own asynchronous sessions, and their messages.
 
 An ``AsyncSession`` runs a plain session in a greenlet, whose waits its task awaits. So the dual write of such a session is that
 of :mod:`dualwrite.writing.joining`: its beginning and its end run in a greenlet of ours, which the session's greenlet awaits.

@@ -32,12 +32,12 @@ _FOR_EVER_S: Final = 1e9
 
 
 def session_of_block(bind: AsyncConnection) -> AsyncSession:
-    """The ORM session of a block. Its objects stay readable after the block has ended."""
+    """The ORM session of a block, whose objects stay readable after the block has ended."""
     return AsyncSession(bind=bind, expire_on_commit=False)
 
 
 class Sessions:
-    """Makes the sessions of blocks, each with the one that awaits for it.
+    """Makes the plain session of each block, and the ``AsyncSession`` through which tasks await it.
 
     Args:
         engine: The engine of the blocks' connections.
@@ -68,9 +68,9 @@ class OneByOne:
         self._worker: object = None
 
     def do(self, work: Callable[[], T]) -> T:
-        """Do the work when no other task works. Called in a greenlet.
+        """Do the work while no other task works. Called in a greenlet.
 
-        A task that works already goes on: an error that is found on its way may end the dual write at once.
+        A task that is already working continues: an error that it meets may end the dual write at once.
         """
         caller = here().caller
         if caller is self._worker:
@@ -186,7 +186,7 @@ class AsyncTransaction:
     async def produce_many(self, topic: str, values: Sequence[object], keys: Sequence[object] | None = None) -> None:
         """Hand many messages to the producer: as `produce` for each, several times as fast.
 
-        The event loop does nothing else meanwhile but when it waits for room: give it thousands of messages, not millions.
+        Blocks the event loop except while it waits for room: give it thousands of messages, not millions.
         Arguments and errors are those of :meth:`Transaction.produce_many`.
         """
         await self._send(lambda: self._transaction.produce_many(topic, values, keys))

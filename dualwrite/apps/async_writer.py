@@ -48,8 +48,8 @@ class AsyncDualWriter:
 
     A cancellation has one of two outcomes. Until the database is asked to commit, both sides abort, and ``CancelledError``
     leaves the block. From then on the dual write is completed first, and ``CancelledError`` is raised after it, unless there is
-    an error that says more. ``tx.state`` shows which. Work that cannot be interrupted, such as claiming a lane, is ended
-    first in either case: ``timeout_s`` limits it.
+    an error that says more. ``tx.state`` shows which. Work that cannot be interrupted, such as claiming a lane, is finished
+    first in either case, limited by ``timeout_s``.
 
     Args:
         transactional_id: As for :class:`DualWriter`.
@@ -137,7 +137,7 @@ class AsyncDualWriter:
         heartbeat_s: float | None = None,
         **settings: Unpack[AsyncWriterSettings],
     ) -> Self:
-        """Make a writer with a numbered id that it takes by itself: see :meth:`DualWriter.leased`.
+        """Make a writer with a numbered id that it takes on its own: see :meth:`DualWriter.leased`.
 
         Its heartbeats come from a thread, so that an event loop that is busy for long keeps its id.
 
@@ -232,7 +232,7 @@ class AsyncDualWriter:
     ) -> AsyncBoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows. See :meth:`DualWriter.bind`.
 
-        The factory is used on as before. Bind it once, before it makes sessions, and use the result in every task; the writer
+        Keep using the factory as before. Bind it once, before it makes sessions, and use the result in every task; the writer
         must be open when a session produces.
 
         Args:
@@ -288,7 +288,7 @@ class AsyncDualWriter:
     async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], *, key: Hashable | None = None) -> T:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
-        A cancellation drops work that has not begun. Work that has begun is ended with its group, and ``CancelledError`` is
+        A cancellation drops work that has not begun. Work that has begun ends with its group, and ``CancelledError`` is
         raised after it, unless there is an error that says more.
 
         Args:
@@ -312,7 +312,7 @@ class AsyncDualWriter:
     async def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
 
-        A cancellation comes after it.
+        A cancellation is raised once it is done.
 
         Raises:
             DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`DualWriter.close`.

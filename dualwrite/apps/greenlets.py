@@ -1,4 +1,4 @@
-"""Runs functions that wait, in the task that awaits them: each in a greenlet, which gives its waits to the event loop.
+"""Runs blocking functions in the task that awaits them: each in a greenlet, which hands its waits to the event loop.
 
 So tasks run the very code that threads run. SQLAlchemy's asynchronous engines work the same way, and their connections
 await in these greenlets too.
@@ -28,7 +28,7 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
     """Run a function that waits through :mod:`dualwrite.runtime.waiting`, without blocking the event loop.
 
     Args:
-        pool: Where work goes that has no other way to wait.
+        pool: Threads for work that can only block.
         function: The function.
         interruptible: Whether a cancellation may interrupt it; otherwise ``CancelledError`` is raised when it has ended.
     """
@@ -45,7 +45,7 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
 
 
 def awaited(awaitable: Awaitable[T]) -> T:
-    """Await in the task whose greenlet calls this. A cancellation comes out of it where one may; see :func:`run`."""
+    """Await in the task whose greenlet calls this. Raises a cancellation where one is allowed; see :func:`run`."""
     worker = getcurrent()
     assert isinstance(worker, _Worker)
     return cast("T", worker.give(awaitable))
@@ -57,7 +57,7 @@ def says_more(error: BaseException) -> bool:
 
 
 class _Worker(greenlet):  # type: ignore[misc] # it ships no types
-    """One run, and the form of waiting in it. Implements :class:`dualwrite.runtime.waiting.Waiting`."""
+    """One run, and how it waits. Implements :class:`dualwrite.runtime.waiting.Waiting`."""
 
     __sqlalchemy_greenlet_provider__ = True  # its connections await here
     cancelled: tuple[type[BaseException], ...] = (asyncio.CancelledError,)
@@ -77,7 +77,7 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
             return function()
 
     async def awaited(self, given: Awaitable[T]) -> T:
-        """Await for the greenlet: a cancellation comes at once where it may, else it is put off."""
+        """Await on behalf of the greenlet: raise a cancellation at once where allowed, and defer it otherwise."""
         if self._allowed:
             return await given
         future = asyncio.ensure_future(given)

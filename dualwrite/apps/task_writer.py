@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from dualwrite.writing.transaction import Transaction
 
 THREADS: Final = 4
-"""Besides one for each lane: for work that has no other way to wait, with the native engine only claiming and settling."""
+"""In addition to one for each lane: for work that can only block, which with the native engine is only claiming and
+settling."""
 
 
 class _Writer(Protocol):

@@ -61,8 +61,8 @@ class SavepointWatch(Protocol):
         """Release the savepoint of the unit: :meth:`take` returns its messages.
 
         Returns:
-            None if it is kept; or why it must be dropped: it went on after a failed statement, or it is not known which of its
-            messages belong to a savepoint that was rolled back.
+            None if it is kept; or why it must be dropped: it continued after a failed statement, or it is not known which of
+            its messages belong to a savepoint that was rolled back.
 
         Raises:
             TransactionAborted: The unit has rolled back the transaction: both sides must abort.

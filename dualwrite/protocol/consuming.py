@@ -39,7 +39,7 @@ class Trouble(Enum):
 class Step(Enum):
     """The next step after an attempt."""
 
-    DONE = "go on with the next messages"
+    DONE = "continue with the next messages"
     REDO = "run the same messages again, after a pause"
     SPLIT = "run each half of the messages by itself"
     ISOLATE = "run the message that fails by itself, between those before and after it"

@@ -15,7 +15,7 @@ class Facts:
     Attributes:
         untouched_for_s: Seconds since its row was last written.
         unsettled: Whether recovery would change something, or a transaction of the id is open in Kafka or the database.
-        leased: Whether a worker holds its slot, or may go on with it.
+        leased: Whether a worker holds its slot, or may continue with it.
         has_open_incident: Whether it has a recorded loss that nobody has acknowledged.
     """
 

@@ -24,11 +24,11 @@ def gone_back(
         seen: The evidence, in words.
         transactional_id: The row's id.
         forgotten: The text form of a decision that the database has lost.
-        recorded: Whether that is already recorded as an incident, so that the next opening of the writer goes on.
+        recorded: Whether that is already recorded as an incident, so that the next opening of the writer succeeds.
     """
     next_step = (
         "messages newer than the database's state are visible in Kafka: stop what uses a copy, compare both; it is recorded "
-        "as an incident, and the next opening of the writer goes on"
+        "as an incident, and the next opening of the writer succeeds"
         if recorded
         else "messages newer than the database's state may be visible in Kafka: stop what uses a copy, compare both, "
         "then run `dualwrite recover --after-restore`"

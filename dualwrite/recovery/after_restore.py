@@ -107,7 +107,7 @@ def went_back(
 
     Args:
         rows: The rows as they were read.
-        store: The database; rows with evidence are read again, as their owners may have gone on meanwhile.
+        store: The database; rows with evidence are read again, as their owners may have continued meanwhile.
         coordinator: Kafka.
         deadline: Limits the requests.
 

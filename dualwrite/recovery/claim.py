@@ -145,7 +145,7 @@ def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline
         The rows by id, claimed and settled.
 
     Raises:
-        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim goes on.
+        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim succeeds.
         ConfigurationError, Fenced, Unavailable: As claiming and settling.
     """
     rows = {row.transactional_id: row for row in claim_rows(context, [name], deadline)}

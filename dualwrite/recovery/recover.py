@@ -162,7 +162,7 @@ def recover(
             alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
             what they have prepared to the driver.
         dry_run: Only find out what would be done.
-        after_restore: The database was restored, and Kafka may show newer messages: go on above every incarnation that Kafka
+        after_restore: The database was restored, and Kafka may show newer messages: continue above every incarnation that Kafka
             knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
             those of the id or the prefix; without either, the lanes of the writers that have one.
         timeout_s: Limits the whole call, in seconds.

@@ -49,7 +49,7 @@ def noting_told(store: StateStore) -> Generator[None, None, None]:
 
 @contextmanager
 def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
-    """Report all unreported losses of a writer with a single error, so that the next opening goes on.
+    """Report all unreported losses of a writer with a single error, so that the next opening succeeds.
 
     Args:
         store: The database.

@@ -27,11 +27,11 @@ class Clock(Protocol):
 
 
 class _SystemClock:
-    """The system clock that goes on while the machine is suspended, as the brokers' clocks do.
+    """The system clock that keeps running while the machine is suspended, as the brokers' clocks do.
 
     On Linux ``time.monotonic`` stops meanwhile: after a laptop or a virtual machine wakes up, a transaction that the broker
-    has already aborted would seem young. On macOS CLOCK_MONOTONIC goes on, but ``time.monotonic`` reads another clock; on
-    Windows ``time.monotonic`` goes on.
+    has already aborted would seem young. On macOS CLOCK_MONOTONIC keeps running, but ``time.monotonic`` reads another clock; on
+    Windows ``time.monotonic`` keeps running.
     """
 
     _ID: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC if sys.platform == "darwin" else None)

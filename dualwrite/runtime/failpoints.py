@@ -34,7 +34,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "terminate.aborted": "a decided transaction was aborted because an operator gave it up, nothing is recorded",
     "complete.before": "about to complete what was handed over and decided",
     "complete.ended": "Kafka has committed it, the row does not say so",
-    "complete.recorded": "the row says that it is completed, its owner may go on",
+    "complete.recorded": "the row says that it is completed, its owner may continue",
     "write.begun": "the database transaction has begun",
     "write.checked": "the row's incarnation was read",
     "write.produced": "a message was handed to the producer",

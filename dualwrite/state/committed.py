@@ -1,4 +1,4 @@
-"""The note that a commit writes beside the data, and its text on disk. Pure."""
+"""The note that a commit writes with the data, and its text on disk. Pure."""
 
 from __future__ import annotations
 

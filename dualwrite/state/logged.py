@@ -1,4 +1,4 @@
-"""One store in the transactions that carry its changelog: restored before, logged inside, committed after each of them."""
+"""One store in the transactions that carry its changelog: restored before each, logged in it, committed after it."""
 
 from __future__ import annotations
 
@@ -91,13 +91,18 @@ class LoggedStore:
         if not logged.produced:
             self.behind = False
         elif not logged.is_complete:  # the changelog knows more than the producer does
-            logger.warning("state store %s: not every offset was reported: it is restored", self.store.path)
+            logger.warning(
+                "state store %s: not every changelog offset was reported; the next block restores the store first",
+                self.store.path,
+            )
         else:
             try:
                 self.store.commit(logged.last + 1)
             except Exception:
                 # If raised, it would look as though the transaction had failed, and its work would run again.
-                logger.exception("state store %s: not committed: it is restored", self.store.path)
+                logger.exception(
+                    "state store %s: cannot commit; the next block restores the store first", self.store.path
+                )
                 self.discard()
             else:
                 self.behind = False
@@ -108,7 +113,7 @@ class LoggedStore:
         try:
             self.store.recover(0)
         except Exception:
-            logger.exception("state store %s: uncommitted writes could not be discarded", self.store.path)
+            logger.exception("state store %s: cannot discard uncommitted writes yet", self.store.path)
 
 
 class _Logged:

@@ -38,8 +38,8 @@ class PartitionStores:
 
     Give it to `ExactlyOnceConsumer` or `AsyncExactlyOnceConsumer` as ``state``. Before the first messages of a partition are
     handled, and after each rebalance and failure, the partition's store is brought to the end of its changelog: a partition's
-    new member goes on with the state of the former one. What the handler writes is produced to the changelog in the
-    transaction of the messages, and the store commits after it.
+    new member takes over the former member's state. What the handler writes is produced to the changelog in the transaction of
+    the messages, and the store commits after it.
 
     Each partition of the changelog belongs to the partition of the topic with the same number. A store stays open until
     `close`; its directory stays, so that a partition which comes back is only rolled forward.

@@ -37,7 +37,7 @@ def merged_changes(sources: Iterable[Iterable[Change]], *, reverse: bool = False
 
 
 def merged(sources: Iterable[Iterable[Change]], *, reverse: bool = False) -> Generator[Entry, None, None]:
-    """The entries that are there: as `merged_changes`, without those that are deleted."""
+    """The existing entries: as `merged_changes`, without deletions."""
     return ((key, value) for key, value in merged_changes(sources, reverse=reverse) if value is not None)
 
 

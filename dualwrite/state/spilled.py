@@ -1,4 +1,4 @@
-"""Uncommitted writes that memory has no room for: a second RocksDB beside the store's own."""
+"""Uncommitted writes that do not fit in memory, in a second RocksDB beside the store's own."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def ignore_progress(reached: int, end: int) -> None:
 
 
 def do_not_ask() -> None:
-    """Let the work go on."""
+    """Let the work continue."""
 
 
 class Standby:

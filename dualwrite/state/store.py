@@ -244,7 +244,9 @@ class KeyValueStore:
         self._refuse_if_held("commit")
         before = self._committed.offset
         if changelog_offset is not None and before is not None and changelog_offset < before:
-            raise IllegalStateError(f"the store {self.path} stands at offset {before}, after {changelog_offset}")
+            raise IllegalStateError(
+                f"the store {self.path} is already at offset {before}, cannot commit {changelog_offset}"
+            )
         self._end_scans()
         offset = before if changelog_offset is None else changelog_offset
         committing = replace(
@@ -268,7 +270,7 @@ class KeyValueStore:
 
     @contextmanager
     def _failing(self) -> Generator[None, None, None]:
-        """After an error in the block, what is on disk is unknown until it is read again."""
+        """After an error in the block, the content on disk is unknown until it is read again."""
         try:
             yield
         except BaseException as failed:

@@ -60,8 +60,8 @@ class StateTask(Generic[Tx]):
     """Processes input with a state store: output, consumed offsets, rows and the store's changes count once, together.
 
     Each block is one transaction. At its end the changes of the store are produced to the changelog; once the transaction has
-    committed, so does the store. If anything fails in between, the store is brought back from the changelog before the next
-    block, by what Kafka has committed: it is never wiped.
+    committed, so does the store. If anything fails in between, the next block first restores the store from what Kafka has
+    committed in the changelog: it is never wiped.
 
     One task at a time uses a changelog's partition: give the partition's tasks one transactional id, which fences the former
     one. One thread at a time uses a task.

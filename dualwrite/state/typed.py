@@ -78,7 +78,7 @@ class WindowStore:
 
     def __init__(self, store: KeyValueStore, *, window_ms: int, retention_ms: int) -> None:
         if not 0 < window_ms <= retention_ms:
-            raise ConfigurationError("window_ms is positive, and retention_ms at least as large")
+            raise ConfigurationError("window_ms must be positive, and retention_ms at least as large")
         self.store = store
         self.window_ms = window_ms
         self.retention_ms = retention_ms

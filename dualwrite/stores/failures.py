@@ -261,7 +261,7 @@ def map_database_error(
         return TransactionAborted(
             what,
             transactional_id=transactional_id,
-            next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
+            next_step="stop after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
         )
     if meaning is Meaning.POOL:

@@ -20,7 +20,7 @@ class JoinedStore(SqlStateStore):
     """
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. The transaction goes on."""
+        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. The transaction continues."""
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:

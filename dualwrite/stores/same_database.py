@@ -32,7 +32,7 @@ class SameDatabase:
         self._own = own
 
     def check(self, connection: Connection) -> None:
-        """Refuse a connection to another database. A transaction that it is in goes on.
+        """Refuse a connection to another database. A transaction that it is in continues.
 
         Raises:
             ConfigurationError: It leads to another database, or its ``search_path`` finds other tables there.

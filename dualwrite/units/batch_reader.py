@@ -1,4 +1,4 @@
-"""``BatchReader``: hands out batches that are complete, in their order, and nothing of any other."""
+"""``BatchReader``: hands out complete batches only, in their order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class VisibleBatch:
 
     Attributes:
         name: Name of the batch.
-        position: The position to go on from, once it is processed: that of the batch after it.
-        ranges: What it has written in each partition.
+        position: The position to resume from once this batch is processed: that of the next batch.
+        ranges: The offsets that it has written in each partition.
     """
 
     def __init__(self, ranges: Sequence[BatchRange], position: int, logs: PartitionLogs, timeout_s: float) -> None:

@@ -36,7 +36,7 @@ class UnitImage(Protocol[Contents_co]):
 
 @dataclass(frozen=True)
 class Snapshot(Generic[Contents]):
-    """All that an image has published, and where reading goes on from there. It holds no markers and no part of a unit.
+    """All that an image has published, and the position to resume reading from. It holds no markers and no part of a unit.
 
     Attributes:
         position: The offset of the first record that is not in it; None if that is the first one of the log.
@@ -98,6 +98,6 @@ class Follower(Generic[Contents]):
         return self._machine.state
 
     def snapshot(self) -> Snapshot[Contents]:
-        """All that is published now, and where to read on: inside a unit, at its beginning."""
+        """All that is published now, and where to resume: inside a unit, at its beginning."""
         with self._lock:
             return Snapshot(self._position, self._image.contents())

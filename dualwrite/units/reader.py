@@ -96,7 +96,7 @@ class UnitReader(Generic[Contents]):
             self.poll(min(1.0, deadline.remaining_s()))
 
     def snapshot(self) -> Snapshot[Contents]:
-        """All that the image shows, and the position to go on from: no markers, and no part of a unit."""
+        """All that the image shows, and the position to resume from: no markers, and no part of a unit."""
         return self._follower.snapshot()
 
     def close(self) -> None:

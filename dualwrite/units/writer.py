@@ -232,7 +232,7 @@ class UnitWriter:
             raise IllegalStateError(
                 f"the writer of units is {self._machine.state.value}",
                 transactional_id=self._writer.transactional_id,
-                next_step="open a writer; it aborts what the last one has left",
+                next_step="open a new writer: it aborts the unit that this one left unfinished",
             )
         parts = _Parts(marker_record(BeginTransaction(name)), self._part_records)
         self._in_unit = True

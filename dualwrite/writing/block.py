@@ -43,7 +43,7 @@ def session_of_block(bind: Connection) -> Session:
 
 
 def no_session(**_: object) -> Session:
-    """In place of the session of a block that joins another session's transaction.
+    """Stands in for ``tx.session`` in a block that joins another session's transaction.
 
     Raises:
         IllegalStateError: Always.

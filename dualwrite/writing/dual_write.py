@@ -159,7 +159,7 @@ class DualWrite:
         Raises:
             IllegalStateError: The block has ended.
             TransactionAborted, Fenced, Unavailable, ConfigurationError: The producer refuses. Both sides abort at the end of
-                the block, even if the caller goes on.
+                the block, even if the caller continues.
         """
         self._machine.apply(WriteEvent.PRODUCE)
         self.sending.send(message, check)

@@ -1,4 +1,4 @@
-"""Messages that wait for a savepoint: refuse at once those that the producer would refuse later."""
+"""Messages that wait for a savepoint: refuses at once those that the producer would refuse later."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ _entered: Final[ContextVar[tuple[_Entered, ...]]] = ContextVar("dualwrite_entere
 
 
 def refuse_blocking_a_loop(transactional_id: str) -> None:
-    """Raise if the caller would block an event loop: all of its tasks would stand still, perhaps for ever.
+    """Raise if the caller would block an event loop: all of its tasks would stand still, perhaps forever.
 
-    Two tasks that wait for one another's rows are an example: the one that could go on never gets its turn. A notebook runs its
-    cells in an event loop, where nothing else of the application runs.
+    Two tasks that wait for one another's rows are an example: the one that could continue never gets its turn. A notebook runs
+    its cells in an event loop, where nothing else of the application runs.
 
     Raises:
         IllegalStateError: It would.

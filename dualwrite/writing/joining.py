@@ -105,7 +105,7 @@ class Joining:
             raise two_phase()
         if connection.dialect.is_async and not self.kind.awaited:
             raise asynchronous()
-        if type(connection.dialect).do_commit is not DefaultDialect.do_commit:  # it would pass by our own commit
+        if type(connection.dialect).do_commit is not DefaultDialect.do_commit:  # it would bypass our commit hook
             raise ConfigurationError(f"{type(connection.dialect).__name__} has a COMMIT of its own")
         others = self._connections.get(session, weakref.WeakSet())
         if any(not other.closed and other.in_transaction() for other in others if other is not connection):
@@ -207,7 +207,7 @@ class _Joined:
         self._block = block
 
     def is_of(self, session: Session) -> bool:
-        """Whether the session may produce: it has joined, or the one that has is done with its part of the transaction."""
+        """Whether the session may produce: it is the one that joined, or that one's part of the transaction has ended."""
         return self._session is None or self._session() is session
 
     def refuse(self, what: str, next_step: str) -> NoReturn:
@@ -245,7 +245,7 @@ class _Joined:
             self.connection.close()
 
     def leave_to_owner(self) -> None:
-        """Go on without the session: its transaction was part of another one on the connection, whose owner will end it."""
+        """Continue without the session: its transaction was part of another one on the connection, whose owner will end it."""
         self._session = None
         if self._finalizer is not None:
             self._finalizer.detach()

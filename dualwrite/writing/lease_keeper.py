@@ -114,13 +114,13 @@ class LeaseKeeper:
 
     def _beat(self) -> None:
         failed = False
-        # Event.wait goes on right after a pause of the process: the first thing that it does then is to ask for its lease.
+        # Event.wait resumes right after a pause of the process: the first thing to do then is to ask for the lease.
         while not self._stopped.wait(self._timing.pause_s(random.random(), failed=failed)):  # noqa: S311 - jitter
             try:
                 failed = not self.beat_once()
             except Exception:
                 failed = True
-                logger.exception("%s: a heartbeat failed, and is tried again", self._name)
+                logger.exception("%s: a heartbeat failed; retrying", self._name)
 
     def beat_once(self) -> bool:
         """Send one heartbeat, and report what it shows. False if it failed; it is tried again soon."""
@@ -135,7 +135,7 @@ class LeaseKeeper:
         try:
             renewed, expired = self._leases.renew(owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
         except Exception as error:  # noqa: BLE001 - no error may end the heartbeats
-            logger.warning("%s: a heartbeat failed, and is tried again: %s", name, error)
+            logger.warning("%s: a heartbeat failed; retrying: %s", name, error)
             with self._lock:
                 if self._owner == owner and self.state is LeaseState.EXPIRED:
                     self._machine.apply(LeaseEvent.EXPIRE)

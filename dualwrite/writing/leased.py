@@ -189,12 +189,12 @@ class LeasedWriter(DualWriter):
             self._note_lost(writer, f"another member has taken the lease of {writer.transactional_id}")
 
     def _note_lost(self, writer: DualWriter, why: str) -> None:
-        """Begin to go on under another id, unless that was begun already."""
+        """Start taking over another id, unless already doing so."""
         with self._lock:
             if self._current is not writer or self._lost is not None or self._closing.is_set():
                 return
             former = self._helper
-            self._helper = self._started(lambda: self._go_on(writer, former), "goes on")
+            self._helper = self._started(lambda: self._go_on(writer, former), "takes over")
             self._lost = why
 
     def _help_dead(self, dead: Sequence[Lease]) -> None:
@@ -210,7 +210,7 @@ class LeasedWriter(DualWriter):
         return thread
 
     def _go_on(self, former: DualWriter, busy: threading.Thread | None) -> None:
-        """Open a writer under another id, as often as it takes, and close the former one."""
+        """Open a writer under another id, retrying until that succeeds, and close the former one."""
         if busy is not None:
             busy.join()
         keeper = self._keeper
@@ -224,13 +224,15 @@ class LeasedWriter(DualWriter):
             except Exception as error:  # noqa: BLE001 - whatever it is, only another attempt can help
                 if isinstance(error, LOSSES):
                     self._losses.tell(error)
-                logger.warning("%s: no other id yet, tried again: %s", former.transactional_id, error)
+                logger.warning("%s: no free id yet; retrying: %s", former.transactional_id, error)
                 self._closing.wait(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             with self._lock:
                 self._current, self._lost = writer, None
-            logger.warning("%s: lost; this member goes on as %s", former.transactional_id, writer.transactional_id)
+            logger.warning(
+                "%s: lost its id; this member continues as %s", former.transactional_id, writer.transactional_id
+            )
             break
         try:
             former.close()
@@ -268,7 +270,7 @@ class LeasedWriter(DualWriter):
                 leases.give_back(name, owner, settled=True)
                 logger.info("%s: settled for a member that ended without giving it back", name)
             except Exception as error:  # noqa: BLE001 - it is tried again, here or by another member, when the lease expires
-                logger.warning("%s: left by a dead member, not settled yet: %s", name, error)
+                logger.warning("%s: cannot settle a dead member's id yet, will retry: %s", name, error)
 
     def health(self) -> Health:
         """See :meth:`DualWriter.health`. Also says whether the lease is lost, or was not renewed in time."""
@@ -305,7 +307,7 @@ class LeasedWriter(DualWriter):
             self._losses.raise_untold()
         finally:
             if self._keeper is not None:
-                # The heartbeats go on until here: closing may take longer than a lease lasts.
+                # The heartbeats continue until here: closing may take longer than a lease lasts.
                 self._keeper.give_back(settled=settled)
                 self._keeper.stop()
             if self._owns_database:

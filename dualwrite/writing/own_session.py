@@ -21,7 +21,7 @@ class OwnSession:
         connection: The connection.
         factory: Makes the session, called with ``bind=connection``.
         transactional_id: The id of the dual write.
-        refuse: Called with the error that must abort the work even if it goes on.
+        refuse: Called with the error that must abort the work even if it continues.
         savepoint: Whether the session works in a savepoint. SQLAlchemy rolls back what a session has joined if its flush fails.
     """
 
@@ -66,7 +66,7 @@ class OwnSession:
             raise error
 
     def _refuse_rollback(self, session: Session, transaction: SessionTransaction) -> None:
-        """Refuse that the work goes on: messages before the session's savepoint would outlive the rows in it."""
+        """Refuse further work: messages before the session's savepoint would outlive the rows in it."""
         del session
         if transaction.parent is None and not self._closing:
             self._refuse(

@@ -1,4 +1,4 @@
-"""Questions to the servers that a thread in the background asks, now and then: who wants the answer never waits for one."""
+"""Asks the servers from a background thread, now and then: a caller gets the last answer and never waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORGOTTEN_AFTER_S: Final = 180.0
 
 
 class Probe:
-    """Asks in a thread of its own: one question at a time, and none sooner than ``every_s`` after the last one. Thread-safe.
+    """Asks in a thread of its own: one question at a time, at most one every ``every_s`` seconds. Thread-safe.
 
     Args:
         name: The thread's name.
@@ -44,7 +44,7 @@ class Probe:
 
 
 class SeldomAsked:
-    """A number that a server tells, as it was when it was asked last. Each look has it asked again, if it is time.
+    """A number that a server reports, as of the last time it was asked. Reading it starts another request once that is due.
 
     Args:
         name: The thread's name.

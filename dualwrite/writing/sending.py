@@ -17,7 +17,7 @@ class Sending:
 
     Attributes:
         begun: Whether a Kafka transaction has begun.
-        refusal: The first error in the block that must abort it, even if the block goes on.
+        refusal: The first error in the block that must abort it, even if the block continues.
         savepoints: The savepoints that messages wait for; None if none are used.
     """
 
@@ -34,7 +34,7 @@ class Sending:
             self.savepoints.expect_session()
 
     def refuse(self, error: DualWriteError) -> None:
-        """Note an error that must abort the block even if it goes on; the first one counts."""
+        """Note an error that must abort the block even if it continues; the first one counts."""
         self.refusal = self.refusal or error
 
     def hold(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> int:
@@ -104,12 +104,12 @@ class Sending:
 
 
 def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -> NoReturn:
-    """Abort a dual write that went on after an error that it must not survive.
+    """Abort a dual write that continued after an error that it must not survive.
 
     Args:
         refusal: The first error.
         transactional_id: The id of the dual write.
-        subject: The code that went on.
+        subject: The code that continued.
 
     Raises:
         TransactionAborted, Fenced: Always.
@@ -120,7 +120,7 @@ def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -
     if isinstance(refusal, DualWriteError):
         what, next_step = refusal.what, refusal.next_step
     raise TransactionAborted(
-        f"{subject} went on after an error: {what}",
+        f"{subject} continued after an error: {what}",
         transactional_id=transactional_id,
         next_step=next_step,
         retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),

@@ -24,7 +24,7 @@ Called = TypeVar("Called")
 
 
 class Serializing:
-    """Makes the bytes of messages. Used by many threads at once, as its serializers then are.
+    """Makes the bytes of messages. Many threads use it, and its serializers, at once.
 
     Args:
         key: The serializers of keys.

@@ -1,4 +1,4 @@
-"""``DualWriter.bind``: the sessions that the application has already, and their messages."""
+"""``DualWriter.bind``: the application's own sessions, and their messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BoundSessions:
 
         Raises:
             IllegalStateError: The session is not one of the bound factory, this thread is inside another dual write of this
-                writer, or the transaction has gone too far.
+                writer, or the transaction can no longer join.
             ConfigurationError: The session leads to another database, works with several databases, is in autocommit, in
                 two-phase mode, or asynchronous.
             Unavailable: No lane was free, or a server does not answer.

@@ -182,7 +182,7 @@ class Transaction:
                 sides abort.
             Fenced: Another owner took over.
             KeySerializationError, ValueSerializationError: A serializer has failed, which is the cause. Nothing was produced,
-                and the block may go on without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
+                and the block may continue without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
         """
         self._dual_write.require_open()  # a serializer may register a schema
         own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)

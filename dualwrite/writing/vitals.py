@@ -1,4 +1,4 @@
-"""Whether a writer is ready, from what its dual writes and its housekeeping have seen: nobody waits for a server."""
+"""Whether a writer is ready, judged by its dual writes and housekeeping: no caller waits for a server."""
 
 from __future__ import annotations
 

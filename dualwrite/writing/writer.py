@@ -74,7 +74,7 @@ class DualWriter(Submitting):
             PostgreSQL also the longest pause between the decision and its COMMIT.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
         paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
-            that it does not hold its row for ever; None leaves the server's own setting. In seconds.
+            that it does not hold its row forever; None leaves the server's own setting. In seconds.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         bulk: For large transactions: less work per message, no ``on_delivery``.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
@@ -163,16 +163,16 @@ class DualWriter(Submitting):
         heartbeat_s: float | None = None,
         **settings: Unpack[WriterSettings],
     ) -> DualWriter:
-        """Make a writer for one of any number of processes that run the same code, with a numbered id that it takes by itself.
+        """Make a writer for one of any number of processes that run the same code, with a numbered id that it takes on its own.
 
         ``open()`` takes the lowest free id of ``fleet-0``, ``fleet-1``, ...; heartbeats keep it, and ``close()`` gives it back.
-        Live members settle what a dead one has left, and its id is taken again. A member that was paused for longer than the
+        Live members settle what a dead one left, and its id becomes free. A member that was paused for longer than the
         lease may find its id taken: dual writes then raise a retryable `TransactionAborted` until it has taken another one. It
         may be made before a fork and opened in the child.
 
         Args:
-            fleet: The name that all members share. At most 229 characters, without ``#``. No other writer uses its ids.
-            lease_timeout_s: A member that gave no sign of life for so long counts as dead, in seconds.
+            fleet: The name that all members share. At most 229 characters, without ``#``. No other writer may use its ids.
+            lease_timeout_s: A member without a heartbeat for this long counts as dead, in seconds.
             heartbeat_s: The mean time between two heartbeats, in seconds; a sixth of the time-out by default.
             settings: The keyword arguments of `DualWriter`.
 
@@ -193,9 +193,9 @@ class DualWriter(Submitting):
             ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
                 gone back in time, or a right is missing. Nothing was changed.
             DatabaseWentBack: The database has lost decisions. If it has lost a claim, nothing was changed, and every ``open()``
-                fails until ``dualwrite recover --after-restore``; otherwise it is recorded, and the next ``open()`` goes on.
-            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the
-                next ``open()`` goes on. Also raised if another process found the loss, but ended before it could report it.
+                fails until ``dualwrite recover --after-restore``; otherwise it is recorded, and the next ``open()`` succeeds.
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the next
+                ``open()`` succeeds. Also raised if another process found the loss, but ended before it could report it.
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
@@ -228,8 +228,8 @@ class DualWriter(Submitting):
 
         Args:
             connection: A connection of the engine, not inside a transaction, or of psycopg 3 with ``autocommit=False``; one is
-                taken from the engine if not given. That it leads to the writer's database is checked once for each connection.
-                After `TransactionInDoubt` it is closed.
+                taken from the engine if not given. The library checks once for each connection that it leads to the writer's
+                database. After `TransactionInDoubt` it is closed.
 
         Returns:
             A context manager, which gives the transaction; it is usable until the block ends.

@@ -1,4 +1,4 @@
-"""Completes handed-over transactions without a claim, so that their owners can go on with their producers.
+"""Completes handed-over transactions without a claim, so that their owners can keep their producers.
 
 :mod:`dualwrite.protocol.batches.handed_over` decides the steps. A claim and
 :func:`dualwrite.recovery.settling.settle.settle` end everything that they leave.

@@ -98,7 +98,7 @@ class Decision(Generic[P]):
     """One attempt to decide on a batch. Use it once.
 
     Attributes:
-        completed: The parts whose transactions were committed and recorded without a claim: their owners may go on.
+        completed: The parts whose transactions were committed and recorded without a claim: their owners may continue.
 
     Args:
         batch: The engine's part of it.
@@ -228,7 +228,7 @@ class Decision(Generic[P]):
             raise doubt from error
 
     def _complete(self) -> Sequence[P]:
-        """Complete without a claim what can be, so that its owners can go on with their producers. Returns that."""
+        """Complete without a claim what can be, so that its owners can keep their producers. Returns what it completed."""
         found = {part.transactional_id: part for part in self._parts}
         store = self._context.store
         try:

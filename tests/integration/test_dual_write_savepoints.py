@@ -143,7 +143,7 @@ def test_sessions_that_are_first_possible_inside_the_block_abort_it_once(
     monkeypatch.setattr(savepoints, "_has_sessions", lambda: possible)
     with (
         pytest.raises(
-            TransactionAborted, match=r"went on after an error: sqlalchemy\.orm was imported inside"
+            TransactionAborted, match=r"continued after an error: sqlalchemy\.orm was imported inside"
         ) as caught,
         writer.transaction() as tx,
     ):
@@ -166,7 +166,7 @@ def test_sessions_that_are_first_possible_inside_the_block_abort_it_once(
 def test_what_the_producer_would_refuse_is_refused_inside_the_savepoint(writer, dualwrite_topic, orders, both, kept):
     """Nothing that is known to fail waits; and once it has failed, both sides abort whatever becomes of the savepoint."""
     with (
-        pytest.raises(TransactionAborted, match="went on after an error: .*MESSAGE_TOO_LARGE"),
+        pytest.raises(TransactionAborted, match="continued after an error: .*MESSAGE_TOO_LARGE"),
         writer.transaction() as tx,
     ):
         add_by_connection(tx, orders, 1, "1")

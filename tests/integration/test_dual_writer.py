@@ -161,7 +161,7 @@ def test_a_refused_message_whose_error_is_swallowed_aborts_both_and_is_named(
 ):
     with (
         pytest.raises(
-            TransactionAborted, match=r"went on after an error: .*(MSG_SIZE|MESSAGE)_TOO_LARGE.*message\.max\.bytes"
+            TransactionAborted, match=r"continued after an error: .*(MSG_SIZE|MESSAGE)_TOO_LARGE.*message\.max\.bytes"
         ) as caught,
         writer.transaction() as tx,
     ):

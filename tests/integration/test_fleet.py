@@ -131,5 +131,5 @@ def test_a_paused_member_that_was_taken_for_dead_aborts_and_goes_on_under_a_new_
     rows = fleet.verify()
     assert {"w1-0", "w1-1"} <= rows
     assert "w1-2" not in rows
-    assert "case-0: lost; this member goes on as" in (fleet.directory / "w1.log").read_text()
+    assert "case-0: lost its id; this member continues as" in (fleet.directory / "w1.log").read_text()
     assert set(fleet.leases().values()) == {"free"}

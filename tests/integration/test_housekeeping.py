@@ -102,7 +102,7 @@ def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, ord
         proxy.on(Api.END_TXN).drop_request()
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
         raise LookupError
-    wait_for_log(caplog, "not settled, tried again later")
+    wait_for_log(caplog, "not settled yet; retrying later")
     held.release()
     assert both() == ([], [])
 
@@ -139,7 +139,7 @@ def test_a_claim_of_our_own_whose_answer_was_lost_is_not_taken_for_another_owner
                 raise LookupError
             lost.wait()
             if outage:
-                wait_for_log(caplog, "not settled, tried again later")
+                wait_for_log(caplog, "not settled yet; retrying later")
             write(writer, dualwrite_topic, orders, 2)
         through.dispose()
     assert both() == ([2], [2])

@@ -166,7 +166,7 @@ def test_a_snapshot_that_is_older_than_the_dual_write_is_refused(writer, engine,
         session.flush()
         with pytest.raises(IllegalStateError, match="REPEATABLE READ, and its snapshot is older"):
             messages.produce(session, dualwrite_topic, "1")
-        with pytest.raises(TransactionAborted, match="went on after an error"):
+        with pytest.raises(TransactionAborted, match="continued after an error"):
             session.commit()
         session.rollback()
         messages.join(session)

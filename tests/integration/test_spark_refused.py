@@ -30,7 +30,7 @@ def test_rows_that_a_trigger_leaves_out_are_not_told_as_written(spark, numbers, 
     )
     numbers.execute("CREATE TRIGGER skip_one BEFORE INSERT ON numbers FOR EACH ROW EXECUTE FUNCTION skip_one()")
     df = numbered(spark, ROWS, 1)
-    with pytest.raises(SPARKS_ERRORS, match="'numbers' took 999 of 1000 rows: a trigger or a rule"):
+    with pytest.raises(SPARKS_ERRORS, match="'numbers' stored 999 of 1000 rows: a trigger or rule"):
         write_by(numbers, df, way)
     assert numbers.rows() == numbers.messages() == []
     numbers.execute("DROP TRIGGER skip_one ON numbers")

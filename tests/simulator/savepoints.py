@@ -65,7 +65,7 @@ class SimulatedSavepoints:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._require_transaction()
         if self._connection.has_failed:
-            return "a statement failed, and the unit went on"
+            return "a statement failed, and the unit continued"
         self._savepoints.apply(Move.RELEASE, _UNIT)
         self._unit_kept = True
         return None

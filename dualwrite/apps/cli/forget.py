@@ -74,9 +74,9 @@ def forget(
         for name in report.forgotten:
             out.print(f"{name}: {'would be forgotten' if dry_run else 'forgotten'}")
         for name, why in report.kept.items():
-            out.print(f"{name}: stays: {why}")
+            out.print(f"{name}: kept: {why}")
         out.print(
-            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs; {len(report.kept)} ids stay"
+            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs; {len(report.kept)} ids kept"
         )
     if report.unsettled:
         raise SystemExit(NEEDS_RECOVERY)

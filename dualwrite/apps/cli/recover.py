@@ -40,7 +40,7 @@ from dualwrite.recovery.recover import RecoveryReport
 @click.option(
     "--after-restore",
     is_flag=True,
-    help="The database was restored: go on above the incarnations that Kafka knows, also for lanes and writers younger than "
+    help="The database was restored: continue above the incarnations that Kafka knows, also for lanes and writers younger than "
     "the backup.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")

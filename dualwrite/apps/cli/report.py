@@ -232,7 +232,7 @@ def forgotten_words(item: Forgotten) -> str:
         TransactionStatus.PREPARE_COMMIT: "its newest transaction was being committed: this database does not know it",
         TransactionStatus.COMPLETE_COMMIT: "its newest transaction is committed: this database does not know it",
     }.get(item.status, "nothing was open")
-    row = "the row goes on above it" if item.has_row else "younger than the backup, it has no row"
+    row = "the row continues above it" if item.has_row else "younger than the backup, it has no row"
     return f"{item.kafka_id}: {found}; {row}{'; unusable from now on' if item.settled else ''}"
 
 

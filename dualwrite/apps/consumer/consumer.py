@@ -28,8 +28,8 @@ class ExactlyOnceConsumer:
     Each message is handled in exactly one transaction that commits, whatever happens to this member, to others, to Kafka or
     to the database in between. A handler runs again after an abort, so it must have no other effects than through ``tx``.
 
-    It finishes or aborts what it is doing before partitions go to other members; it settles what dead members have left open
-    when their partitions come to it.
+    Before partitions go to other members, it finishes or aborts its transactions on them. When partitions come to it from a
+    dead member, it settles the transactions that this member left open.
 
     Args:
         group: The ``group.id``.
@@ -50,15 +50,15 @@ class ExactlyOnceConsumer:
         linger_s: How long a transaction waits to become full, in seconds.
         workers: How many transactions run at a time. Each has partitions of its own, so that a partition keeps its order.
         attempts: How often the handler may fail with the same messages. Then halves of them are tried, down to the message
-            that fails. Deadlocks and servers out of reach do not count: the member waits for them, and stays in the group.
-        dead_letter_topic: Where a message goes that fails for good, in a transaction with its offset, the reason in headers.
-            Without it, :meth:`run` raises the handler's error.
-        transient: Errors of the handler and the deserializers that are waited for instead of counted: something else that they
-            need is out of reach.
+            that fails. Deadlocks and unavailable servers do not count: the member waits, and stays in the group.
+        dead_letter_topic: Topic for messages that keep failing: each is written there in a transaction with its offset, the
+            reason in headers. Without it, :meth:`run` raises the handler's error.
+        transient: Errors of the handler and the deserializers that show that something else they need is unavailable: the
+            member waits and retries, and does not count them.
         key_deserializer: Makes the keys that the handler gets: ``(bytes, SerializationContext) -> object``, as those of
             confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by all workers
             at once, and again after an abort. A message that it cannot read goes to the dead-letter topic as it was read, or
-            stops :meth:`run`; a schema registry out of reach is waited for.
+            stops :meth:`run`; while a schema registry is unavailable, the member waits.
         value_deserializer: Makes the values, likewise.
         state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic. Close
             them after :meth:`run`.
@@ -138,7 +138,7 @@ class ExactlyOnceConsumer:
 
         Raises:
             ConfigurationError: A setting or a right is missing, or a topic cannot be read.
-            Fenced: Another process works under this member's name.
+            Fenced: Another process runs under this member's name.
             DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: A person must look. The offsets are where the last
                 committed transaction has left them.
             Exception: The handler's own, if it fails for good and there is no dead-letter topic.

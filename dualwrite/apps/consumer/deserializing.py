@@ -42,7 +42,7 @@ class Unreadable(Exception):
 
 
 class Deserializing:
-    """Deserializes messages. Used by many threads at once, as its deserializers then are.
+    """Deserializes messages. Many threads use it, and its deserializers, at once.
 
     Args:
         key: The deserializers of keys.
@@ -107,14 +107,14 @@ def _made(by: Deserializer, given: object, context: SerializationContext) -> obj
     made = by(given, context)
     if is_not_run(made):
         raise IllegalStateError(
-            f"the {context.field} deserializer of {context.topic} is asynchronous: none of it has run",
+            f"the {context.field} deserializer of {context.topic} is asynchronous, and was not run",
             next_step="give the deserializer that is a plain function",
         )
     return made
 
 
 def registry_is_away(error: Exception) -> bool:
-    """Whether a deserializer has failed because its schema registry did not answer, or could not: no message's fault.
+    """Whether a deserializer has failed because its schema registry was unavailable, which is no fault of the message.
 
     By names, so that no client of a registry is loaded here.
     """

@@ -1,4 +1,4 @@
-"""A member of a group, whatever its handler runs in: it reads, hands units to its workers, and leaves nothing open."""
+"""A member of a group, for handlers in threads and in tasks: it reads, hands units to workers, and leaves nothing open."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ConsumerProgress:
         transactions: Transactions committed.
         failed_attempts: Attempts that did not commit.
         dead_letters: Messages written to the dead-letter topic.
-        lag: By topic and partition assigned to this member, the messages behind the last one written, as of the last fetch.
-            Counts the markers of transactions, so it may stay above zero by the few that no message follows.
+        lag: The number of messages not yet processed, by topic and assigned partition, as of the last fetch. Counts transaction
+            markers, so it may stay slightly above zero.
     """
 
     messages: int
@@ -57,7 +57,7 @@ class ConsumerProgress:
 
 
 class Workers(Protocol):
-    """Runs the work that waits for the writer, in threads or tasks of an event loop. Called in the thread that reads."""
+    """Runs work that waits for the writer, in threads or in tasks of an event loop. Called in the thread that reads."""
 
     def call(self, work: Callable[[], T]) -> T:
         """Do the work, and wait for its result."""
@@ -106,12 +106,12 @@ class Member:
     ) -> None:
         if min(max_messages, workers, attempts) < 1 or linger_s < 0 or isinstance(topics, str) or not topics:
             raise ConfigurationError(
-                "max_messages, workers and attempts are at least 1, linger_s is not negative, topics is a list"
+                "max_messages, workers and attempts must be at least 1, linger_s must not be negative, topics must be a list"
             )
         if offsets not in {"kafka", "database"}:
-            raise ConfigurationError(f"offsets is 'kafka' or 'database', not {offsets!r}")
+            raise ConfigurationError(f"offsets must be 'kafka' or 'database', not {offsets!r}")
         if state is not None and (len(topics) != 1 or topics[0].startswith("^")):
-            raise ConfigurationError("a consumer with state reads one topic: each of its partitions has a store")
+            raise ConfigurationError("a consumer with state must read one topic: each of its partitions has a store")
         try:
             self.transactional_id = member_id(group, member)
         except ValueError as error:
@@ -183,7 +183,7 @@ class Member:
             self._database.check()
             offsets = self._make_offsets(later)
             self._working.offsets = offsets
-            # Opened before the member joins: peers must not see a member that has something unsettled from its last life.
+            # Opened before the member joins: peers must not see a member that left something unsettled in its last life.
             later.callback(workers.call, self._working.writer.close)
             workers.call(self._working.writer.get)
             peers = Peers(self._group, self.transactional_id, kafka=self._kafka, database=self._database)

@@ -28,7 +28,7 @@ class Offsets(Protocol):
     """Where offsets stand."""
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """Take over partitions that were assigned.
+        """Take over newly assigned partitions.
 
         Returns:
             The offset to read from, by partition, as librdkafka takes it; None leaves it to the consumer.
@@ -36,7 +36,7 @@ class Offsets(Protocol):
         ...
 
     def membership(self, consumer: Consumer) -> None:
-        """Note who we are in the group. Called between polls, in the thread that polls."""
+        """Note this member's identity in the group. Called between polls, in the thread that polls."""
         ...
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
@@ -53,14 +53,14 @@ class Offsets(Protocol):
         ...
 
     def committed(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int]:
-        """Where to read on from after an abort; partitions without an answer are left out."""
+        """Where to resume reading after an abort; partitions without an answer are left out."""
         ...
 
 
 class KafkaOffsets:
     """Offsets in the Kafka transaction: the group coordinator refuses those of a member that was expelled (KIP-447).
 
-    It compares the member's id and generation, and takes offsets that name neither from anybody. A consumer that was expelled
+    It compares the member's id and generation, and accepts offsets without either from any client. A consumer that was expelled
     loses its id at once and joins again under a later generation, so the membership is noted while the partitions are ours.
     """
 
@@ -118,19 +118,19 @@ def _log_of(consumer: Consumer, name: Name) -> tuple[int, int]:
 
 
 def _require_in_log(name: Name, offset: int, log: tuple[int, int]) -> None:
-    """Refuse to read from elsewhere, as ``auto.offset.reset`` would: messages would be left out, or written again."""
+    """Refuse to start elsewhere, as ``auto.offset.reset`` would: messages would be skipped, or written again."""
     first, end = log
     if first <= offset <= end:
         return
     why = "messages were deleted before they were consumed" if offset < first else "it has lost messages at its end"
     raise ConfigurationError(
         f"the group has consumed {name[0]}[{name[1]}] up to offset {offset}, but its log holds {first} to {end}: {why}",
-        next_step="set next_offset in dualwrite_consumed to the offset to go on from; -1 leaves it to auto.offset.reset",
+        next_step="set next_offset in dualwrite_consumed to the offset to resume from; -1 leaves it to auto.offset.reset",
     )
 
 
 class RowOffsets:
-    """Offsets as rows: moved by a condition that only the last member to claim the partition fulfils."""
+    """Offsets as rows: each move is conditional, and only the last member to claim the partition meets the condition."""
 
     def __init__(self, rows: ConsumedOffsets, coordinator: KafkaCoordinator) -> None:
         self._rows = rows

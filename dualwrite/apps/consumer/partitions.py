@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Name = tuple[str, int]
 
 _FULL: Final = 8
-"""A partition is paused when it holds this many times the messages of a unit. Pausing throws away what was fetched."""
+"""A partition is paused when it holds this many times the messages of a unit. Pausing discards what was fetched."""
 _ALL_FULL: Final = 8
 """When all partitions together hold this many times as much, those pause that hold a unit's messages: memory is bounded."""
 
@@ -210,7 +210,7 @@ class Partitions:
             partition.waiting.clear()
 
     def rewound(self, partition: Partition, offset: int) -> None:
-        """Note that the consumer reads on from this offset."""
+        """Note that the consumer resumes from this offset."""
         with self._changed:
             partition.rewind = False
             partition.next_offset = offset

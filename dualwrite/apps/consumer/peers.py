@@ -1,4 +1,4 @@
-"""Settles what dead members of the group have left open: it holds back their successors, which Kafka does not tell."""
+"""Settles what dead members left open: their open transactions block their successors, and Kafka does not say so."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Peers:
         self._database = database
 
     def settle(self) -> list[str]:
-        """Settle what members that are no longer in the group have left open.
+        """Settle the transactions left open by members that are no longer in the group.
 
-        If a server does not answer, that is logged, and left to the next call.
+        If a server does not answer, that is logged, and the rest is left to the next call.
 
         Returns:
             The transactional ids that were settled.
@@ -55,7 +55,7 @@ class Peers:
         try:
             return self._settle()
         except (KafkaException, TimeoutError, Unavailable, Fenced, TransactionAborted) as error:
-            logger.warning("%s: peers not settled, tried again later: %s", self._ours, error)
+            logger.warning("%s: cannot settle peers' transactions yet; retrying later: %s", self._ours, error)
         return []
 
     def _settle(self) -> list[str]:
@@ -68,7 +68,7 @@ class Peers:
         for name in gone:
             report = self._recover(name)
             settled += report.settled
-            logger.warning("%s: settled what %s, which has left the group, had open", self._ours, name)
+            logger.warning("%s: settled the open transactions of %s, which left the group", self._ours, name)
             if report.losses:
                 raise report.losses[0].as_error()
         return settled

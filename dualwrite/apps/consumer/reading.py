@@ -136,7 +136,7 @@ class Reading:
         logger.info("assigned: %s", _shown(assigned))
         if not assigned:
             return
-        # Before the consumer asks for committed offsets: it would wait, without a word, for those of an open transaction.
+        # Before the consumer asks for committed offsets: it would wait silently for those of an open transaction.
         self._peers.settle()
         made = self._partitions.add([(one.topic, one.partition) for one in assigned])
         for partition in made:
@@ -159,7 +159,7 @@ class Reading:
                 failures += 1
                 if deadline.expired or self._stop.is_set():
                     raise
-                logger.warning("offsets not read, tried again: %s", error)
+                logger.warning("cannot read committed offsets yet; retrying: %s", error)
                 self._stop.wait(min(pause_s(failures), deadline.remaining_s()))
 
     def _revoked(self, consumer: Consumer, revoked: list[TopicPartition]) -> None:
@@ -196,7 +196,7 @@ class Reading:
                     self._consumer.seek(TopicPartition(*one.name, found[one.name]))
                     self._partitions.rewound(one, found[one.name])
         except (KafkaException, Unavailable) as error:
-            logger.warning("positions not set back, tried again: %s", error)
+            logger.warning("cannot reset positions yet; retrying: %s", error)
 
     def _pause_and_resume(self) -> bool:
         for one in self._partitions.to_pause():
@@ -212,7 +212,7 @@ class Reading:
     # Peers
 
     def _look_for_stalled(self) -> None:
-        """Look for dead members again when a partition yields nothing although something is there, less and less often."""
+        """Look for dead members again, ever less often, while a partition yields nothing although its log holds more."""
         if now_s() < self._look_at:
             return
         self._look_at = now_s() + self._stalled_s
@@ -235,7 +235,7 @@ class Reading:
         return high if high >= 0 else None
 
     def lag(self) -> dict[Name, int]:
-        """By partition, how many offsets are behind the last one written."""
+        """Offsets not yet processed, per partition."""
         found = {}
         for one in self._partitions.all():
             end, at = self._end(one), one.reached if one.next_offset is None else one.next_offset
@@ -245,7 +245,7 @@ class Reading:
 
 
 def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """The messages and errors, and the events that tell of a partition's end."""
+    """Splits what was polled: messages and errors, and end-of-partition events."""
     found: tuple[list[Message], list[Message]] = ([], [])
     for one in polled:
         error = one.error()

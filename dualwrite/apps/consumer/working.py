@@ -1,4 +1,4 @@
-"""Performs units of work: one transaction each, tried again, split and set aside by the rules of the protocol."""
+"""Performs units of work, one transaction each: retries, splits and sets messages aside by the rules of the protocol."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CurrentWriter:
     """The member's open writer; a new one after the old one was fenced or is in doubt. For threads and tasks.
 
     A new writer of the same name settles what the old one left. Being fenced now and then is harmless: peers do so while the
-    member is not in the group. Another process of the same name does so for ever, and then one of the two must stop.
+    member is not in the group. Another process of the same name does so forever: then one of the two must stop.
     """
 
     def __init__(self, make: Callable[[], DualWriter]) -> None:
@@ -109,7 +109,7 @@ class CurrentWriter:
             return self._writer
 
     def discard(self, writer: DualWriter, error: DualWriteError) -> None:
-        """Close a writer that cannot go on; does nothing if another worker has done so.
+        """Close a writer that can no longer be used; does nothing if another worker has done so.
 
         Raises:
             Fenced: It has happened several times within a minute.
@@ -182,7 +182,7 @@ class Working:
         partitions: The member's partitions.
         attempts: How often the work may fail before its messages are split or set aside.
         dead_letter_topic: Where messages are set aside; None stops the consumer instead.
-        transient: Errors of the handler and of deserializers that do not count: something that they need is out of reach.
+        transient: Errors of the handler and of deserializers that do not count: something that they need is unavailable.
         deserializing: Makes the keys and values that the handler gets.
         state: The member's state stores; None without any.
         counts: The totals.
@@ -246,7 +246,7 @@ class Working:
                 if trouble_of(error) not in {Trouble.PASSING, Trouble.OWNER}:
                     raise
                 failures += 1
-                logger.warning("%s: no new writer yet: %s", self.group, error)
+                logger.warning("%s: cannot open a new writer yet; retrying: %s", self.group, error)
                 self.partitions.wait(None, pause_s(failures))
             else:
                 return

@@ -25,7 +25,7 @@ _AWAY_FROM_THE_LOOP_S: Final = 0.1
 
 
 class _AtOnce:
-    """Awaited, it lets the task go on without a turn of the loop."""
+    """Awaiting it continues the task without a turn of the loop."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())

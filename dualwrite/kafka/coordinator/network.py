@@ -106,7 +106,7 @@ class Loop(NetworkSelector):  # type: ignore[misc]  # it has no types
         try:
             self.drain()
         except Exception:
-            logger.debug("the network loop cannot go on", exc_info=True)
+            logger.debug("the network loop cannot continue", exc_info=True)
             self._ready.clear()
         waiting = [key.fileobj for key in self._selector.get_map().values()]
         super().close()

@@ -247,7 +247,7 @@ class ProducerEngine(ABC):
         self.transaction.looked_at = now_s()
 
     def note_end(self, step: EndStep) -> None:
-        """Take the next step for the last transaction's end: the producer goes on, or becomes doubtful."""
+        """Take the next step for the last transaction's end: the producer continues, or becomes doubtful."""
         assert self.pending_end is not None
         if step is EndStep.KNOWN:
             self.pending_end = None

@@ -148,11 +148,11 @@ class TransactionalProducer:
 
     @property
     def pending_end(self) -> PendingEnd | None:
-        """The last transaction while its end is unknown; None once the producer may go on, or if there was none."""
+        """The last transaction while its end is unknown; None once the producer may continue, or if there was none."""
         return None if self._chosen is None else self._chosen.pending_end
 
     def note_end(self, step: EndStep) -> None:
-        """Take the next step for :attr:`pending_end`: the producer goes on, or becomes doubtful.
+        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful.
 
         Args:
             step: The result of :func:`dualwrite.kafka.producer.ends.ask_for_ends`.

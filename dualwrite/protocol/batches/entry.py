@@ -86,7 +86,7 @@ class Entry(Enum):
     """The first step of a run, given the record."""
 
     FIRST = "record the destination"
-    GO_ON = "go on: skip what is written"
+    GO_ON = "continue: skip what is written"
     INSTEAD = "replace the destination: nothing was written to the former one"
     REFUSED = "end before anything is written"
 

@@ -1,10 +1,10 @@
 """Completes handed-over transactions: the owner has prepared one and waits; another process, the decider, completes it.
 
-The owner goes on with the same producer afterwards, so its next transaction has the same producer id and epoch: a late
+The owner keeps the same producer afterwards, so its next transaction has the same producer id and epoch: a late
 request of the decider's would end that one. Two rules prevent this.
 
 The decider records "completed" in the row only if :func:`next_completion_step` says so: it sent its ``EndTxn`` once, and got
-an answer. It leaves everything else to a claim, after which no owner can go on with that producer:
+an answer. It leaves everything else to a claim, after which no owner can use that producer:
 
 =============================  ============================  =======  ==============================================
 the one ``EndTxn(commit)``     coordinator                   proof    step
@@ -34,7 +34,7 @@ success                 known                                    commit   record
 success                 known                                    other    leave it
 ======================  =======================================  =======  ========================
 
-The owner goes on only if :func:`may_go_on` allows it: the row still has its incarnation, and names its transaction as
+The owner continues only if :func:`may_go_on` allows it: the row still has its incarnation, and names its transaction as
 completed. A decided transaction is not enough: the decider's ``EndTxn`` may still be on its way.
 """
 
@@ -59,7 +59,7 @@ class CompletionStep(Enum):
     LOOK = "ask the coordinator, or for a native transaction the partitions"
     WAIT = "wait, then forget what was seen and look again"
     PROVE = "read the log for the markers"
-    RECORD = "record it as completed: its owner may go on"
+    RECORD = "record it as completed: its owner may continue"
     LEAVE = "leave it to a claim"
 
 
@@ -136,7 +136,7 @@ def waited(known: NativeHandedOver) -> NativeHandedOver:
 
 
 def may_go_on(known: StateRow, found: StateRow, handed_over: PreparedTxnState | None) -> bool:
-    """Whether an owner may go on with its producer after a rest.
+    """Whether an owner may reuse its producer after idling.
 
     Args:
         known: The row as the owner knows it.

@@ -17,7 +17,7 @@ any     not all of them are known                  settle: the incarnation ends
 any     not asked                                  ask
 commit  aborted in one                             settle: it finds and records the loss
 abort   committed in one                           record that it came back, then settle
-any     ended so in all that still exist           known: the producer may go on
+any     ended so in all that still exist           known: the producer may continue
 any     records gone in one                        settle
 any     open, or no answer, while it is early      ask again
 any     open, or no answer, for longer             settle
@@ -32,7 +32,7 @@ after the commit or abort was answered:
 ================================================  ==================================
 the leader shows for the producer                 step
 ================================================  ==================================
-above E, nothing open, in all that still exist    known: the producer may go on
+above E, nothing open, in all that still exist    known: the producer may continue
 anything else, or no answer, while it is early    ask again
 anything else, or no answer, for longer           settle
 ================================================  ==================================
@@ -60,7 +60,7 @@ class EndStep(Enum):
 
     ASK = "ask the partitions"
     WAIT = "wait a little, then ask again"
-    KNOWN = "nothing: its end is known, and the producer may go on"
+    KNOWN = "nothing: its end is known, and the producer may continue"
     RECORD = "record that an aborted transaction came back, then end the incarnation and settle"
     SETTLE = "end the incarnation and settle"
 

@@ -117,7 +117,7 @@ def commit(
         raise TransactionAborted(
             f"a statement failed before, so {verb} would have been a ROLLBACK",
             transactional_id=transactional_id,
-            next_step="do not go on after a failed statement, or run it in a savepoint (begin_nested)",
+            next_step="stop after a failed statement, or run it in a savepoint (begin_nested)",
             retryable=False,
         )
     if standing is Standing.ENDED:

@@ -173,7 +173,7 @@ class SavepointWatch:
         self._require_transaction()
         driver = committing.driver_of(self._connection)
         if driver is not None and self._dialect.standing(driver) is Standing.FAILED:
-            return "a statement failed, and the unit went on"
+            return "a statement failed, and the unit continued"
         try:
             self._judge_unanswered()
             self._require_track()

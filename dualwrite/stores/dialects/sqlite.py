@@ -219,7 +219,7 @@ class SQLite:
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """See :class:`~dualwrite.stores.dialects.dialect.Dialect`. A lock or constraint failure of COMMIT leaves it open."""
         if is_awaited(driver) and not isinstance(error, Exception):
-            return False  # the driver's thread goes on with the COMMIT that its task no longer awaits
+            return False  # the driver's thread continues the COMMIT that its task no longer awaits
         if self.standing(driver) is Standing.OPEN:
             return True
         orig = getattr(error, "orig", None)

@@ -1,4 +1,4 @@
-"""Retries what was computed from values that have changed since."""
+"""Retries an attempt whose input changed underneath it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITHIN_S: Final = 30.0
 
 
 class Conflict(Exception):
-    """A key was not as expected: nothing was written."""
+    """A key had changed since it was read: nothing was written."""
 
 
 def until_unchanged(attempt: Callable[[], Result], deadline: Deadline | None = None) -> Result:

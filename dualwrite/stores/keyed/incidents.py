@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Incidents:
-    """The part of :class:`~dualwrite.stores.keyed.store.KeyedStore` about incidents that are there."""
+    """The part of :class:`~dualwrite.stores.keyed.store.KeyedStore` that reads and acknowledges recorded incidents."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys

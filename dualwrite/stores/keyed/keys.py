@@ -87,15 +87,15 @@ class Keys(Protocol):
             False if a key of ``changes`` was not as expected: nothing was written.
 
         Raises:
-            TransactionAborted: It was certainly not written: a condition of the user's own does not hold, say.
+            TransactionAborted: It was certainly not written, for instance because a condition of the user's own does not hold.
             TransactionInDoubt: The answer is missing.
         """
         ...
 
     def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
-        """Exclude all others that lock one of these keys, in any process. It need not stop :meth:`write` or :meth:`commit`.
+        """Hold a lock on these keys across processes. It need not stop :meth:`write` or :meth:`commit`.
 
         Raises:
-            Unavailable: They were not free within so many seconds, or the database does not answer.
+            Unavailable: They were not free within ``within_s`` seconds, or the database does not answer.
         """
         ...

@@ -168,7 +168,7 @@ class KeyedStore(Incidents):
         try:
             if not self._keys.commit(connection, connection.changes, answer_s=answer_s):
                 raise TransactionAborted(
-                    "the row has changed since it was read: another owner has claimed it, or looks into it"
+                    "the row has changed since it was read: another owner has claimed it, or a settler is inspecting it"
                 )
         finally:
             self.rollback(connection)

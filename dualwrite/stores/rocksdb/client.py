@@ -52,7 +52,7 @@ class _Locks:
         wanted = set(keys)
         with self._free:
             if not self._free.wait_for(lambda: not wanted & self._held, within_s):
-                raise Unavailable("another thread of this process still settles the same ids")
+                raise Unavailable("another thread of this process is still settling the same ids")
             self._held |= wanted
         try:
             yield

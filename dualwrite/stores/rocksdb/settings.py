@@ -16,7 +16,7 @@ _FATAL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ),
     ("manual_wal_flush", "true"): ("leaves written records in the process's memory", "open it without"),
     ("paranoid_checks", "false"): (
-        "goes on after a failed write, on a damaged log: what is synced later may be lost in a crash",
+        "continues after a failed write, on a damaged log: what is synced later may be lost in a crash",
         "leave set_paranoid_checks(True), the default",
     ),
     ("avoid_flush_during_recovery", "true"): (

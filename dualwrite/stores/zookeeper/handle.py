@@ -33,6 +33,6 @@ class ZooKeeperHandle(KeyedHandle):
         self.operations.clear()
 
     def end(self) -> None:
-        """Take no more of them."""
+        """Refuse further operations."""
         super().end()
         self.operations.end()

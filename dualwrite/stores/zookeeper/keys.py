@@ -56,7 +56,7 @@ class ZooKeeperKeys:
         if size_of(request) > self._limit:
             raise ConfigurationError(
                 f"{len(changes)} entries at once take more than the {self._limit} bytes of a request (jute.maxbuffer)",
-                next_step="raise it on every server, and tell it: jute_maxbuffer=",
+                next_step="raise it on every server, and pass it: jute_maxbuffer=",
             )
         return self._sent(request)
 
@@ -165,7 +165,7 @@ def _parent_is_gone(request: TransactionRequest, number: int, error: Exception) 
 
 
 def _refused(handle: ZooKeeperHandle, number: int, cause: Exception, name: str) -> TransactionAborted:
-    """The error for a decision that was refused: for the session's sake at 0, for the user's operations after it."""
+    """The error for a decision that was refused: at 0 because of the session, above it because of a user's operation."""
     kind = type(cause).__name__
     if number < 0:
         return TransactionAborted(f"ZooKeeper refuses the decision ({kind})", transactional_id=name, retryable=False)

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 JUTE_MAXBUFFER: Final = 0xFFFFF
 """ZooKeeper's own limit of a request, in bytes."""
 _OURS: Final = 68 * 1024
-"""The most that the library's own part of a multi takes."""
+"""The most bytes that the library's own part of a ``multi`` takes."""
 LEAST_MAXBUFFER: Final = 2 * _OURS
 
 
 class Multi:
     """The operations of one dual write. They take effect when its block ends, with its messages, or not at all.
 
-    Every path is as kazoo takes it, below the client's chroot. Nothing is sent before the block ends, so no operation sees
-    another's effect before that; what you read meanwhile, with a client of your own, you make a condition by its version:
-    ``check(path, stat.version)``. If a condition does not hold, nothing of the dual write happens: the block raises
-    `TransactionAborted`, whose cause is kazoo's error, with ``retryable`` if a version was another one.
+    Paths are kazoo's, below the client's chroot. Nothing is sent before the block ends, so no operation sees another's effect
+    before that; make what you read meanwhile, with a client of your own, a condition by its version: ``check(path,
+    stat.version)``. If a condition does not hold, nothing of the dual write happens: the block raises `TransactionAborted`,
+    whose cause is kazoo's error, with ``retryable`` if a version had changed.
 
     Raises:
         IllegalStateError: Raised by the methods: the block has ended.

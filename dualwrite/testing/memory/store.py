@@ -186,7 +186,7 @@ class JoinedMemoryStore(MemoryStore):
     """As :class:`dualwrite.stores.joined.JoinedStore`: other code begins and ends the transactions."""
 
     def check_same_database(self, connection: Connection) -> None:
-        """See the port. The transaction goes on."""
+        """See the port. The transaction continues."""
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:

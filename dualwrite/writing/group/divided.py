@@ -111,7 +111,7 @@ class UnitWrite:
         """Flush its session, and release the savepoints that it has left open.
 
         Raises:
-            TransactionAborted, Fenced: It went on after an error.
+            TransactionAborted, Fenced: It continued after an error.
             SQLAlchemyError: The database refuses what was flushed.
         """
         if self._refusal is not None:
@@ -163,7 +163,7 @@ class Divided:
         """Begin a unit. Returns its transaction.
 
         Raises:
-            DualWriteError: The group cannot go on.
+            DualWriteError: The group cannot continue.
         """
         self._savepoints.open_unit()
         self._unit = UnitWrite(self._write)
@@ -174,7 +174,7 @@ class Divided:
         """Make sure that the database has opened the unit's savepoint; otherwise errors of its work are not its own.
 
         Raises:
-            DualWriteError: The group cannot go on.
+            DualWriteError: The group cannot continue.
         """
         self._savepoints.require_unit()
 
@@ -188,7 +188,7 @@ class Divided:
             The error that it has failed with, or None if it is kept.
 
         Raises:
-            DualWriteError: The group cannot go on.
+            DualWriteError: The group cannot continue.
         """
         unit = self._unit
         assert unit is not None
@@ -217,13 +217,13 @@ class Divided:
         return TransactionAborted(
             reason,
             transactional_id=unit.transactional_id,
-            next_step="after a failed statement do not go on, or run it in a savepoint (begin_nested)",
+            next_step="after a failed statement, stop; or run it in a savepoint (begin_nested)",
             retryable=False,
         )
 
 
 def named(error: BaseException, transactional_id: str) -> BaseException:
-    """The error as it leaves a block: a conflict of its statements has a name."""
+    """The error a block would raise: conflicts are mapped to ``TransactionAborted``."""
     try:
         with conflicts_named(transactional_id):
             raise error

@@ -124,7 +124,7 @@ class Groups:
         return future
 
     def close(self, within_s: float) -> None:
-        """Finish the units that wait, and refuse others. Those that have not begun by then fail. May be called again.
+        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail. May be called again.
 
         Args:
             within_s: How long to wait, in seconds.

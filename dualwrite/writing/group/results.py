@@ -1,4 +1,4 @@
-"""One run of a group: what became of each unit, the answer for its caller, and which units run again."""
+"""One run of a group: the fate of each unit, the answer for its caller, and the units to run again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """The work of a unit and its caller, who waits."""
+    """The work of a unit, and its waiting caller."""
 
     def begin(self) -> bool:
-        """Note that the work begins. Returns False if the caller has given it up; otherwise it can no longer do so."""
+        """Note that the work begins. Returns False if the caller has cancelled it; from then on it no longer can."""
         ...
 
     def succeed(self, result: Any) -> None:
-        """Give the caller the result."""
+        """Complete the caller's future with the result."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Give the caller the error."""
+        """Complete the caller's future with the error."""
         ...
 
 
@@ -35,7 +35,7 @@ Told = Callable[[], None]
 
 
 def closed_error(name: str) -> IllegalStateError:
-    """The error of a unit that comes too late, or waits in vain.
+    """The error of a unit that a closed writer will not run.
 
     Args:
         name: The writer's transactional id.
@@ -44,7 +44,7 @@ def closed_error(name: str) -> IllegalStateError:
 
 
 def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
-    """Tell the callers of units that a closed writer has not run, or not again."""
+    """Fail units that a closed writer never ran or will not rerun."""
     for unit in units:
         if unit.work.begin():
             unit.work.fail(closed_error(name))
@@ -55,7 +55,7 @@ class NothingKept(Exception):
 
 
 class GroupRun:
-    """Notes what becomes of the units of one group, and finds out what follows.
+    """Notes how the units of one group end, and derives what follows.
 
     Args:
         name: The writer's transactional id.
@@ -103,7 +103,7 @@ class GroupRun:
         return True
 
     def has_run(self, unit: Unit[Any], error: BaseException | None) -> None:
-        """Note that the work of a unit has run, to this error if any. What ends the group before :meth:`ended` is due to it."""
+        """Note that the work of a unit has run, and its error if any: the cause if the group ends before :meth:`ended`."""
         self._running, self._raised = unit, error
         self._ran.add(unit)
 
@@ -183,7 +183,7 @@ class GroupRun:
             logger.info(text, self._name, len(self._ran), error, len(self.again))
 
     def _shown(self, unit: Unit[Any], error: BaseException) -> BaseException:
-        """The error for one caller. That of its own unit may rest on rows that are gone if the group is aborted."""
+        """The error for one caller. A unit's own error may depend on rows that are gone once the group is aborted."""
         if unit is self._running:
             raised = self._raised
             # What it says of the outcome is true only if the group has left nothing behind.

@@ -1,4 +1,4 @@
-"""``run`` and ``submit``: what a writer does with work that it is given, besides its blocks."""
+"""``run`` and ``submit``: the ways to give a writer work, besides its blocks."""
 
 from __future__ import annotations
 

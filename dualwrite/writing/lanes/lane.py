@@ -208,7 +208,7 @@ class Lane:
         self._unrecorded = None
 
     def may_go_on(self) -> bool:
-        """Whether the lane may be used again after a rest without a new claim. Call it before :meth:`ready`.
+        """Whether the lane may be used again after idling without a new claim. Call it before :meth:`ready`.
 
         If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
         way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
@@ -227,7 +227,7 @@ class Lane:
             try:
                 producer.commit_transaction()
             except DualWriteError as error:
-                logger.info("%s: its producer cannot go on: %s", self.transactional_id, error)
+                logger.info("%s: its producer cannot continue: %s", self.transactional_id, error)
                 return False
             if producer.pending_end is not None:
                 producer.note_end(EndStep.KNOWN)  # the decider proved it before it recorded "completed"

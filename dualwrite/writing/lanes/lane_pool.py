@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S: Final = 10.0
-"""Limits one attempt at settling in the background: a dual write that waits for the lane then tries by itself."""
+"""Limits one attempt to settle in the background; after it, a dual write that waits for the lane tries itself."""
 _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
@@ -32,11 +32,11 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 
 @dataclass(eq=False)
 class Kept:
-    """A lane, and how its housekeeping has gone since a block last used it.
+    """A lane, and the state of its housekeeping since a block last used it.
 
     Attributes:
         lane: The lane.
-        worked: Whether it was usable when it was given out: then it is free again soon.
+        worked: Whether it was usable when it was given out, so that it will be free again soon.
         failures: How often settling it has failed.
         given_up: Whether another owner settles it.
         taken_at: When a block took it, in seconds on the clock of the process; None if none uses it.
@@ -201,10 +201,10 @@ class Lanes:
                 logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
             except DualWriteError as error:
                 kept.failures += 1
-                logger.warning("%s: not settled, tried again later: %s", lane.transactional_id, error)
+                logger.warning("%s: not settled yet; retrying later: %s", lane.transactional_id, error)
             except Exception:
                 kept.failures += 1
-                logger.exception("%s: not settled, tried again later", lane.transactional_id)
+                logger.exception("%s: not settled yet; retrying later", lane.transactional_id)
             finally:
                 ticket.end()
 

@@ -83,7 +83,7 @@ class RecordedLosses:
             return  # deleted by hand, or only a claim was lost: the next owner finds that out
         seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
         if seen is not None:
-            recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can go on
+            recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can succeed
             error = gone_back(seen, self._id, str(row.prepared), recorded=recorded)
             self.record_forgotten(row, error)
             self.tell(error)

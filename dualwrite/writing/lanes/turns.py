@@ -88,7 +88,7 @@ class Turns(Generic[T]):
         return len(self._arrived) + sum(map(len, list(self._waiting.values())))
 
     def close(self) -> None:
-        """Refuse waiting and new callers. Those that use a thing go on."""
+        """Refuse waiting and new callers. Those that use a thing keep it."""
         self.closed = True
         self.serve()
 

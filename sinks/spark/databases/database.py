@@ -1,4 +1,4 @@
-"""The questions of the sinks to a database, and the answers that all kinds of databases share."""
+"""The sinks' interface to a database, and the parts that all kinds of databases share."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
     """
     if taken != sent:
         raise TransactionAborted(
-            f"table {table!r} took {taken} of {sent} rows: a trigger or a rule of the table leaves rows out",
+            f"table {table!r} stored {taken} of {sent} rows: a trigger or rule skipped the rest",
             next_step="nothing of the partition was written on either side: filter those rows out before they are written, or "
             "change the trigger (a BEFORE trigger that returns NULL skips the row)",
             retryable=False,

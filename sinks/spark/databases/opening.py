@@ -1,4 +1,4 @@
-"""The sink's database: connected the same on the driver and in the tasks, and spoken to in its own way."""
+"""The sink's database: connected the same way on the driver and in the tasks."""
 
 from __future__ import annotations
 

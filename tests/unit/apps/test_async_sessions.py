@@ -248,7 +248,7 @@ def test_a_session_that_could_not_join_cannot_commit_its_rows_alone(in_app, shop
                 patch.setattr(Lanes, "take", busy)
                 with pytest.raises(Unavailable):
                     await app.put(session, 1)
-            with pytest.raises(TransactionAborted, match="the session went on after an error: all lanes"):
+            with pytest.raises(TransactionAborted, match="the session continued after an error: all lanes"):
                 await session.commit()
             await session.rollback()
             await app.put(session, 2)
@@ -359,7 +359,7 @@ def test_a_session_of_another_database_is_refused(in_app, shop, tmp_path):
         async with sessions() as session:
             with pytest.raises(ConfigurationError, match="another database"):
                 await messages.produce(session, TOPIC, "1")
-            with pytest.raises(TransactionAborted, match="went on"):
+            with pytest.raises(TransactionAborted, match="continued"):
                 await session.commit()
         await elsewhere.dispose()
 

@@ -59,7 +59,7 @@ def test_a_group_without_anything_open_is_not_asked_for_its_members(asked):
 def test_servers_out_of_reach_are_left_to_the_next_call(asked, error, caplog):
     asked.members = error
     assert settle() == []
-    assert "tried again later" in caplog.text
+    assert "retrying later" in caplog.text
 
 
 def test_what_a_person_must_see_is_raised(asked):

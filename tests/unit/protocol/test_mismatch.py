@@ -27,4 +27,4 @@ def test_a_recovery_after_a_restore_is_advised_only_where_opening_alone_does_not
     recorded, blocked = (gone_back("seen", "orders", "42:0", recorded=recorded) for recorded in (True, False))
     assert "recover --after-restore" in blocked.next_step
     assert "after-restore" not in recorded.next_step
-    assert "the next opening of the writer goes on" in recorded.next_step
+    assert "the next opening of the writer succeeds" in recorded.next_step

@@ -60,7 +60,7 @@ def test_a_store_that_cannot_commit_leaves_the_transaction_as_it_is(of_store, br
     of_store.commit()
     failpoints.arm("")
     assert of_store.behind
-    assert "not committed: it is restored" in caplog.text
+    assert "cannot commit; the next block restores the store first" in caplog.text
     assert of_store.store.get(b"a") is None
     of_store.begin()
     assert of_store.store.get(b"a") == b"1"
@@ -74,7 +74,7 @@ def test_a_store_whose_offset_is_not_known_is_restored(of_store, broker, caplog)
     of_store.log(broker)
     of_store.commit()
     assert of_store.behind
-    assert "not every offset was reported" in caplog.text
+    assert "not every changelog offset was reported" in caplog.text
     of_store.begin()
     assert dict(of_store.store.range()) == {b"a": b"1", b"b": b"1"}
     assert of_store.store.committed.offset == 2

@@ -250,7 +250,7 @@ def test_a_closed_scan_is_exhausted(store):
 def test_an_offset_never_goes_back(store):
     store.commit(5)
     store.put(b"a", b"1")
-    with pytest.raises(IllegalStateError, match="stands at offset 5, after 4"):
+    with pytest.raises(IllegalStateError, match="already at offset 5, cannot commit 4"):
         store.commit(4)
     store.commit(5)
     store.commit(None)

@@ -91,7 +91,7 @@ def test_windows_within_the_retention_are_read_and_no_others(writes, retention_m
 
 @pytest.mark.parametrize(("window_ms", "retention_ms"), [(0, 5), (6, 5), (-1, 5)])
 def test_windows_that_cannot_work_are_refused(window_ms, retention_ms):
-    with opened() as under, pytest.raises(ConfigurationError, match="window_ms is positive"):
+    with opened() as under, pytest.raises(ConfigurationError, match="window_ms must be positive"):
         WindowStore(under, window_ms=window_ms, retention_ms=retention_ms)
 
 

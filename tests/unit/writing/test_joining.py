@@ -301,9 +301,9 @@ def test_a_session_that_could_not_join_cannot_commit_its_rows_alone(shop, factor
             patch.setattr(Lanes, "take", busy)
             with pytest.raises(Unavailable):
                 bound.produce(session, TOPIC, "1", partition=0)
-        with pytest.raises(TransactionAborted, match="the session went on after an error: all lanes"):
+        with pytest.raises(TransactionAborted, match="the session continued after an error: all lanes"):
             bound.produce(session, TOPIC, "1", partition=0)
-        with pytest.raises(TransactionAborted, match="the session went on") as raised:
+        with pytest.raises(TransactionAborted, match="the session continued") as raised:
             session.commit()
         assert raised.value.retryable
         session.rollback()

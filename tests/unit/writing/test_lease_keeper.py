@@ -91,7 +91,7 @@ def test_a_heartbeat_that_fails_is_logged_and_the_lease_is_known_to_be_over_in_t
     now = lease_keeper.now_s()
     monkeypatch.setattr(leases, "renew", no_answer)
     assert not keeper.beat_once()
-    assert "tried again" in caplog.text
+    assert "retrying" in caplog.text
     assert keeper.state is LeaseState.HELD
     monkeypatch.setattr(lease_keeper, "now_s", lambda: now + 3600)
     assert keeper.state is LeaseState.EXPIRED, "without a heartbeat that says so"

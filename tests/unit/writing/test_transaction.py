@@ -136,7 +136,7 @@ def test_messages_that_wait_are_those_that_were_given():
 def test_a_message_that_cannot_be_sent_is_refused_in_its_savepoint_and_aborts_both_although_the_block_goes_on(
     shop, writer
 ):
-    with pytest.raises(TransactionAborted, match="went on after an error"), writer.transaction() as tx:
+    with pytest.raises(TransactionAborted, match="continued after an error"), writer.transaction() as tx:
         shop.put(tx, 1)
         with tx.connection.begin_nested():
             shop.put(tx, 2)

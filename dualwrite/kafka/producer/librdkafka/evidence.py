@@ -114,7 +114,7 @@ class Evidence:
             if not deliveries.failed:
                 return Ended(self.state_of(transaction, bulk=bulk, age_s=0.0, deadline=deadline), committed=False)
             self._sequences.forget()
-            # Failed messages may be in the log. None arrives later: librdkafka raises the epoch before it goes on.
+            # Failed messages may be in the log. None arrives later: librdkafka raises the epoch before it continues.
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
             ids = self._take_ids(view)
             written = deliveries.partitions.union(view.partitions)

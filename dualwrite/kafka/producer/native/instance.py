@@ -7,7 +7,7 @@ The engine's rules, beside those of the port:
 - A prepared transaction is acknowledged, batch by batch, by every partition that it was sent to.
 - An abort is sent whenever a message may have reached a broker. With a request unanswered a late copy of its batch may be on
   its way, so the partitions must show the end before anything else is sent; see :mod:`dualwrite.kafka.producer.ends`.
-- Long before its last epoch a producer is thrown away: brokers have had faults there (KAFKA-18660, KAFKA-19367).
+- Long before its last epoch a producer is replaced: brokers have had faults there (KAFKA-18660, KAFKA-19367).
 
 Everything happens in the thread that calls. Source: KIP-890, KIP-939.
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 _EPOCHS: Final = 30_000
-"""The epoch at which a producer is thrown away; a transaction can have 32,767 at most."""
+"""The epoch at which a producer is replaced; the protocol's last one is 32,767."""
 _DRAIN_S: Final = 1.0
 """How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
 _ASK_S: Final = 2.0

@@ -83,12 +83,12 @@ class Sender:
         self.delivered = []
 
     def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
-        """The topic with its partitions; None if there is none. The same in all of a transaction, unless asked for afresh.
+        """The topic with its partitions; None if there is none. Unchanged throughout a transaction, unless ``fresh``.
 
         Args:
             name: Its name.
             deadline: Limits the wait.
-            fresh: Whether to ask the brokers in any case.
+            fresh: Whether to ask the brokers even if the answer is known.
 
         Raises:
             Unavailable: No broker answered.

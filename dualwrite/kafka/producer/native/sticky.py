@@ -22,7 +22,7 @@ class _Stay:
 class StickyPartitions:
     """Keeps messages without a key together, so that one of many partitions gets one large batch, not all small ones.
 
-    Messages stay in a partition until its batch is sent or full, or for ``sticky.partitioning.linger.ms``. Then they go on
+    Messages stay in a partition until its batch is sent or full, or for ``sticky.partitioning.linger.ms``. Then they move
     to another one, at random. Source: KIP-480, KIP-794, librdkafka's ``rd_kafka_msg_sticky_partition``.
 
     Args:

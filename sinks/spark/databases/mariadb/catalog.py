@@ -74,7 +74,7 @@ def read_table(connection: Connection, name: str) -> Table:
 
 
 def _found(rows: Sequence[Sequence[object]], name: str) -> tuple[str, str, object, object] | None:
-    """The catalog compares names without regard to case, even where a table's name has one."""
+    """The catalog compares names case-insensitively, even where table names are case-sensitive."""
     for schema, table, kind, engine, any_case in rows:
         if any_case or table == name:
             return str(schema), str(table), kind, engine

@@ -28,7 +28,7 @@ SESSION: Final = (
     "SET SESSION time_zone = '+00:00', SESSION sql_mode = "
     "'STRICT_TRANS_TABLES,STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION'"
 )
-"""The values' literals rely on it, and with it the server refuses values that it would change otherwise."""
+"""The literals rely on these settings, under which the server refuses values that it would otherwise change."""
 
 
 class MariaDB:
@@ -115,7 +115,7 @@ class MariaDB:
         raise _not_prepared()
 
     def had_no_room(self, error: BaseException) -> TransactionAborted | None:
-        """None: nothing is prepared here."""
+        """None: this database prepares nothing."""
         del error
         return None
 

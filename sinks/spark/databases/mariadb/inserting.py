@@ -66,7 +66,7 @@ class Inserts:
         self.sent_rows += batch.num_rows
 
     def _require_packet(self, row: str, index: int) -> None:
-        """Refuse a row that the server does not take: it would close the connection, and say no more."""
+        """Refuse a row that is larger than the server accepts: it would close the connection without an explanation."""
         self._cursor.execute("SELECT @@max_allowed_packet")
         [most] = self._cursor.fetchone()
         size = len(self._into) + len(row.encode()) + 3
@@ -95,7 +95,7 @@ class Inserts:
     def _first_refused(self, rows: Sequence[str]) -> int | None:
         """The first row that the table refuses, if it can be found.
 
-        Not every server says which it was. A statement that failed is undone, and the transaction goes on; it is aborted later.
+        Not every server says which it was. A failed statement is undone, and the transaction continues; it is aborted later.
         """
         first, last = 0, len(rows)
         while last - first > 1:

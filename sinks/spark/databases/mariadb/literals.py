@@ -84,7 +84,7 @@ def _changes(column: Copied, array: pa.Array) -> list[tuple[str, pa.Array]]:
     if column.shown_type.endswith(NULL_REPLACED):
         found.append(("NULL, which the server would replace", array.is_null()))
     if pa.types.is_floating(array.type):
-        found.append(("it is no finite number", pc.invert(pc.is_finite(array))))
+        found.append(("it is not a finite number", pc.invert(pc.is_finite(array))))
     if kind in {"date", "datetime", "timestamp"}:
         plain = pa.date32() if kind == "date" else pa.timestamp("us")
         since = array.cast(plain).cast(pa.int32() if kind == "date" else pa.int64())
@@ -96,7 +96,7 @@ def _changes(column: Copied, array: pa.Array) -> list[tuple[str, pa.Array]]:
             (f"it has more than {digits} digits of a second", pa.array(micros % 10 ** (_MOST_DIGITS - digits) != 0))
         )
     if kind == "binary":
-        found.append((f"it has not {given} bytes", pc.not_equal(pc.binary_length(array), int(given or 1))))
+        found.append((f"it is not {given} bytes long", pc.not_equal(pc.binary_length(array), int(given or 1))))
     if kind == "char":
         found.append(("it ends with a space", pc.ends_with(array, pattern=" ")))
     if kind == "enum":

@@ -180,7 +180,7 @@ def _refused_row(
     *,
     key: Sequence[str],
 ) -> str:
-    """The name of a row that the target refused; the transaction goes on after the error, and is aborted later."""
+    """The name of a row that the target refused; the transaction continues after the error, and is aborted later."""
     number = quoted(_number_beside(columns))
     staging = table_name(part.table.table)
     try:

@@ -72,7 +72,7 @@ def require_room(connection: Connection) -> None:
 
 
 def ran_out(error: BaseException | None) -> TransactionAborted | None:
-    """The error for a PREPARE TRANSACTION that the database had no room for; None if `error` has another cause."""
+    """The error for a PREPARE TRANSACTION that exceeded ``max_prepared_transactions``; None if `error` has another cause."""
     while error is not None:
         if isinstance(error, psycopg.errors.OutOfMemory) and _NO_ROOM in str(error):
             return TransactionAborted(
@@ -83,7 +83,7 @@ def ran_out(error: BaseException | None) -> TransactionAborted | None:
 
 
 def bound_waiting(connection: Connection) -> None:
-    """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys for ever."""
+    """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys forever."""
     connection.execute(text(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}'"))
 
 

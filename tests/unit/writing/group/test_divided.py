@@ -181,7 +181,7 @@ def test_a_refused_message_concerns_its_unit_alone(shop, held):
 
     with held.together():
         futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
-    assert "went on after an error" in str(futures[1].exception(30))
+    assert "continued after an error" in str(futures[1].exception(30))
     futures[0].result(30)
     futures[2].result(30)
     assert shop.both_have(1, 3)

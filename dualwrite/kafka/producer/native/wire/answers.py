@@ -25,7 +25,7 @@ class Meaning(Enum):
     AGAIN = "ask the same broker again"
     MOVED = "ask again, perhaps another broker: look up the leader or the coordinator first"
     NOT_OPEN = "this transaction is not open any more: only a look shows how it ended"
-    ABORT = "the transaction must be aborted; the producer may go on"
+    ABORT = "the transaction must be aborted; the producer may continue"
     END = "the incarnation must end"
 
 
