@@ -163,7 +163,7 @@ def test_a_forked_process_is_refused(path):
 def test_keys_are_locked_all_or_none(path):
     client = Client(path)
     with client.locks.held(["a", "b"], 1):
-        with pytest.raises(Unavailable, match="settles the same ids"), client.locks.held(["b", "c"], 0.01):
+        with pytest.raises(Unavailable, match="settling the same ids"), client.locks.held(["b", "c"], 0.01):
             raise AssertionError
         with client.locks.held(["c"], 0.01):
             pass
