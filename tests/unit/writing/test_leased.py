@@ -234,7 +234,7 @@ def test_a_dead_member_that_cannot_be_settled_now_is_left_to_the_next_attempt(
     with monkeypatch.context() as patch:
         patch.setattr(leased, "take_over", no_answer)
         beat(living)
-    assert "not settled yet" in caplog.text
+    assert "cannot settle a dead member's id yet" in caplog.text
     assert leases()["orders-1"] == "held", "by its settler, whose lease nobody renews"
     expire(shop, "orders-1")
     beat(living)
