@@ -20,11 +20,12 @@ from benchmarks.async_tasks import ours_in_tasks, slice_of_tasks, unsafe_in_task
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, shared_unsafe, slice_of_threads
 from benchmarks.ways import METADATA, NATIVE, ROWS, UNSAFE, Write, ours
-from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, Transaction
+from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, ProducerRecord, RowUnit, Transaction
 from dualwrite.ports.observer import Observer
 
 GROUP = "group commit"
 GROUP_OF_TEXT = "group commit, INSERT as text"
+GROUP_OF_ROWS = "group commit, RowUnit"
 CALLERS = (1, 64)
 INSERT, INSERT_AS_TEXT = "insert(table)", "text, by exec_driver_sql"
 _TEXT = "INSERT INTO bench_rows (note) VALUES (%s)"
@@ -104,20 +105,35 @@ def grouped(
         yield write
 
 
+@contextmanager
+def grouped_rows(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) -> Iterator[Write]:
+    """The same, with units as data."""
+    name = f"group-of-rows-{topic}"
+    with DualWriter(
+        name, kafka=kafka, database=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
+    ) as writer:
+        yield lambda notes: writer.submit(_row_unit(topic, notes)).result()
+
+
+def _row_unit(topic: str, notes: Sequence[str]) -> RowUnit:
+    return RowUnit(insert(ROWS), {"note": notes[0]}, messages=[ProducerRecord(topic, note) for note in notes])
+
+
 @asynccontextmanager
 async def grouped_in_tasks(
-    kafka: Mapping[str, str], engine: AsyncEngine, topic: str, sizes: Sizes
+    kafka: Mapping[str, str], engine: AsyncEngine, topic: str, sizes: Sizes, *, of_rows: bool = False
 ) -> AsyncIterator[AsyncWrite]:
     """The same of the tasks of an event loop."""
+    name = f"group-of-tasks-{topic}-{of_rows}"
     settings: dict[str, Any] = {"max_lanes": LANES, "producer_engine": "native", "telemetry": sizes}
-    async with AsyncDualWriter(f"group-of-tasks-{topic}", kafka=kafka, database=engine, **settings) as writer:
+    async with AsyncDualWriter(name, kafka=kafka, database=engine, **settings) as writer:
 
         async def unit(tx: AsyncTransaction) -> None:
             await tx.produce(topic, value="x")
             await tx.connection.execute(insert(ROWS).values(note="x"))
 
         async def write() -> None:
-            await writer.submit(unit)
+            await writer.submit(_row_unit(topic, ["x"]) if of_rows else unit)
 
         yield write
 
@@ -168,6 +184,7 @@ def _by_threads(ground: Ground, callers: Sequence[int], rounds: int, slice_s: fl
         ways: dict[str, Write] = {
             GROUP: stack.enter_context(grouped(ground.kafka, engine, topic, sizes)),
             GROUP_OF_TEXT: stack.enter_context(grouped(ground.kafka, engine, topic, sizes, as_text=True)),
+            GROUP_OF_ROWS: stack.enter_context(grouped_rows(ground.kafka, engine, topic, sizes)),
             NATIVE: stack.enter_context(ours(ground.kafka, engine, topic, NATIVE, lanes=LANES)),
             UNSAFE: stack.enter_context(shared_unsafe(ground.kafka, unsafes, topic)),
         }
@@ -192,6 +209,9 @@ async def _by_tasks(ground: Ground, callers: Sequence[int], rounds: int, slice_s
     async with AsyncExitStack() as stack:
         ways: dict[str, AsyncWrite] = {
             GROUP: await stack.enter_async_context(grouped_in_tasks(ground.kafka, engine, topic, sizes)),
+            GROUP_OF_ROWS: await stack.enter_async_context(
+                grouped_in_tasks(ground.kafka, engine, topic, sizes, of_rows=True)
+            ),
             NATIVE: await stack.enter_async_context(ours_in_tasks(ground.kafka, engine, topic, NATIVE)),
             UNSAFE: await stack.enter_async_context(unsafe_in_tasks(ground.kafka, unsafes, topic)),
         }

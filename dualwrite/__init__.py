@@ -28,6 +28,7 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.producer_record import ProducerRecord
 
 if TYPE_CHECKING:
     from dualwrite.apps.async_consumer import AsyncExactlyOnceConsumer
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from dualwrite.stores.rocksdb.database import RocksDatabase
     from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
     from dualwrite.telemetry.observer import Telemetry
+    from dualwrite.writing.group.row_unit import RowUnit
     from dualwrite.writing.sessions import BoundSessions
     from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
@@ -81,9 +83,11 @@ __all__ = [
     "Loss",
     "OutcomeUnverifiable",
     "PreparedTxnState",
+    "ProducerRecord",
     "RecoveryReport",
     "RocksBatch",
     "RocksDatabase",
+    "RowUnit",
     "StoreInUse",
     "StoreTooOld",
     "StoreUnreadable",
@@ -121,6 +125,7 @@ _LAZY = {
     "RecoveryReport": "dualwrite.recovery.recover",
     "RocksBatch": "dualwrite.stores.rocksdb.batch",
     "RocksDatabase": "dualwrite.stores.rocksdb.database",
+    "RowUnit": "dualwrite.writing.group.row_unit",
     "Telemetry": "dualwrite.telemetry.observer",
     "TerminationReport": "dualwrite.recovery.terminate",
     "Transaction": "dualwrite.writing.transaction",

@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
@@ -15,6 +15,7 @@ from dualwrite.protocol.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
+from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s
 
@@ -23,14 +24,13 @@ if TYPE_CHECKING:
 
     from dualwrite.writing.transaction import Transaction
 
-T = TypeVar("T")
-
 
 class _Task:
     """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.group.results.Task`."""
 
-    def __init__(self, work: Callable[[AsyncTransaction], Awaitable[Any]]) -> None:
+    def __init__(self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit) -> None:
         self.work = work
+        self.rows = work if isinstance(work, RowUnit) else None
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
         self.begun = False
@@ -100,15 +100,14 @@ class AsyncGroups:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], key: Hashable | None) -> T:
+    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, key: Hashable | None) -> Any:
         """See :meth:`dualwrite.apps.async_writer.AsyncDualWriter.submit`."""
         if self._closed:
             raise closed_error(self._name)
         task = _Task(work)
         self._units.add(Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key)))
         self._start()
-        result: T = await task.outcome()
-        return result
+        return await task.outcome()
 
     async def close(self, within_s: float) -> None:
         """Finish the waiting units, and refuse new ones. Units that have not begun in time fail.
@@ -156,15 +155,23 @@ class AsyncGroups:
         self._let_next_run(token)
 
     def _call(self, task: _Task, transaction: Transaction) -> object:
-        blocks = entered.entered_here()
-        return awaited(self._in_task(task, AsyncTransaction(transaction, self._engine, self._pool()), blocks))
+        work = task.work
+        if isinstance(work, RowUnit):
+            return task.context.copy().run(work.produce, transaction)
+        given = AsyncTransaction(transaction, self._engine, self._pool())
+        return awaited(self._in_task(work, task.context, given, entered.entered_here()))
 
     @staticmethod
-    async def _in_task(task: _Task, transaction: AsyncTransaction, blocks: entered.Blocks) -> object:
+    async def _in_task(
+        work: Callable[[AsyncTransaction], Awaitable[Any]],
+        context: contextvars.Context,
+        transaction: AsyncTransaction,
+        blocks: entered.Blocks,
+    ) -> object:
         """Run the work in a task of its own, with the context of its caller."""
 
         async def call() -> object:
             entered.go_on_inside(blocks, asyncio.current_task())
-            return await task.work(transaction)
+            return await work(transaction)
 
-        return await task.context.copy().run(asyncio.get_running_loop().create_task, call())
+        return await context.copy().run(asyncio.get_running_loop().create_task, call())

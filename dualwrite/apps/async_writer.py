@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.observer import Observer
     from dualwrite.protocol.health import Health
     from dualwrite.writing.arguments import AsyncWriterSettings, CommonSettings
+    from dualwrite.writing.group.row_unit import RowUnit
     from dualwrite.writing.lanes.losses import OnLoss
     from dualwrite.writing.serializing import Serializers
 
@@ -285,7 +286,15 @@ class AsyncDualWriter:
         made.note_success()
         return result
 
-    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], *, key: Hashable | None = None) -> T:
+    @overload
+    async def submit(self, work: RowUnit, *, key: Hashable | None = None) -> None: ...
+
+    @overload
+    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], *, key: Hashable | None = None) -> T: ...
+
+    async def submit(
+        self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, *, key: Hashable | None = None
+    ) -> Any:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
         A cancellation drops work that has not begun. Work that has begun ends with its group, and ``CancelledError`` is
@@ -293,7 +302,7 @@ class AsyncDualWriter:
 
         Args:
             work: An asynchronous function, called with the transaction of the unit, in a task of its own with the
-                context of the caller. It may run more than once.
+                context of the caller. It may run more than once. Or a `RowUnit`, as for :meth:`DualWriter.submit`.
             key: Units with the same key run and commit in the order of the calls; by default those of one task do.
 
         Returns:

@@ -46,6 +46,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "write.before_abort": "about to abort both sides",
     "write.rolled_back": "the database has rolled back, Kafka has not yet aborted",
     "group.unit_begun": "the savepoint of a unit is open, its work has not begun",
+    "group.rows_executed": "the rows of one or several units of rows are written, their savepoint is open",
     "group.unit_kept": "a unit of a group is done, its messages wait for the others",
     "group.unit_dropped": "a unit of a group has failed and is rolled back to its savepoint",
     "group.units_done": "all units of a group are done, nothing is decided",

@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dualwrite.protocol.producer_record import ProducerRecord
     from dualwrite.testing.checker import Checker
     from dualwrite.testing.follower import Follower
     from dualwrite.testing.journal import History, Journal
     from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
-    from dualwrite.testing.memory.log import ProducerRecord, RecordedTransaction, TransactionState
+    from dualwrite.testing.memory.log import RecordedTransaction, TransactionState
     from dualwrite.testing.memory.places import Place
     from dualwrite.testing.memory.writer import InMemoryWriter
     from dualwrite.testing.proxy.kafka import Api, KafkaProxy
@@ -69,7 +70,7 @@ _HOMES = {
     "KafkaProxy": "dualwrite.testing.proxy.kafka",
     "Place": "dualwrite.testing.memory.places",
     "PostgresProxy": "dualwrite.testing.proxy.postgresql",
-    "ProducerRecord": "dualwrite.testing.memory.log",
+    "ProducerRecord": "dualwrite.protocol.producer_record",
     "Record": "dualwrite.testing.reading",
     "RecordedTransaction": "dualwrite.testing.memory.log",
     "TransactionState": "dualwrite.testing.memory.log",

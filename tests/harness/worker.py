@@ -24,6 +24,8 @@ from dualwrite import (
     DualWriter,
     Fenced,
     OutcomeUnverifiable,
+    ProducerRecord,
+    RowUnit,
     Transaction,
     TransactionAborted,
     TransactionInDoubt,
@@ -38,6 +40,7 @@ METADATA = MetaData()
 _NAME = Text().with_variant(String(255), "mysql")  # no key may be a TEXT there
 OPERATIONS = Table("operations", METADATA, Column("id", _NAME, primary_key=True))
 QUERY = "SELECT id FROM operations"
+INSERT = OPERATIONS.insert()
 DECISIONS = Table(
     "decisions",
     METADATA,
@@ -239,8 +242,20 @@ class _Writing:
         if self._job.get("group"):
             self._writer.submit(lambda tx: self._both(tx, operation, abort=abort)).result()
             return
+        if self._job.get("rows"):
+            self._writer.submit(self._row_unit(operation, abort=abort)).result()
+            return
         with self._writer.transaction() as tx:
             self._both(tx, operation, abort=abort)
+
+    def _row_unit(self, operation: str, *, abort: bool) -> RowUnit:
+        """The same as data. To abort it, its row comes twice."""
+        partitions = range(self._job.get("partitions", 2))
+        return RowUnit(
+            INSERT,
+            [{"id": operation}] * (2 if abort else 1),
+            messages=[ProducerRecord(self._job["topic"], operation, str(n), partition=n) for n in partitions],
+        )
 
     def _both(self, tx: Transaction, operation: str, *, abort: bool) -> None:
         for partition in range(self._job.get("partitions", 2)):

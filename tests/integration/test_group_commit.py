@@ -12,7 +12,16 @@ from harness.page_examples import Base, example, run_example
 from sqlalchemy import create_engine, insert, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from dualwrite import AsyncDualWriter, DualWriter, GroupLimits, TransactionInDoubt, Unavailable, recover
+from dualwrite import (
+    AsyncDualWriter,
+    DualWriter,
+    GroupLimits,
+    ProducerRecord,
+    RowUnit,
+    TransactionInDoubt,
+    Unavailable,
+    recover,
+)
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
@@ -70,6 +79,20 @@ def test_each_unit_is_whole_or_nowhere(writer, submit, both):
     assert [future.result(60) for future in good] == [1, 2, 3, 7]
     assert [type(future.exception(60)) for future in bad] == [Refused, IntegrityError, IntegrityError]
     assert both() == ([1, 2, 3, 7], [1, 2, 3, 7])
+
+
+@on_each
+def test_each_unit_of_rows_is_whole_or_nowhere(writer, dualwrite_topic, orders, both):
+    def unit(number):
+        return RowUnit(insert(orders), {"id": number}, messages=[ProducerRecord(dualwrite_topic, str(number))])
+
+    with together(writer):
+        good = [writer.submit(unit(number), key=number) for number in (1, 2, 3)]
+        bad = writer.submit(unit(2), key="again")
+        good.append(writer.submit(unit(4), key=4))
+    assert [future.result(60) for future in good] == [None] * 4
+    assert isinstance(bad.exception(60), IntegrityError)
+    assert both() == ([1, 2, 3, 4], [1, 2, 3, 4])
 
 
 @on_postgresql
@@ -276,12 +299,33 @@ def test_the_units_of_tasks(kafka, url, engine, dualwrite_topic, orders, both):
     assert both() == (expected, expected)
 
 
-def test_the_example(writer, engine, kafka, dualwrite_topic):
+@on_both
+def test_the_units_of_rows_of_tasks(kafka, url, dualwrite_topic, orders, both):
+    pytest.importorskip("aiosqlite")
+
+    async def main():
+        async with AsyncDualWriter("orders", kafka=kafka, database=url) as writer:
+
+            def unit(number):
+                row = {"id": 3 if number == 7 else number}
+                return RowUnit(insert(orders), row, messages=[ProducerRecord(dualwrite_topic, str(number))])
+
+            return await asyncio.gather(*(writer.submit(unit(n)) for n in range(20)), return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert [number for number, error in enumerate(found) if isinstance(error, IntegrityError)] == [7]
+    assert [one for one in found if one is not None] == [found[7]]
+    expected = [number for number in range(20) if number != 7]
+    assert both() == (expected, expected)
+
+
+def test_the_examples(writer, engine, kafka, dualwrite_topic):
     Base.metadata.create_all(engine)
     run_example(example("group-commit.md", "Group commit")[0], dualwrite_topic, writer=writer)
+    run_example(example("group-commit.md", "Units of rows")[0], dualwrite_topic, writer=writer)
     with engine.connect() as connection:
-        assert sorted(connection.scalars(text("SELECT item FROM items"))) == ["coffee", "tea"]
-    assert sorted(m.value for m in read_committed(kafka, dualwrite_topic)) == [b"coffee", b"tea"]
+        assert sorted(connection.scalars(text("SELECT item FROM items"))) == ["cocoa", "coffee", "juice", "tea"]
+    assert sorted(m.value for m in read_committed(kafka, dualwrite_topic)) == [b"cocoa", b"coffee", b"juice", b"tea"]
 
 
 POINTS = [
@@ -305,4 +349,20 @@ def test_a_group_killed_in_the_middle_leaves_both_sides_equal(tmp_path, kafka, u
     case = Case(tmp_path, kafka, url, dualwrite_topic)
     case.run(failpoint=point, killed=True, group=True, threads=8, max_lanes=2, abort=[1])
     case.run(operations=2, group=True, threads=4, max_lanes=2)
+    case.verify()
+
+
+ROW_POINTS = ["group.rows_executed:2", "group.unit_kept:1", "group.unit_dropped:1", "write.decided:2"]
+
+
+@on_postgresql
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=() if point == ROW_POINTS[0] else pytest.mark.thorough) for point in ROW_POINTS],
+)
+def test_a_group_of_rows_killed_in_the_middle_leaves_both_sides_equal(tmp_path, kafka, url, dualwrite_topic, point):
+    """The second statement has the rows of those that have waited for the first one."""
+    case = Case(tmp_path, kafka, url, dualwrite_topic)
+    case.run(failpoint=point, killed=True, rows=True, threads=8, max_lanes=2, abort=[1])
+    case.run(operations=2, rows=True, threads=4, max_lanes=2, abort=[1])
     case.verify()

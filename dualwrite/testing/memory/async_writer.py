@@ -20,7 +20,8 @@ from dualwrite.testing.memory.writer import InMemoryWriter
 if TYPE_CHECKING:
     from dualwrite.apps.task_writer import TaskWriter
     from dualwrite.errors import DualWriteError
-    from dualwrite.testing.memory.log import ProducerRecord, RecordedTransaction
+    from dualwrite.protocol.producer_record import ProducerRecord
+    from dualwrite.testing.memory.log import RecordedTransaction
     from dualwrite.testing.memory.places import Place
     from dualwrite.writing.serializing import Serializers
 

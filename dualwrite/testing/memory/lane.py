@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from dualwrite.errors import CompletionPending
 from dualwrite.protocol.observations import NEVER_MS
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.testing.memory.log import ProducerRecord
 from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.store import JoinedMemoryStore, MemoryStore
 from dualwrite.writing.early import refuse_early
@@ -50,10 +50,10 @@ class _Delivered:
         return self._record.partition
 
     def key(self) -> bytes | None:
-        return self._record.key
+        return cast("bytes | None", self._record.key)
 
     def value(self) -> bytes | None:
-        return self._record.value
+        return cast("bytes | None", self._record.value)
 
     def headers(self) -> list[tuple[str, bytes | None]]:
         return list(self._record.headers)

@@ -6,27 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
-
-class ProducerRecord(NamedTuple):
-    """One message as it was produced.
-
-    Attributes:
-        topic: Topic name.
-        value: Payload.
-        key: Key.
-        headers: Headers, in order.
-        partition: The partition that the caller named; None if Kafka would choose it.
-        timestamp_ms: The timestamp that the caller gave, in ms since 1970.
-    """
-
-    topic: str
-    value: bytes | None
-    key: bytes | None = None
-    headers: tuple[tuple[str, bytes | None], ...] = ()
-    partition: int | None = None
-    timestamp_ms: int | None = None
+from dualwrite.protocol.producer_record import ProducerRecord
 
 
 class TransactionState(Enum):

@@ -13,12 +13,13 @@ from sqlalchemy.pool import StaticPool
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.connecting import engine_of
 from dualwrite.stores.connections import borrowed, usable
 from dualwrite.stores.sql_database import SqlDatabase
 from dualwrite.testing.memory.lane import MemoryLane
-from dualwrite.testing.memory.log import Log, ProducerRecord, RecordedTransaction, TransactionState
+from dualwrite.testing.memory.log import Log, RecordedTransaction, TransactionState
 from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.planted import Planted
 from dualwrite.testing.memory.store import dialect_for_tests, is_shared

@@ -143,15 +143,18 @@ class Divided:
     Args:
         transaction: The transaction of the block.
 
-    Attributes:
-        size: The size of the messages of the units that were kept, in bytes.
     """
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._write = cast("DualWrite", write_of(transaction))
         self._unit: UnitWrite | None = None
-        self.size = 0
+        self._kept_size = 0
+
+    @property
+    def size(self) -> int:
+        """The size of the messages of the units that were kept, and of the present one, in bytes."""
+        return self._kept_size + (0 if self._unit is None else self._unit.size)
 
     @property
     def _savepoints(self) -> SavepointWatch:
@@ -190,7 +193,7 @@ class Divided:
         Raises:
             DualWriteError: The group cannot continue.
         """
-        unit = self._unit
+        unit, self._unit = self._unit, None
         assert unit is not None
         unit.ended = True
         if error is None:
@@ -202,7 +205,7 @@ class Divided:
             failpoints.hit("group.unit_dropped")
             return named(error, unit.transactional_id)
         unit.close()
-        self.size += unit.size
+        self._kept_size += unit.size
         failpoints.hit("group.unit_kept")
         return None
 

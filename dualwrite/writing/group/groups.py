@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from dualwrite.protocol.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime import waiting
@@ -16,6 +16,7 @@ from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
 from dualwrite.writing.group.alone import UnitFuture
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
+from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from dualwrite.ports.database import Traits
     from dualwrite.writing.transaction import Transaction
 
-Result = TypeVar("Result")
 RUNNERS: Final = 2
 """While one group commits, the next one runs."""
 
@@ -46,11 +46,13 @@ class Task:
         work: Called with the transaction of the unit.
         future: What its caller waits for.
         context: The context variables of its caller.
+        rows: The unit, if it is one of rows: its work then produces its messages.
     """
 
     work: Callable[[Transaction], Any]
     future: Future[Any]
     context: contextvars.Context
+    rows: RowUnit | None = None
 
     def begin(self) -> bool:
         """See :class:`dualwrite.writing.group.results.Task`."""
@@ -105,11 +107,12 @@ class Groups:
         self._running: GroupRun | None = None
         self._closed = False
 
-    def submit(self, work: Callable[[Transaction], Result], key: Hashable | None) -> Future[Result]:
+    def submit(self, work: Callable[[Transaction], Any] | RowUnit, key: Hashable | None) -> Future[Any]:
         """See :meth:`dualwrite.writing.group.submitting.Submitting.submit`."""
-        future: UnitFuture[Result] = UnitFuture(self._run_here)
+        future: UnitFuture[Any] = UnitFuture(self._run_here)
+        context = contextvars.copy_context()
         unit = Unit(
-            Task(work, future, contextvars.copy_context()),
+            Task(work.produce, future, context, work) if isinstance(work, RowUnit) else Task(work, future, context),
             ("thread", threading.get_ident()) if key is None else ("key", key),
         )
         with self._lock:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
 from dualwrite.protocol.redo import leaves_nothing
 
+if TYPE_CHECKING:
+    from dualwrite.writing.group.row_unit import RowUnit
+
 logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """The work of a unit, and its waiting caller."""
+    """The work of a unit and its caller, who waits.
+
+    Attributes:
+        rows: The unit, if it is one of rows.
+    """
+
+    rows: RowUnit | None
 
     def begin(self) -> bool:
         """Note that the work begins. Returns False if the caller has cancelled it; from then on it no longer can."""
@@ -106,6 +115,10 @@ class GroupRun:
         """Note that the work of a unit has run, and its error if any: the cause if the group ends before :meth:`ended`."""
         self._running, self._raised = unit, error
         self._ran.add(unit)
+
+    def have_run(self, units: Iterable[Unit[Any]]) -> None:
+        """Note that units have run as one. What ends the group may be due to any of them."""
+        self._ran.update(units)
 
     def ended(self, unit: Unit[Any], result: object, error: BaseException | None) -> None:
         """Note how a unit has ended: kept, or rolled back with an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from dualwrite.writing import entered
 from dualwrite.writing.group.groups import Groups
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Connection
 
+    from dualwrite.writing.group.row_unit import RowUnit
     from dualwrite.writing.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -64,7 +65,13 @@ class Submitting:
         patience = Patience(attempts, within_s, longest_pause_s)
         return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
 
-    def submit(self, work: Callable[[Transaction], Result], *, key: Hashable | None = None) -> Future[Result]:
+    @overload
+    def submit(self, work: RowUnit, *, key: Hashable | None = None) -> Future[None]: ...
+
+    @overload
+    def submit(self, work: Callable[[Transaction], Result], *, key: Hashable | None = None) -> Future[Result]: ...
+
+    def submit(self, work: Callable[[Transaction], Any] | RowUnit, *, key: Hashable | None = None) -> Future[Any]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
 
         A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
@@ -79,7 +86,8 @@ class Submitting:
 
         Args:
             work: Called with a transaction, as the body of a block of :meth:`transaction`. It may neither commit nor roll back
-                the transaction of its group.
+                the transaction of its group. Or a `RowUnit`: rows and messages as data, which is several times as fast with
+                many callers; its result is None.
             key: Units with the same key run and commit in the order of the calls; by default those of one thread do.
 
         Returns:

@@ -10,6 +10,7 @@ ELSEWHERE = {
     **{
         f"protocol/tables/{name}": TABLES for name in ("batch_life", "lane_life", "lease_life", "write_life", "diagram")
     },
+    "protocol/producer_record": "unit/writing/group/test_row_unit",
     "writing/opened": "test_writer",
 }
 

@@ -10,6 +10,8 @@ from dualwrite.writing.group.results import GroupRun, NothingKept
 class Caller:
     """Records what it is told."""
 
+    rows = None
+
     def __init__(self, *, gives_up=False):
         self.gives_up = gives_up
         self.result = self.error = None
