@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.worker import DECISIONS
-from sqlalchemy import Column, Engine, MetaData, Table, Text, select, text
+from sqlalchemy import Column, Engine, MetaData, Table, Text, func, select, text
 
 from dualwrite.stores.tables import declare_tables
 
@@ -67,6 +67,12 @@ def find(engine: Engine) -> list[dict[str, str]]:
     with engine.connect() as connection:
         seen = [dict(row) for row in connection.execute(select(_SEEN)).mappings()]
         return [*seen, *shared(Decision(*row) for row in connection.execute(select(DECISIONS)))]
+
+
+def decided(engine: Engine) -> int:
+    """How many operations of members are in the database: of none, nothing could be wrong."""
+    with engine.connect() as connection:
+        return connection.scalar(select(func.count()).select_from(DECISIONS))
 
 
 def shared(decisions: Iterable[Decision]) -> list[dict[str, str]]:

@@ -206,6 +206,7 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         "aborted": verdict.aborted,
         "present": verdict.present,
         "hanging": hanging,
+        "decided_by_members": chaos.fleets.decided(engine),
         "findings": [
             {"kind": finding.kind.value, "subject": finding.subject, "detail": finding.detail}
             for finding in verdict.findings

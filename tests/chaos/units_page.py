@@ -41,6 +41,9 @@ def section() -> list[str]:
             for run in runs.values()
         ),
         "",
+        "With a mistake planted (`make units N=60 SEED=3 ENGINE=native MISTAKE=unfinished_unit_not_aborted`), the readers of all "
+        "four partitions find a unit that begins inside another one.",
+        "",
         f"| point | {' | '.join(runs)} |",
         f"|---|{'---|' * len(runs)}",
         *rows,

@@ -15,7 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Engine, MetaData, String, Table, Text, create_engine, event, exc, text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_engine,
+    event,
+    exc,
+    select,
+    text,
+)
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import (
@@ -33,6 +46,7 @@ from dualwrite import (
 )
 from dualwrite.runtime import failpoints
 from dualwrite.stores.rocksdb.database import RocksDatabase
+from dualwrite.stores.tables import declare_tables
 from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 
@@ -50,7 +64,7 @@ DECISIONS = Table(
     Column("member", Text),
 )
 """Of the members of a fleet: under which id each operation was written, and the incarnation that its row had then."""
-_INCARNATION = text("SELECT incarnation FROM dualwrite_state WHERE transactional_id = :id")
+_STATE = declare_tables(None).state
 LOSE_CONNECTION = text("SELECT pg_terminate_backend(pg_backend_pid())")
 """As a statement of a unit: it ends its group."""
 
@@ -268,7 +282,8 @@ class _Writing:
 
     def _note_decision(self, tx: Transaction, operation: str) -> None:
         found = {"operation": operation, "transactional_id": tx.transactional_id, "member": self._job["name"]}
-        incarnation = tx.connection.scalar(_INCARNATION, {"id": tx.transactional_id})
+        own = select(_STATE.c.incarnation).where(_STATE.c.transactional_id == tx.transactional_id)
+        incarnation = tx.connection.scalar(own)
         tx.connection.execute(DECISIONS.insert().values(incarnation=incarnation, **found))
 
     def _one_in_session(self, operation: str, *, abort: bool) -> None:

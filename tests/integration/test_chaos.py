@@ -6,7 +6,7 @@ import pytest
 from chaos import fleets
 from chaos.conductor import Conductor
 from chaos.jobs import prepare
-from chaos.plan import Episode, Round, Step, Way
+from chaos.plan import MEMBER_OPERATIONS, PAUSED_MEMBER_MS, Episode, Round, Step, Way
 from chaos.processes import Forks
 from chaos.results import Results
 from chaos.servers import Servers
@@ -96,6 +96,7 @@ def test_both_sides_are_equal_after_killed_processes_and_killed_servers(arena, t
     assert results.zombie_count >= 1
     assert results.kills >= 14
     assert results.members >= 1
+    assert results.operations["decided_by_members"] > 0
     assert results.ways["sessions in tasks"] >= 1
     assert results.spoiled >= 1
     assert results.operations["present"] > 0
@@ -135,6 +136,19 @@ def test_a_mistaken_product_is_found_out(arena, tmp_path, number, mistake, datab
         ).run()
     assert {finding["kind"] for finding in results.findings} & {"lost", "torn", "twice", "undone"}
     assert (directory / "journal").exists(), "the evidence is gone"
+
+
+@pytest.mark.thorough
+def test_a_fleet_that_leases_the_ids_of_living_members_is_found_out(arena, tmp_path):
+    servers, _ = arena
+    directory, results = tmp_path / "round", Results("", 0)
+    paused = Step("member", "write.begun:2:stop", operations=40, resumed_after_ms=PAUSED_MEMBER_MS)
+    members = Episode("members", (paused, Step("member", operations=MEMBER_OPERATIONS)))
+    directory.mkdir()
+    round_ = Round(5, "postgresql", 2, {"r5-fleet": [members]}, {"r5-fleet": 1})
+    with Forks(tmp_path, "leased_while_its_holder_lives") as forks:
+        Conductor(servers, forks, round_, directory, results).run()
+    assert "leased twice" in {finding["kind"] for finding in results.findings}
 
 
 def test_the_database_sees_a_lease_that_is_taken_too_early_and_a_decision_under_a_free_id(arena):
