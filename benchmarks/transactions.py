@@ -29,7 +29,7 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.jobs.complete import complete_handed_over
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 PATIENCE_S = 600.0
 TIMEOUT_MS = 900_000

@@ -26,8 +26,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.grouping import GroupLimits
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.process.grouping import GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
 
 if TYPE_CHECKING:
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from dualwrite.apps.consumer.member import ConsumerProgress
     from dualwrite.kafka.coordinator.blocking import BlockingTransaction
     from dualwrite.kafka.producer.transactional import TransactionalProducer
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
     from dualwrite.recovery.blocking import blocking_transactions
     from dualwrite.recovery.forget import ForgetReport, forget
     from dualwrite.recovery.plan import IdStatus
     from dualwrite.recovery.recover import RecoveryReport, recover, status
     from dualwrite.recovery.settling.settle import Loss
     from dualwrite.recovery.terminate import TerminationReport, terminate
-    from dualwrite.stores.jobs.batches import Batch, read_batches
     from dualwrite.stores.rocksdb.batch import RocksBatch
     from dualwrite.stores.rocksdb.database import RocksDatabase
+    from dualwrite.stores.sql.jobs.batches import Batch, read_batches
     from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
     from dualwrite.telemetry.observer import Telemetry
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.group.row_unit import RowUnit
     from dualwrite.writing.sessions import BoundSessions
-    from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
@@ -112,14 +112,14 @@ _LAZY = {
     "AsyncDualWriter": "dualwrite.apps.async_writer",
     "AsyncExactlyOnceConsumer": "dualwrite.apps.async_consumer",
     "AsyncTransaction": "dualwrite.apps.async_transaction",
-    "Batch": "dualwrite.stores.jobs.batches",
+    "Batch": "dualwrite.stores.sql.jobs.batches",
     "BlockingTransaction": "dualwrite.kafka.coordinator.blocking",
     "BoundSessions": "dualwrite.writing.sessions",
     "ConsumerProgress": "dualwrite.apps.consumer.member",
     "DualWriter": "dualwrite.writing.writer",
     "ExactlyOnceConsumer": "dualwrite.apps.consumer.consumer",
     "ForgetReport": "dualwrite.recovery.forget",
-    "Health": "dualwrite.protocol.health",
+    "Health": "dualwrite.protocol.process.health",
     "IdStatus": "dualwrite.recovery.plan",
     "Loss": "dualwrite.recovery.settling.settle",
     "RecoveryReport": "dualwrite.recovery.recover",
@@ -128,12 +128,12 @@ _LAZY = {
     "RowUnit": "dualwrite.writing.group.row_unit",
     "Telemetry": "dualwrite.telemetry.observer",
     "TerminationReport": "dualwrite.recovery.terminate",
-    "Transaction": "dualwrite.writing.transaction",
+    "Transaction": "dualwrite.writing.blocks.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer.transactional",
     "ZooKeeperDatabase": "dualwrite.stores.zookeeper.database",
     "blocking_transactions": "dualwrite.recovery.blocking",
     "forget": "dualwrite.recovery.forget",
-    "read_batches": "dualwrite.stores.jobs.batches",
+    "read_batches": "dualwrite.stores.sql.jobs.batches",
     "recover": "dualwrite.recovery.recover",
     "status": "dualwrite.recovery.recover",
     "terminate": "dualwrite.recovery.terminate",

@@ -36,10 +36,10 @@ from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations.resuming import operations_in
-from dualwrite.stores.column_types import MYSQL
-from dualwrite.stores.connecting import kind_of
-from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of
-from dualwrite.stores.tables import OWN_TABLES, VERSION_TABLE
+from dualwrite.stores.sql.access.connecting import kind_of
+from dualwrite.stores.sql.access.failures import Meaning, driver_words, map_database_error, meaning_of
+from dualwrite.stores.sql.tables.column_types import MYSQL
+from dualwrite.stores.sql.tables.declared import OWN_TABLES, VERSION_TABLE
 
 ParentNames: TypeAlias = MutableMapping[
     Literal["schema_name", "table_name", "schema_qualified_table_name"], "str | None"

@@ -19,15 +19,15 @@ from dualwrite.apps.greenlets import awaited, run, says_more
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.waiting import interruptible
-from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
-from dualwrite.stores.sql_database import SqlDatabase
+from dualwrite.stores.sql.access.connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.database import SqlDatabase
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
     from sqlalchemy import Engine
 
     from dualwrite.state import PartitionStores
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 T = TypeVar("T")
 

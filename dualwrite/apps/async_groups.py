@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
-from dualwrite.protocol.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
@@ -22,7 +22,7 @@ from dualwrite.writing.redo import pause_after_s
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 
 class _Task:

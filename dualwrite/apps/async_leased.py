@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dualwrite.apps.task_writer import ForTasks, TaskWriter, with_blocks_of
-from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.writing.leased import LeasedWriter
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
-    from dualwrite.writing.transaction import Transaction
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.engine import Column
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 T = TypeVar("T")
 

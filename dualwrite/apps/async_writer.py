@@ -18,10 +18,10 @@ from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne, session
 from dualwrite.apps.greenlets import run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
-from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.runtime.waiting import here
-from dualwrite.stores.connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.access.connecting import async_engine_of, blocking_twin, engine_of
 from dualwrite.writing.redo import Attempts, Patience
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from dualwrite.apps.async_leased import LeasedTaskWriter
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.ports.observer import Observer
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
     from dualwrite.writing.arguments import AsyncWriterSettings, CommonSettings
+    from dualwrite.writing.blocks.serializing import Serializers
     from dualwrite.writing.group.row_unit import RowUnit
     from dualwrite.writing.lanes.losses import OnLoss
-    from dualwrite.writing.serializing import Serializers
 
 T = TypeVar("T")
 

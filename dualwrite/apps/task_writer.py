@@ -10,9 +10,9 @@ from dualwrite.apps.async_groups import AsyncGroups
 from dualwrite.apps.async_sessions import AsyncBoundSessions
 from dualwrite.apps.async_transaction import Sessions, session_of_block
 from dualwrite.runtime.waiting import elsewhere
-from dualwrite.stores.dialects.closing import roll_back_before_closing
 from dualwrite.stores.opening import database_of
-from dualwrite.stores.sql_database import SqlDatabase, sql_of
+from dualwrite.stores.sql.database import SqlDatabase, sql_of
+from dualwrite.stores.sql.drivers.closing import roll_back_before_closing
 from dualwrite.writing import entered
 from dualwrite.writing.writer import DualWriter
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from typing_extensions import Unpack
 
-    from dualwrite.protocol.grouping import GroupLimits
+    from dualwrite.protocol.process.grouping import GroupLimits
     from dualwrite.writing.arguments import CommonSettings
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
-    from dualwrite.writing.transaction import Transaction
 
 THREADS: Final = 4
 """In addition to one for each lane: for work that can only block, which with the native engine is only claiming and

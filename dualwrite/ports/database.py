@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from dualwrite.ports.store import Handle, StateStore
-    from dualwrite.protocol.leases import Lease
+    from dualwrite.protocol.process.leases import Lease
     from dualwrite.protocol.rows import StateRow
 
 PAUSED_OWNER_TIMEOUT_S: Final = 60.0
@@ -53,7 +53,10 @@ SQL: Final = Traits("SQL", "connection", savepoints=True)
 
 
 class Leases(Protocol):
-    """The leases of one fleet. Thread-safe; every call is durable on return. See :class:`dualwrite.stores.leases.Leases`."""
+    """The leases of one fleet. Thread-safe; every call is durable on return.
+
+    See :class:`dualwrite.stores.sql.leases.Leases`.
+    """
 
     @property
     def fleet(self) -> str:
@@ -78,7 +81,7 @@ class Leases(Protocol):
 
 
 class Forgetting(Protocol):
-    """Deletes rows that are no longer needed. See :class:`dualwrite.stores.forgetting.Forgetting`."""
+    """Deletes rows that are no longer needed. See :class:`dualwrite.stores.sql.forgetting.Forgetting`."""
 
     def now(self) -> datetime:
         """The database's time."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from dualwrite.protocol.health import Health
+from dualwrite.protocol.process.health import Health
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.protocol.tables.write_phases import Phase
 

@@ -14,8 +14,8 @@ from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery import recover
 from dualwrite.recovery.servers import rows_of
-from dualwrite.stores.forgetting import before
 from dualwrite.stores.opening import opened
+from dualwrite.stores.sql.forgetting import before
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -12,7 +12,7 @@ from dualwrite.runtime.failpoints import hit
 from dualwrite.state.changelog import Changelog
 from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
 from dualwrite.state.store import KeyValueStore, hold
-from dualwrite.writing.transaction import Transaction
+from dualwrite.writing.blocks.transaction import Transaction
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Message
     from typing_extensions import Self
 
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 
 @dataclass

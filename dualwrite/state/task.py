@@ -14,7 +14,7 @@ from dualwrite.state.changelog import Changelog
 from dualwrite.state.logged import LoggedStore
 from dualwrite.state.standby import OnProgress, ignore_progress
 from dualwrite.state.store import KeyValueStore
-from dualwrite.writing.transaction import Transaction
+from dualwrite.writing.blocks.transaction import Transaction
 
 Tx = TypeVar("Tx", Transaction, TransactionalProducer)
 Tx_co = TypeVar("Tx_co", covariant=True)

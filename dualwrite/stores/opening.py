@@ -11,8 +11,8 @@ from sqlalchemy import URL
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.database import Database
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.sql_database import SqlDatabase
+from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.stores.sql.database import SqlDatabase
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import Counter, Histogram, Meter
 
     from dualwrite.ports.observer import Settled
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
 
 _MOST_NAMES: Final = 100
 _OTHER: Final = "other"

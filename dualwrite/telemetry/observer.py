@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
     from dualwrite.ports.observer import Settled
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
 
 
 class _SettleSpan(SettleObserver):

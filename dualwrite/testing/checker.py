@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, text
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.follower import Follower
 from dualwrite.testing.journal import History, Journal
 from dualwrite.testing.reading import Record, read_committed, stable_ends

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.ports.database import Database
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

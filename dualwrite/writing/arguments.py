@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypedDict
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.failures import conflict_behind
+from dualwrite.stores.sql.access.failures import conflict_behind
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.ports.database import Database
     from dualwrite.ports.observer import Observer
-    from dualwrite.protocol.grouping import GroupLimits
+    from dualwrite.protocol.process.grouping import GroupLimits
+    from dualwrite.writing.blocks.serializing import Serializers
     from dualwrite.writing.lanes.losses import OnLoss
-    from dualwrite.writing.serializing import Serializers
 
 
 class CommonSettings(TypedDict, total=False):

@@ -18,15 +18,15 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.stores.dialects.listening import listens
-from dualwrite.stores.dialects.savepoints import watch_sessions
-from dualwrite.writing.sending import raise_aborted
+from dualwrite.stores.sql.dialects.savepoints import watch_sessions
+from dualwrite.stores.sql.drivers.listening import listens
+from dualwrite.writing.blocks.sending import raise_aborted
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction
     from sqlalchemy.pool import ConnectionPoolEntry
 
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 Block = Callable[[Session, Connection], AbstractContextManager["Transaction"]]
 """A dual write in the transaction that the session's connection is in: entered before its first message, left in place of

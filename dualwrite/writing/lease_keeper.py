@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from dualwrite.errors import DualWriteError
 from dualwrite.ports.database import Leases
-from dualwrite.protocol.leases import Lease, LeaseTiming, heard
+from dualwrite.protocol.process.leases import Lease, LeaseTiming, heard
 from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseEvent, LeaseState
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.runtime.deadline import now_s

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
 from dualwrite.ports.database import Leases
-from dualwrite.protocol.health import Health
-from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.naming import writer_of
+from dualwrite.protocol.process.health import Health
+from dualwrite.protocol.process.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.reported import LOSSES
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from dualwrite.ports.store import StateStore
     from dualwrite.writing.arguments import WriterSettings
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.opened import Opened
-    from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from tenacity.stop import StopBaseT
 from tenacity.wait import WaitBaseT
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
-from dualwrite.protocol.redo import Redo, redo_after
+from dualwrite.protocol.process.redo import Redo, redo_after
 from dualwrite.runtime.deadline import pause
 
 logger = logging.getLogger(__name__)

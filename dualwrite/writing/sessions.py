@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message
     from sqlalchemy import Engine
 
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
-    from dualwrite.writing.transaction import Transaction
 
 _ASYNC: Final = "sqlalchemy.ext.asyncio"
 _BIND_ASYNC: Final = "bind the async_sessionmaker to an AsyncDualWriter, and await its produce()"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Final
 
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
-from dualwrite.protocol.health import Health
 from dualwrite.protocol.naming import is_of_writer
+from dualwrite.protocol.process.health import Health
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing.lanes.lane_pool import Lanes
 from dualwrite.writing.probe import Probe

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
-from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
-from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.reported import LOSSES, noting_told
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.opening import database_of, is_made_here
-from dualwrite.stores.sql_database import sql_of
+from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
-from dualwrite.writing.block import dual_write, no_session, session_of_block
+from dualwrite.writing.blocks.block import dual_write, no_session, session_of_block
+from dualwrite.writing.blocks.serializing import Serializers, Serializing
+from dualwrite.writing.blocks.transaction import Transaction
 from dualwrite.writing.group.groups import Groups, limits_for, runners_for
 from dualwrite.writing.group.submitting import Submitting
 from dualwrite.writing.lanes.lane import Lane
@@ -31,8 +33,6 @@ from dualwrite.writing.lanes.lane_pool import Kept, Lanes
 from dualwrite.writing.lanes.losses import Losses, OnLoss
 from dualwrite.writing.lanes.turns import Ticket
 from dualwrite.writing.opened import Opened, ProducerSettings, require_opened
-from dualwrite.writing.serializing import Serializers, Serializing
-from dualwrite.writing.transaction import Transaction
 from dualwrite.writing.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.database import Database
     from dualwrite.ports.observer import Observer, WriteObserver
     from dualwrite.ports.store import StateStore
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
     from dualwrite.writing.arguments import WriterSettings
     from dualwrite.writing.joining import Block
     from dualwrite.writing.sessions import BoundSessions

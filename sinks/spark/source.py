@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql import types as spark
 
     from dualwrite.sinks.spark.columns.layout import Layout
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.runs import Run
 
 try:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter

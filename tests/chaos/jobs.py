@@ -38,13 +38,13 @@ from dualwrite.migrations import upgrade
 from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.jobs.ledger import Ledger
-from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.stores.leases import read_leases
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.jobs.ledger import Ledger
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.leases import read_leases
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
-from dualwrite.writing.block import dual_write
+from dualwrite.writing.blocks.block import dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 Tell = Callable[[str], None]

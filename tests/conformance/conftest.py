@@ -9,7 +9,7 @@ import pytest
 from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url, through_mysqlclient
 from sqlalchemy import Connection, make_url
 
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers import postgresql_binaries

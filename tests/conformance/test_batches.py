@@ -21,11 +21,11 @@ from dualwrite.apps.cli.group import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batches.entry import Destination, Way
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name
-from dualwrite.stores.clock import database_now
-from dualwrite.stores.jobs.batches import Batch, newest_batch, read_batches, read_nobody_at_work
-from dualwrite.stores.jobs.ledger import BEGUN, WHOLE_BATCH, Ledger
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.sql.jobs.batches import Batch, newest_batch, read_batches, read_nobody_at_work
+from dualwrite.stores.sql.jobs.ledger import BEGUN, WHOLE_BATCH, Ledger
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.tables.clock import database_now
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import throughput

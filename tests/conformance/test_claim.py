@@ -15,7 +15,7 @@ from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 
 def decide(store: SqlStateStore, row: StateRow, number: int = 0) -> PreparedTxnState:

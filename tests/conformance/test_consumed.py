@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
+from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 
 AT = ("payments", 3)
 

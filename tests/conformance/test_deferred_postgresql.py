@@ -15,7 +15,7 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite.errors import TransactionAborted, Unavailable
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 
 pytestmark = pytest.mark.postgresql

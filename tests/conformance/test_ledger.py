@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.protocol.batches.entry import Destination, Way
-from dualwrite.stores.jobs.ledger import WHOLE_BATCH, Ledger, WrittenPartition
+from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH, Ledger, WrittenPartition
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
 ORDERS = Destination(Way.PARTITIONS, "orders", "orders", "cluster")

@@ -11,7 +11,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import StateRow
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 
 def decided(database: Database, store: SqlStateStore, name: str = "orders", number: int = 1) -> StateRow:

@@ -7,9 +7,9 @@ from harness.databases import Database
 
 from dualwrite.errors import Fenced
 from dualwrite.protocol.naming import owner_prefix, pool_of_sink
-from dualwrite.stores.forgetting import Forgetting, before
-from dualwrite.stores.jobs.runs import Run, Runs
-from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.sql.forgetting import Forgetting, before
+from dualwrite.stores.sql.jobs.runs import Run, Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
 
 
 @pytest.fixture

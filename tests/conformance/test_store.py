@@ -21,8 +21,8 @@ from dualwrite.errors import (
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.dialects.savepoints import SavepointWatch
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
+from dualwrite.stores.sql.state import SqlStateStore
 
 INSERT = text("INSERT INTO orders (id, customer) VALUES (:id, :customer)")
 

@@ -14,10 +14,10 @@ from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionA
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
-from dualwrite.stores.joined import JoinedStore
-from dualwrite.stores.leases import Leases
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
+from dualwrite.stores.sql.joined import JoinedStore
+from dualwrite.stores.sql.leases import Leases
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedMariaDB
 
 

@@ -16,8 +16,8 @@ from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Tra
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.short_transactions import ShortTransactions
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.short_transactions import ShortTransactions
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgresql

@@ -15,8 +15,8 @@ from harness.databases import Database, prepared, run_raw
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
-from dualwrite.stores.dialects.savepoints import SavepointWatch
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
+from dualwrite.stores.sql.state import SqlStateStore
 
 
 class DualWrite:

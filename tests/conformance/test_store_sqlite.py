@@ -16,7 +16,7 @@ from sqlalchemy.pool import StaticPool
 import dualwrite.migrations
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 manual = pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has autocommit= from Python 3.12 on")
 

@@ -26,7 +26,7 @@ from dualwrite import DualWriter, recover
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy
 from faults.run import keep_line, owners_can_import, show_story
 from faults.stage import Owner, OwnerContext, Result, Slot, Stage

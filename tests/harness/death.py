@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from dualwrite import DualWriter
 from dualwrite.runtime import failpoints
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 
 def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], None]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.kafka.coordinator.routing import Leader, Topic
-from dualwrite.kafka.producer.native.filling import Filling
+from dualwrite.kafka.producer.native.filling.filling import Filling
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.wire.answers import Code

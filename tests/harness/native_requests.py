@@ -3,9 +3,9 @@
 import secrets
 
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.kafka.producer.native.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.wire.answers import Code
 from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore

@@ -21,10 +21,10 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.blocks.block import Ending, dual_write
+from dualwrite.writing.blocks.transaction import Transaction
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import FoundLoss, Losses
-from dualwrite.writing.transaction import Transaction
 
 __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "simulated"]
 

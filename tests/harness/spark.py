@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite.runtime import failpoints
 from dualwrite.sinks.spark.per_partition.task import PartitionTask
-from dualwrite.stores.jobs.batches import Batch, read_batches
+from dualwrite.stores.sql.jobs.batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers.jars import fetched_jars
 from harness import spark_archive

@@ -46,7 +46,7 @@ from dualwrite import (
 )
 from dualwrite.runtime import failpoints
 from dualwrite.stores.rocksdb.database import RocksDatabase
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 

@@ -12,7 +12,7 @@ from dualwrite import DualWriter
 from dualwrite.migrations import upgrade
 from dualwrite.runtime import failpoints
 from dualwrite.stores.rocksdb.database import RocksDatabase
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing.reading import read_committed
 
 

@@ -27,11 +27,11 @@ from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import running_on
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.blocks.dual_write import DualWrite
 
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
 STATE = declare_tables(None).state

@@ -14,8 +14,8 @@ from sqlmodel import Field, SQLModel
 from sqlmodel.ext.asyncio.session import AsyncSession as SQLModelSession
 
 from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted
-from dualwrite.stores.connecting import async_engine_of
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.access.connecting import async_engine_of
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 
 pytest.importorskip("aiosqlite")

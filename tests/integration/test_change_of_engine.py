@@ -22,8 +22,8 @@ from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.sinks.jobs.complete import complete_handed_over
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.writing.blocks.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 both_ways = pytest.mark.parametrize(("former", "latter"), [("librdkafka", "native"), ("native", "librdkafka")])

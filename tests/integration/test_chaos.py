@@ -14,7 +14,7 @@ from chaos.states import States
 from harness.mistakes import planted
 from harness.worker import DECISIONS
 
-from dualwrite.stores.leases import Leases
+from dualwrite.stores.sql.leases import Leases
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from sqlalchemy import create_engine, inspect
 from dualwrite.apps.cli.group import COMMANDS, commands
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import OWN_TABLES
+from dualwrite.stores.sql.schema import check_schema
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.declared import OWN_TABLES
 
 
 def run(*arguments: str, **environment: str) -> Result:

@@ -19,7 +19,7 @@ from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAbo
 from dualwrite.apps.cli.group import commands
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.recover import status
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

@@ -11,7 +11,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.apps.cli.group import commands
 from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import read_committed
 
 

@@ -30,8 +30,8 @@ from dualwrite.recovery.settling.look_back import lost_decisions
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 

@@ -14,7 +14,7 @@ from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling import lost_decisions
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane_pool import Lanes
 

@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from dualwrite import DualWriter, IllegalStateError, TransactionAborted
-from dualwrite.stores.dialects import savepoints
+from dualwrite.stores.sql.dialects import savepoints
 from dualwrite.testing.reading import read_committed
 
 

@@ -16,7 +16,7 @@ from harness.worker import METADATA
 from sqlalchemy import create_engine
 
 from dualwrite.recovery.recover import status
-from dualwrite.stores.leases import read_leases
+from dualwrite.stores.sql.leases import read_leases
 
 pytestmark = [on_postgresql, pytest.mark.slow]
 

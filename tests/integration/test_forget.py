@@ -11,9 +11,9 @@ from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, forget, recover
 from dualwrite.apps.cli.group import commands
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 MONTH_S = 30 * 86400.0

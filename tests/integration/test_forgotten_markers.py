@@ -29,7 +29,7 @@ from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import read_committed
 from dualwrite.writing.lanes import lane_pool
 from dualwrite.writing.lanes.lane import Lane

@@ -14,11 +14,11 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.jobs.complete import complete_handed_over
-from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.blocks.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -14,7 +14,7 @@ from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.writing.lanes.lane_pool import Lanes

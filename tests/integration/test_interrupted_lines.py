@@ -8,7 +8,7 @@ from harness.interruption import Interruption
 from sqlalchemy import insert, select
 
 from dualwrite import DualWriteError, DualWriter, recover
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane_pool import Lanes
 

@@ -21,7 +21,7 @@ from dualwrite import (
     TransactionInDoubt,
     recover,
 )
-from dualwrite.stores.connecting import engine_of, fileno_of
+from dualwrite.stores.sql.access.connecting import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
 
 _DRIVERS = ["mariadb", pytest.param("mariadb through mysqlclient", marks=pytest.mark.thorough)]

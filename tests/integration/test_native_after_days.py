@@ -17,7 +17,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
 
 DAYS = 30

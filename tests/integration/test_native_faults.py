@@ -16,12 +16,12 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.abandoned_transaction import Completion
 from dualwrite.kafka.producer.native import instance
-from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.proxy.kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed

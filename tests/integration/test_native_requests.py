@@ -13,7 +13,7 @@ from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasR
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.brokers import Brokers
-from dualwrite.kafka.producer.native.offsets import Group, Offset, group_of
+from dualwrite.kafka.producer.native.coordinating.offsets import Group, Offset, group_of
 from dualwrite.kafka.producer.native.wire.answers import Code
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import read_committed

@@ -8,7 +8,7 @@ from harness.spark_source import LEGS, nothing_is_left, write_by
 
 from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.databases.opening import open_database
-from dualwrite.stores.jobs.ledger import WHOLE_BATCH
+from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

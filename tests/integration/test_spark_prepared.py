@@ -21,7 +21,7 @@ from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
 from dualwrite.sinks.spark.databases.postgresql.prepared import require_prepared
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

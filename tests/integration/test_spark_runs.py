@@ -22,8 +22,8 @@ from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batc
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.per_partition import job as job_module
 from dualwrite.sinks.spark.per_partition.job import BatchJob
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])

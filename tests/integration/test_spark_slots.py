@@ -16,8 +16,8 @@ from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark import foreach_partition, write_batch
 from dualwrite.sinks.spark.per_partition import job
 from dualwrite.sinks.spark.worker.slot import leased_slot
-from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.state import SqlStateStore
 
 
 class WatchedPool(SlotPool):

@@ -12,7 +12,7 @@ from pyspark.sql import functions
 
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
-from dualwrite.stores.jobs.ledger import WHOLE_BATCH
+from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
 
 
 def thorough(*points):

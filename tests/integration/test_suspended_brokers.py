@@ -36,11 +36,11 @@ from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.jobs.decide import Decision
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from dualwrite.writing import opened as opened_module
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.blocks.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]

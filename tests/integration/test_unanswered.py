@@ -9,7 +9,7 @@ from harness.orders import on_postgresql, write
 from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.runtime import failpoints
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.proxy.kafka import KafkaProxy
 
 pytestmark = on_postgresql

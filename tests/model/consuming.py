@@ -26,11 +26,11 @@ from dualwrite.apps.consumer.peers import Peers
 from dualwrite.apps.consumer.reading import Reading
 from dualwrite.apps.consumer.working import CurrentWriter, Working
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.protocol.consuming import Step, member_id, member_prefix
+from dualwrite.protocol.process.consuming import Step, member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
 from dualwrite.runtime.deadline import Deadline, pause
-from dualwrite.writing.block import dual_write
+from dualwrite.writing.blocks.block import dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses
 from model.checker import Finding, decided_writes
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.recovery.plan import IdStatus
     from dualwrite.recovery.recover import RecoveryReport
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 GROUP: Final = "group"
 INPUT: Final = "input"

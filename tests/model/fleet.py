@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from simulator.leases import SimulatedLeases
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.naming import writer_of
+from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.runtime.deadline import Deadline
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from simulator.connection import SimulatedConnection
 
-    from dualwrite.protocol.leases import Lease
+    from dualwrite.protocol.process.leases import Lease
     from dualwrite.recovery.claim import OwnerContext
 
 FLEET: Final = "fleet"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted
-from dualwrite.protocol.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import dual_write
+from dualwrite.writing.blocks.block import dual_write
 from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.group.running import run_group
 from model.checker import Finding
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from simulator.connection import SimulatedConnection
 
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
     from model.owners import Told
 
 

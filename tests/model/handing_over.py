@@ -21,8 +21,8 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.jobs.decide import Decision
-from dualwrite.stores.participants import name_of
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.stores.sql.participants import name_of
+from dualwrite.writing.blocks.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer

@@ -35,7 +35,7 @@ from dualwrite.protocol.naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.writing.blocks.block import Ending, dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses
 

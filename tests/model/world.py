@@ -22,8 +22,8 @@ from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, Produce, Wri
 from simulator.scheduler import Held, Simulation
 from simulator.state import create_topic, new_broker, transaction
 
-from dualwrite.protocol.grouping import GroupLimits
-from dualwrite.writing.block import Ending
+from dualwrite.protocol.process.grouping import GroupLimits
+from dualwrite.writing.blocks.block import Ending
 from model.checker import Finding, check, decided_writes
 from model.consuming import (
     GROUP,

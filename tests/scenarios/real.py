@@ -29,8 +29,8 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing import Api, KafkaProxy, PostgresProxy, read_committed
 from dualwrite.units import KeyedImage, UnitReader
 from scenarios.actor import RECORDS_OF_A_UNIT, TRANSACTIONAL_ID, Settings

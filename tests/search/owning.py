@@ -19,7 +19,7 @@ _E, _W = ProducerEvent, WriteEvent
 
 
 class Owning(Step):
-    """An owner: ``dualwrite.writing.dual_write``, ``dualwrite.writing.lanes.lane``.
+    """An owner: ``dualwrite.writing.blocks.dual_write``, ``dualwrite.writing.lanes.lane``.
 
     Attributes:
         writes_by: The position at which its transactions begin to write.

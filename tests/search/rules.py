@@ -10,7 +10,7 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settling import commit_in_doubt, known_end, settle, settle_native
 from dualwrite.protocol.settling.settle import Knowledge
-from dualwrite.stores.rows import check_not_gone_back
+from dualwrite.stores.sql.tables.rows import check_not_gone_back
 from search import views
 
 

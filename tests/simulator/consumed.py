@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset
+from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset
 from simulator.store import SimulatedStore, _of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedConsumedOffsets:
-    """:class:`dualwrite.stores.consumed.ConsumedOffsets` over the simulated database. Topics are never made again.
+    """:class:`dualwrite.stores.sql.consumed.ConsumedOffsets` over the simulated database. Topics are never made again.
 
     Args:
         store: The member's.
@@ -31,7 +31,7 @@ class SimulatedConsumedOffsets:
         self._group = group
 
     def claim(self, partitions: Mapping[TopicPartition, str | None]) -> dict[TopicPartition, ClaimedOffset]:
-        """See :meth:`dualwrite.stores.consumed.ConsumedOffsets.claim`."""
+        """See :meth:`dualwrite.stores.sql.consumed.ConsumedOffsets.claim`."""
 
         def work(used: SimulatedConnection) -> dict[TopicPartition, ClaimedOffset]:
             return {at: used.run("UPDATE consumed", partial(self._raised, at=at)) for at in ordered}
@@ -46,7 +46,7 @@ class SimulatedConsumedOffsets:
         return row
 
     def move(self, connection: Connection, at: TopicPartition, claimed: ClaimedOffset, to: int) -> bool:
-        """See :meth:`dualwrite.stores.consumed.ConsumedOffsets.move`."""
+        """See :meth:`dualwrite.stores.sql.consumed.ConsumedOffsets.move`."""
 
         def update(session: Session) -> bool:
             if self._database.lock_consumed(session, self.key(at)) != claimed:

@@ -14,7 +14,7 @@ from typing import Final, TypeVar, cast
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.consumed import ClaimedOffset
+from dualwrite.stores.sql.consumed import ClaimedOffset
 
 _WHOLE: Final = "*"
 ALWAYS: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.leases import Lease, numbers_to_try
 from dualwrite.protocol.naming import member_id
+from dualwrite.protocol.process.leases import Lease, numbers_to_try
 from dualwrite.runtime import failpoints
 from simulator.database import ConnectionLost
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedLeases:
-    """:class:`dualwrite.stores.leases.Leases` over the simulated database, whose clock is the simulation's.
+    """:class:`dualwrite.stores.sql.leases.Leases` over the simulated database, whose clock is the simulation's.
 
     Args:
         simulation: The simulation with the database.
@@ -38,7 +38,7 @@ class SimulatedLeases:
         self._taken_over = taken_over
 
     def take(self, owner: str, timeout_s: float) -> str:
-        """See :meth:`dualwrite.stores.leases.Leases.take`."""
+        """See :meth:`dualwrite.stores.sql.leases.Leases.take`."""
         taken = self._run(lambda session: self._take(session, owner, timeout_s))
         failpoints.hit("lease.taken")
         return taken
@@ -64,7 +64,7 @@ class SimulatedLeases:
         return True
 
     def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
-        """See :meth:`dualwrite.stores.leases.Leases.renew`."""
+        """See :meth:`dualwrite.stores.sql.leases.Leases.renew`."""
         del wait_s
 
         def update() -> tuple[Collection[str], Sequence[Lease]]:
@@ -78,7 +78,7 @@ class SimulatedLeases:
         return found
 
     def adopt(self, expired: Lease, owner: str, timeout_s: float) -> bool:
-        """See :meth:`dualwrite.stores.leases.Leases.adopt`."""
+        """See :meth:`dualwrite.stores.sql.leases.Leases.adopt`."""
         name = expired.transactional_id
 
         def update() -> bool:
@@ -87,7 +87,7 @@ class SimulatedLeases:
         return self._run(lambda session: self._statement(session, "UPDATE lease", update))
 
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
-        """See :meth:`dualwrite.stores.leases.Leases.give_back`."""
+        """See :meth:`dualwrite.stores.sql.leases.Leases.give_back`."""
 
         def update() -> None:
             if self._leases[transactional_id][0] == owner:

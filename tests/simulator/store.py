@@ -18,8 +18,8 @@ from dualwrite.errors import (
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.rows import Incident, Participant, StateRow
-from dualwrite.stores.participants import name_of, parse
-from dualwrite.stores.rows import check_not_gone_back
+from dualwrite.stores.sql.participants import name_of, parse
+from dualwrite.stores.sql.tables.rows import check_not_gone_back
 from simulator.connection import SimulatedConnection
 from simulator.database import (
     ALWAYS,
@@ -218,7 +218,7 @@ class SimulatedStore:
     def run(self, work: Callable[[SimulatedConnection], Result]) -> Result:
         """Run work in a transaction of its own, again after a conflict or a lost connection.
 
-        As ``dualwrite.stores.short_transactions`` does.
+        As ``dualwrite.stores.sql.short_transactions`` does.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             used = SimulatedConnection(self._simulation)

@@ -23,8 +23,8 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.network import NotYet
+from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.instance import MakeWire, Wire
-from dualwrite.kafka.producer.native.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.sender import MakeBrokers, MakeNetwork, Sender
 from dualwrite.runtime.deadline import Deadline, pause
 from simulator.process import Unanswered

@@ -9,9 +9,9 @@ import click
 from dualwrite.apps.cli.connection import database_options
 from dualwrite.apps.cli.exit_codes import exit_code_for_errors
 from dualwrite.apps.cli.report import batch_json, batch_table, report_console
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.jobs.batches import read_batches, read_nobody_at_work
-from dualwrite.stores.schema import check_schema
+from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.stores.sql.jobs.batches import read_batches, read_nobody_at_work
+from dualwrite.stores.sql.schema import check_schema
 
 
 @click.command()

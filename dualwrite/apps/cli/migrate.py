@@ -10,9 +10,9 @@ from dualwrite.apps.cli.exit_codes import exit_code_for_errors
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.failures import map_database_error
 from dualwrite.stores.opening import has_tables
+from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.stores.sql.access.failures import map_database_error
 
 
 @click.command()

@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from dualwrite.protocol.identity import belongs
-from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.process.leases import Lease
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
 from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.recovery.settling.settle import Loss
-from dualwrite.stores.jobs.batches import Batch
+from dualwrite.stores.sql.jobs.batches import Batch
 
 _WIDTH_OF_A_PIPE = 400
 

@@ -10,7 +10,7 @@ import click
 from dualwrite.apps.cli.connection import database_options, kafka_options
 from dualwrite.apps.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.apps.cli.report import lease_json, lease_table, report_console, status_json, status_table, summary
-from dualwrite.protocol.leases import Lease
+from dualwrite.protocol.process.leases import Lease
 from dualwrite.protocol.rows import Incident
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.plan import IdStatus, is_young

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.waiting import elsewhere
+from dualwrite.writing.blocks.serializing import check_callable, for_topic
 from dualwrite.writing.redo import is_not_run
-from dualwrite.writing.serializing import check_callable, for_topic
 
 if TYPE_CHECKING:
     from confluent_kafka import Message

@@ -19,10 +19,10 @@ from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, Stat
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.consuming import member_id
+from dualwrite.protocol.process.consuming import member_id
 from dualwrite.runtime.deadline import now_s
-from dualwrite.stores.consumed import ConsumedOffsets
-from dualwrite.stores.sql_database import sql_of
+from dualwrite.stores.sql.consumed import ConsumedOffsets
+from dualwrite.stores.sql.database import sql_of
 
 if TYPE_CHECKING:
     from dualwrite.ports.database import Database

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, TopicPartition
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.producer.native.offsets import group_of
+from dualwrite.kafka.producer.native.coordinating.offsets import group_of
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
+from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 
 if TYPE_CHECKING:
     from dualwrite.apps.consumer.partitions import Name, Partition, Unit
     from dualwrite.kafka.coordinator.client import KafkaCoordinator
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 _ANSWER_S: Final = 60.0
 

@@ -13,7 +13,7 @@ from dualwrite.runtime.waiting import Condition
 if TYPE_CHECKING:
     from confluent_kafka import Message
 
-    from dualwrite.stores.consumed import ClaimedOffset
+    from dualwrite.stores.sql.consumed import ClaimedOffset
 
 Name = tuple[str, int]
 

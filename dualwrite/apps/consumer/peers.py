@@ -10,7 +10,7 @@ from confluent_kafka.admin import AdminClient
 
 from dualwrite.errors import Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.connecting import connection_settings
-from dualwrite.protocol.consuming import left_behind, member_prefix
+from dualwrite.protocol.process.consuming import left_behind, member_prefix
 from dualwrite.recovery.recover import recover, status
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from dualwrite.apps.consumer.settings import is_incremental
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.consuming import pause_s
+from dualwrite.protocol.process.consuming import pause_s
 from dualwrite.runtime.deadline import Deadline, now_s
 
 if TYPE_CHECKING:

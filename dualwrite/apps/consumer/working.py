@@ -16,7 +16,7 @@ from dualwrite.apps.consumer.dead_letters import dead_letter_headers
 from dualwrite.apps.consumer.deserializing import Deserializing, Unreadable, registry_is_away
 from dualwrite.apps.consumer.offsets import Offsets, PartitionLost
 from dualwrite.errors import DualWriteError, Fenced
-from dualwrite.protocol.consuming import (
+from dualwrite.protocol.process.consuming import (
     Step,
     Trouble,
     around,
@@ -29,7 +29,7 @@ from dualwrite.protocol.consuming import (
 )
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline, now_s
-from dualwrite.stores.failures import Meaning, meaning_of
+from dualwrite.stores.sql.access.failures import Meaning, meaning_of
 from dualwrite.writing.lanes.turns import Turns
 from dualwrite.writing.redo import refuse_not_run
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Message
 
     from dualwrite.apps.consumer.partitions import Partitions, Unit
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.writer import DualWriter
 
 logger = logging.getLogger(__name__)

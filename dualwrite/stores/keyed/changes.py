@@ -11,7 +11,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.keyed.encoding import Stored
-from dualwrite.stores.rows import check_claimed
+from dualwrite.stores.sql.tables.rows import check_claimed
 
 
 def claimed(

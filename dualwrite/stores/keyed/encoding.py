@@ -13,7 +13,7 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.rows import Incident, StateRow
 from dualwrite.stores.keyed.keys import INCIDENT, STATE, Key
-from dualwrite.stores.rows import digest, parse_state_row
+from dualwrite.stores.sql.tables.rows import digest, parse_state_row
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dualwrite.stores.keyed.encoding import (
 )
 from dualwrite.stores.keyed.incidents import Incidents, now
 from dualwrite.stores.keyed.keys import STATE, Change, Entry, Key, Keys
-from dualwrite.stores.rows import check_decidable, check_guard, check_name, check_not_gone_back
+from dualwrite.stores.sql.tables.rows import check_decidable, check_guard, check_name, check_not_gone_back
 
 if TYPE_CHECKING:
     from dualwrite.protocol.observations import Outcome

@@ -12,9 +12,9 @@ from dualwrite.apps.async_transaction import Sessions, session_of_block
 from dualwrite.apps.async_writer import AsyncDualWriter
 from dualwrite.apps.task_writer import OfTasks
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
-from dualwrite.stores.connecting import async_engine_of
-from dualwrite.stores.dialects.closing import roll_back_before_closing
+from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.stores.sql.access.connecting import async_engine_of
+from dualwrite.stores.sql.drivers.closing import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.producer_record import ProducerRecord
     from dualwrite.testing.memory.log import RecordedTransaction
     from dualwrite.testing.memory.places import Place
-    from dualwrite.writing.serializing import Serializers
+    from dualwrite.writing.blocks.serializing import Serializers
 
 _TIMEOUT_S: Final = 60.0
 

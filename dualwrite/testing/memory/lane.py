@@ -16,7 +16,7 @@ from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.store import JoinedMemoryStore, MemoryStore
-from dualwrite.writing.early import refuse_early
+from dualwrite.writing.blocks.early import refuse_early
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.engine import Column
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.runtime.deadline import Deadline
-    from dualwrite.stores.dialects.dialect import Dialect
+    from dualwrite.stores.sql.dialects.dialect import Dialect
     from dualwrite.testing.memory.log import Log, RecordedTransaction
     from dualwrite.testing.memory.planted import Planted
 

@@ -10,15 +10,15 @@ from sqlalchemy import exc, literal_column, select
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.stores.dialects import committing
-from dualwrite.stores.dialects.dialect import Identity
-from dualwrite.stores.dialects.savepoints import SavepointWatch
-from dualwrite.stores.dialects.sqlite import SQLite
-from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.same_database import SameDatabase
-from dualwrite.stores.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.state import refuse_transaction
-from dualwrite.stores.tables import declare_tables
+from dualwrite.stores.sql.access.failures import map_database_error
+from dualwrite.stores.sql.dialects import committing
+from dualwrite.stores.sql.dialects.dialect import Identity
+from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
+from dualwrite.stores.sql.dialects.sqlite import SQLite
+from dualwrite.stores.sql.same_database import SameDatabase
+from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
+from dualwrite.stores.sql.state import refuse_transaction
+from dualwrite.stores.sql.tables.declared import declare_tables
 from dualwrite.testing.memory.places import Place
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.rows import StateRow
     from dualwrite.runtime.deadline import Deadline
-    from dualwrite.stores.dialects.dialect import Dialect
-    from dualwrite.stores.tables import Tables
+    from dualwrite.stores.sql.dialects.dialect import Dialect
+    from dualwrite.stores.sql.tables.declared import Tables
     from dualwrite.testing.memory.lane import MemoryLane
     from dualwrite.testing.memory.planted import Planted
 
@@ -183,7 +183,7 @@ class MemoryStore:
 
 
 class JoinedMemoryStore(MemoryStore):
-    """As :class:`dualwrite.stores.joined.JoinedStore`: other code begins and ends the transactions."""
+    """As :class:`dualwrite.stores.sql.joined.JoinedStore`: other code begins and ends the transactions."""
 
     def check_same_database(self, connection: Connection) -> None:
         """See the port. The transaction continues."""

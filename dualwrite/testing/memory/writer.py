@@ -11,13 +11,13 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.protocol.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.naming import lane_id
+from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.connecting import engine_of
-from dualwrite.stores.connections import borrowed, usable
-from dualwrite.stores.sql_database import SqlDatabase
+from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.stores.sql.access.connections import borrowed, usable
+from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.memory.lane import MemoryLane
 from dualwrite.testing.memory.log import Log, RecordedTransaction, TransactionState
 from dualwrite.testing.memory.places import Place
@@ -25,11 +25,11 @@ from dualwrite.testing.memory.planted import Planted
 from dualwrite.testing.memory.store import dialect_for_tests, is_shared
 from dualwrite.writing import entered
 from dualwrite.writing.arguments import check_arguments, conflicts_named
-from dualwrite.writing.block import dual_write, session_of_block
+from dualwrite.writing.blocks.block import dual_write, session_of_block
+from dualwrite.writing.blocks.serializing import Serializers, Serializing
 from dualwrite.writing.group.groups import Groups, runners_for
 from dualwrite.writing.group.submitting import Submitting
 from dualwrite.writing.lanes.lane_pool import Kept, Lanes
-from dualwrite.writing.serializing import Serializers, Serializing
 from dualwrite.writing.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self
 
-    from dualwrite.protocol.health import Health
+    from dualwrite.protocol.process.health import Health
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
     from dualwrite.writing.lanes.lane import Lane
     from dualwrite.writing.lanes.turns import Ticket
     from dualwrite.writing.sessions import BoundSessions
-    from dualwrite.writing.transaction import Transaction
 
 Result = TypeVar("Result")
 _TIMEOUT_S: Final = 60.0

@@ -12,8 +12,8 @@ from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAbort
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.writing.arguments import conflicts_named
-from dualwrite.writing.sending import raise_aborted
-from dualwrite.writing.transaction import Transaction, unit_of, write_of
+from dualwrite.writing.blocks.sending import raise_aborted
+from dualwrite.writing.blocks.transaction import Transaction, unit_of, write_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from dualwrite.ports.observer import WriteObserver
     from dualwrite.ports.savepoints import Message, SavepointWatch
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.writing.dual_write import DualWrite
+    from dualwrite.writing.blocks.dual_write import DualWrite
 
 
 class UnitWrite:
-    """One unit of a dual write. Implements :class:`dualwrite.writing.transaction.Write`.
+    """One unit of a dual write. Implements :class:`dualwrite.writing.blocks.transaction.Write`.
 
     Attributes:
         size: The size of its messages, in bytes.
@@ -48,55 +48,55 @@ class UnitWrite:
 
     @property
     def transactional_id(self) -> str:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         return self._write.transactional_id
 
     @property
     def state(self) -> WriteState:
-        """See :class:`dualwrite.writing.transaction.Write`. That of its group, unless the unit was rolled back."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. That of its group, unless the unit was rolled back."""
         return WriteState.ABORTED if self.dropped else self._write.state
 
     @property
     def prepared(self) -> PreparedTxnState | None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         return self._write.prepared
 
     @property
     def observer(self) -> WriteObserver:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         return self._write.observer
 
     def given(self, name: str) -> Any:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.require_open()
         return self._write.given(name)
 
     @property
     def connection(self) -> Connection:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.require_open()
         return self._write.connection
 
     @property
     def session(self) -> Session:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.require_open()
         self._write.sending.expect_session()
         return self._session.session
 
     @property
     def holds(self) -> bool:
-        """See :class:`dualwrite.writing.transaction.Write`. Messages of a unit always wait for its end."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. Messages of a unit always wait for its end."""
         return True
 
     def require_open(self) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         if self.ended:
             raise IllegalStateError("the unit of work has ended", transactional_id=self.transactional_id)
         self._write.require_open()
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`. An error concerns this unit alone."""
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. An error concerns this unit alone."""
         self.require_open()
         try:
             self.size += self._write.sending.hold(message, check)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dualwrite.protocol.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
@@ -22,7 +22,7 @@ from dualwrite.writing.redo import pause_after_s, refuse_not_run
 
 if TYPE_CHECKING:
     from dualwrite.ports.database import Traits
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 RUNNERS: Final = 2
 """While one group commits, the next one runs."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
-from dualwrite.protocol.redo import leaves_nothing
+from dualwrite.protocol.process.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
+from dualwrite.protocol.process.redo import leaves_nothing
 
 if TYPE_CHECKING:
     from dualwrite.writing.group.row_unit import RowUnit

@@ -14,7 +14,7 @@ from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.runtime import failpoints
 
 if TYPE_CHECKING:
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 _WRITES: Final = re.compile(r"\s*(?:insert|update|delete|merge|replace)\b", re.IGNORECASE)
 _RETURNS: Final = re.compile(r"\breturning\b", re.IGNORECASE)

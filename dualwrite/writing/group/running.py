@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from dualwrite.protocol.grouping import GroupLimits, Unit
+from dualwrite.protocol.process.grouping import GroupLimits, Unit
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing.group.divided import Divided, named
@@ -15,7 +15,7 @@ from dualwrite.writing.group.results import GroupRun, Told
 from dualwrite.writing.group.row_unit import execute_rows
 
 if TYPE_CHECKING:
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 Call = Callable[[Any, "Transaction"], object]
 """Calls the work of a task with the transaction of its unit."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Connection
 
+    from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.group.row_unit import RowUnit
-    from dualwrite.writing.transaction import Transaction
 
 Result = TypeVar("Result")
 

@@ -29,14 +29,14 @@ from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.sinks.spark.formats.registering import given_schemas, registered_layout
 from dualwrite.sinks.spark.worker.owners import settle_leases
-from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.jobs.batches import batch_in_part, newest_batch
-from dualwrite.stores.jobs.ledger import Ledger
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
-from dualwrite.stores.rows import check_name
-from dualwrite.stores.schema import check_schema
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.access.failures import map_database_error
+from dualwrite.stores.sql.jobs.batches import batch_in_part, newest_batch
+from dualwrite.stores.sql.jobs.ledger import Ledger
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.stores.sql.schema import check_schema
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.rows import check_name
 from dualwrite.units.announcing import Written, announce_batch
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.protocol.naming import pool_of_sink
 from dualwrite.sinks.spark.options.message_formats import KEY_FORMATS, REGISTERED, Format
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
-from dualwrite.stores.failures import shown_url
-from dualwrite.stores.rows import check_name
+from dualwrite.stores.sql.access.failures import shown_url
+from dualwrite.stores.sql.tables.rows import check_name
 
 if TYPE_CHECKING:
     from sqlalchemy import URL

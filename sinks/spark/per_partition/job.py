@@ -23,8 +23,8 @@ from dualwrite.sinks.spark.driver.task_errors import JOB_ERRORS, JobFailed, reas
 from dualwrite.sinks.spark.per_partition.task import PartitionReport, PartitionTask
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
-from dualwrite.stores.failures import map_database_error
-from dualwrite.stores.jobs.ledger import BEGUN
+from dualwrite.stores.sql.access.failures import map_database_error
+from dualwrite.stores.sql.jobs.ledger import BEGUN
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
     from dualwrite.sinks.spark.options.settings import SinkOptions
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from dualwrite.sinks.spark.worker.worker_cache import servers
 from dualwrite.sinks.spark.writing.both_legs import write_rows
 from dualwrite.sinks.spark.writing.progress import Progress, shown
 from dualwrite.sinks.spark.writing.whole_input import whole_input
-from dualwrite.writing.block import dual_write
+from dualwrite.writing.blocks.block import dual_write
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.options.settings import SinkOptions
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.runs import Run
     from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)

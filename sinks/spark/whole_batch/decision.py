@@ -17,8 +17,8 @@ from dualwrite.sinks.spark.databases.database import Staged
 from dualwrite.sinks.spark.driver.plan import DriverSide
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
-from dualwrite.stores.jobs.ledger import WHOLE_BATCH
-from dualwrite.stores.participants import name_of
+from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
+from dualwrite.stores.sql.participants import name_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -27,14 +27,14 @@ from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.worker.worker_cache import servers
 from dualwrite.sinks.spark.writing.both_legs import write_rows
 from dualwrite.sinks.spark.writing.progress import Progress, shown
-from dualwrite.stores.jobs.ledger import WHOLE_BATCH
-from dualwrite.writing.block import Ending, dual_write
+from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
+from dualwrite.writing.blocks.block import Ending, dual_write
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.sinks.spark.worker.attempt import Workplace
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

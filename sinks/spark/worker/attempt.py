@@ -15,17 +15,17 @@ from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark.worker.owners import settle_leases
 from dualwrite.sinks.spark.worker.slot import Slot, leased_slot
-from dualwrite.stores.jobs.ledger import Ledger
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.sql.jobs.ledger import Ledger
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
 from dualwrite.writing.lanes.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.sinks.spark.worker.worker_cache import WorkerCache
-    from dualwrite.stores.jobs.ledger import WrittenPartition
-    from dualwrite.stores.jobs.runs import Run
+    from dualwrite.stores.sql.jobs.ledger import WrittenPartition
+    from dualwrite.stores.sql.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dualwrite.recovery.settling.settle import settle
 
 if TYPE_CHECKING:
     from dualwrite.runtime.deadline import Deadline
-    from dualwrite.stores.jobs.slots import Lease, SlotPool
+    from dualwrite.stores.sql.jobs.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.runtime.deadline import now_s
-from dualwrite.stores.jobs.slots import Lease, SlotPool
+from dualwrite.stores.sql.jobs.slots import Lease, SlotPool
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -20,7 +20,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.spark.databases.opening import open_database
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
 
 if TYPE_CHECKING:

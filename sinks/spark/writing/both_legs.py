@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.sinks.spark.writing.progress import Progress
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 
 def write_rows(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.columns.layout import Encoded, Layout
     from dualwrite.sinks.spark.formats.serializing import Serializing
-    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.blocks.transaction import Transaction
 
 _BYTES: Final = pa.binary()
 

@@ -13,7 +13,7 @@ from dualwrite.apps.consumer.deserializing import Deserializing
 from dualwrite.apps.consumer.offsets import KafkaOffsets, PartitionLost, RowOffsets
 from dualwrite.apps.consumer.partitions import Partitions, Unit
 from dualwrite.apps.consumer.peers import Peers
-from dualwrite.stores.consumed import ClaimedOffset, ConsumedOffsets
+from dualwrite.stores.sql.consumed import ClaimedOffset, ConsumedOffsets
 from harness.mistakes.registry import Check, mistake
 
 _GROUP = "integration/test_exactly_once_consumer.py::"

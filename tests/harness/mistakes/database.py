@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores import claims, state
-from dualwrite.stores.clock import database_now
-from dualwrite.stores.dialects import postgresql
-from dualwrite.stores.dialects.dialect import Standing
-from dualwrite.stores.dialects.postgresql import PostgreSQL
-from dualwrite.stores.records import Records
-from dualwrite.stores.rows import check_decidable
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql import claims, state
+from dualwrite.stores.sql.dialects import postgresql
+from dualwrite.stores.sql.dialects.dialect import Standing
+from dualwrite.stores.sql.dialects.postgresql import PostgreSQL
+from dualwrite.stores.sql.records import Records
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.tables.clock import database_now
+from dualwrite.stores.sql.tables.rows import check_decidable
 from harness.mistakes.registry import Check, mistake, performed
 
 

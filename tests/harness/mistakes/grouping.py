@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dualwrite.errors import TransactionInDoubt
-from dualwrite.protocol.grouping import Fate, Unit
-from dualwrite.protocol.savepoints import Savepoints
+from dualwrite.protocol.process.grouping import Fate, Unit
+from dualwrite.protocol.process.savepoints import Savepoints
 from dualwrite.writing.group import results
 from dualwrite.writing.group.results import GroupRun
 from harness.mistakes.registry import Check, mistake

@@ -15,7 +15,8 @@ from dualwrite.kafka.producer.librdkafka.handle import Handle
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.observations import LogProof
 from dualwrite.recovery.settling import inspect
-from dualwrite.stores import rows, state
+from dualwrite.stores.sql import state
+from dualwrite.stores.sql.tables import rows
 from dualwrite.writing.lanes.lane import Lane
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 

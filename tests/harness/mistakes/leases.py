@@ -7,8 +7,8 @@ from sqlalchemy import null, true, update
 
 from dualwrite.protocol.tables.lease_life import LeaseEvent
 from dualwrite.recovery import take_over
-from dualwrite.stores import leases
-from dualwrite.stores.leases import Leases
+from dualwrite.stores.sql import leases
+from dualwrite.stores.sql.leases import Leases
 from dualwrite.writing import lease_keeper
 from dualwrite.writing.lease_keeper import LeaseKeeper
 from dualwrite.writing.leased import LeasedWriter

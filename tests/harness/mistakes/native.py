@@ -3,8 +3,8 @@
 import pytest
 
 from dualwrite.kafka.producer.abandoned_transaction import KeptTransaction
-from dualwrite.kafka.producer.native import initialising, requests
-from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.native.coordinating import initialising, requests
+from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
 from dualwrite.protocol.batches.handed_over import CompletionStep, next_native_completion_step
 from dualwrite.protocol.settling import known_end

@@ -8,9 +8,9 @@ import pytest
 
 from dualwrite.kafka.producer.engine import ProducerEngine
 from dualwrite.kafka.producer.native import evidence, instance
+from dualwrite.kafka.producer.native.coordinating.requests import Answered, CoordinatorRequests
 from dualwrite.kafka.producer.native.evidence import Evidence
 from dualwrite.kafka.producer.native.instance import NativeInstance
-from dualwrite.kafka.producer.native.requests import Answered, CoordinatorRequests
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.wire.answers import Code, Meaning
 from dualwrite.kafka.producer.native.wire.core import ProduceCore

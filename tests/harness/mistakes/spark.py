@@ -61,7 +61,7 @@ _REFUSED = "integration/test_spark_refused.py::"
 def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A batch that is for another table than its former run, under the same names, counts as begun there."""
     from dualwrite.protocol.batches.entry import Entry
-    from dualwrite.stores.jobs import ledger
+    from dualwrite.stores.sql.jobs import ledger
 
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)
 
@@ -126,7 +126,7 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
     """Giving up does not wait for a task that was let through, and looks for what it leaves before it is there."""
     from sqlalchemy.sql.selectable import Select
 
-    from dualwrite.stores.jobs.runs import Runs
+    from dualwrite.stores.sql.jobs.runs import Runs
 
     real = Runs.require
 
@@ -188,6 +188,6 @@ def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
 )
 def lease_not_looked_at_by_a_recovery(patch: pytest.MonkeyPatch) -> None:
     """A recovery takes a task that is at work for a dead one, though its lease has not expired."""
-    from dualwrite.stores.jobs import slots
+    from dualwrite.stores.sql.jobs import slots
 
     patch.setattr(slots, "living_leases", lambda *_, **__: frozenset())

@@ -9,20 +9,21 @@ import pytest
 
 from dualwrite.apps import async_transaction
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
-from dualwrite.protocol.allowance import Allowance
 from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.redo import Redo
+from dualwrite.protocol.process.allowance import Allowance
+from dualwrite.protocol.process.redo import Redo
 from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
 from dualwrite.recovery import claim, commit_in_doubt, recover
 from dualwrite.recovery.settling.settle import SettleReport
 from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.dialects import postgresql
-from dualwrite.stores.dialects.savepoints import SavepointWatch
-from dualwrite.stores.dialects.witness import PsycopgWitness
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing import dual_write, joining, redo
-from dualwrite.writing.dual_write import DualWrite
+from dualwrite.stores.sql.dialects import postgresql
+from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
+from dualwrite.stores.sql.drivers.witness import PsycopgWitness
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.writing import joining, redo
+from dualwrite.writing.blocks import dual_write
+from dualwrite.writing.blocks.dual_write import DualWrite
 from dualwrite.writing.lanes import lane
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.losses import Losses

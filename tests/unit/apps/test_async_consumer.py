@@ -8,7 +8,7 @@ from harness.served import SETTINGS, TOPIC
 
 from dualwrite import AsyncExactlyOnceConsumer, IllegalStateError, TransactionAborted
 from dualwrite.apps.consumer import member, working
-from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.blocks.dual_write import DualWrite
 
 from .messages import read
 

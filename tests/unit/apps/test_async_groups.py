@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
 from unit.apps.test_async_writer import in_writer, make, put  # noqa: F401 - fixtures
 

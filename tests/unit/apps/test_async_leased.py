@@ -8,7 +8,7 @@ from harness.databases import prepare, sqlite_url
 from harness.served import SETTINGS, TOPIC
 
 from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted
-from dualwrite.stores.leases import read_leases
+from dualwrite.stores.sql.leases import read_leases
 
 pytest.importorskip("aiosqlite")
 

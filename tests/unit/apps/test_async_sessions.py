@@ -24,8 +24,8 @@ from dualwrite import (
 )
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime.waiting import here
-from dualwrite.stores.connecting import async_engine_of
-from dualwrite.stores.joined import JoinedStore
+from dualwrite.stores.sql.access.connecting import async_engine_of
+from dualwrite.stores.sql.joined import JoinedStore
 from dualwrite.writing.lanes.lane_pool import Lanes
 
 pytest.importorskip("aiosqlite")

@@ -9,8 +9,8 @@ from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException
 from dualwrite.apps.consumer.offsets import KafkaOffsets, PartitionLost, RowOffsets
 from dualwrite.apps.consumer.partitions import Partition, Unit
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.producer.native.offsets import Group, group_of
-from dualwrite.stores.consumed import NOTHING_YET, ClaimedOffset
+from dualwrite.kafka.producer.native.coordinating.offsets import Group, group_of
+from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset
 
 AT = ("input", 0)
 

@@ -19,7 +19,9 @@ PLANTED = {
     ),
     "recovery: calls for people over recipes": ("recovery/reported", "dualwrite.recovery.recover"),
     "recovery: settling over looking": ("recovery/settling/look_back", "dualwrite.recovery.settling.settle"),
-    "writing: the writer over lanes over one dual write": ("writing/lanes/turns", "dualwrite.writing.writer"),
+    "a process: groups over what may run again": ("protocol/process/redo", "dualwrite.protocol.process.grouping"),
+    "writing: the writer over one dual write over lanes": ("writing/lanes/turns", "dualwrite.writing.writer"),
+    "a block: its transaction over one dual write": ("writing/blocks/sending", "dualwrite.writing.blocks.block"),
     "the consumer: one loop over reading and working": (
         "apps/consumer/offsets",
         "dualwrite.apps.consumer.reading",
@@ -38,6 +40,14 @@ PLANTED = {
         "kafka/producer/native/records/partitioners",
         "dualwrite.kafka.producer.native.wire.core",
     ),
+    "filling: messages over their contents": (
+        "kafka/producer/native/filling/contents",
+        "dualwrite.kafka.producer.native.filling.sticky",
+    ),
+    "coordinating: producer ids over requests over their messages": (
+        "kafka/producer/native/coordinating/offsets",
+        "dualwrite.kafka.producer.native.coordinating.requests",
+    ),
     "wire: a transaction over its partitions over the meaning of answers": (
         "kafka/producer/native/wire/answers",
         "dualwrite.kafka.producer.native.wire.partition",
@@ -50,7 +60,21 @@ PLANTED = {
     "records need no Arrow": ("kafka/producer/native/records/varints", "numpy"),
     "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator.client"),
-    "stores: the state and the rows of batches over one database": ("stores/tables", "dualwrite.stores.state"),
+    "stores: each kind of database over what they share": ("stores/keyed/keys", "dualwrite.stores.rocksdb.batch"),
+    "SQL: the state and the rows of batches over one database": (
+        "stores/sql/participants",
+        "dualwrite.stores.sql.state",
+    ),
+    "dialects: each database over what they share": (
+        "stores/sql/dialects/dialect",
+        "dualwrite.stores.sql.dialects.sqlite",
+    ),
+    "drivers: what a connection shows over its statements": (
+        "stores/sql/drivers/awaited",
+        "dualwrite.stores.sql.drivers.closing",
+    ),
+    "access: connections over failures": ("stores/sql/access/grants", "dualwrite.stores.sql.access.failures"),
+    "tables: rows over what is declared": ("stores/sql/tables/clock", "dualwrite.stores.sql.tables.rows"),
     "zookeeper: the database over its requests": (
         "stores/zookeeper/session",
         "dualwrite.stores.zookeeper.keys",

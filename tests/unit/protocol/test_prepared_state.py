@@ -20,7 +20,7 @@ from dualwrite.protocol.prepared_state import (
     FurtherPartitions,
     PreparedTxnState,
 )
-from dualwrite.stores.rows import digest
+from dualwrite.stores.sql.tables.rows import digest
 
 ARCHITECTURE = (Path(__file__).parents[3] / "docs/architecture.md").read_text(encoding="utf-8")
 

@@ -9,8 +9,8 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.forget import forget
 from dualwrite.runtime import failpoints
-from dualwrite.stores.jobs.runs import Runs
-from dualwrite.stores.jobs.slots import SlotPool
+from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.stores.sql.jobs.slots import SlotPool
 
 DAY_S = 86400.0
 

@@ -15,7 +15,7 @@ from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.recover import check_cluster, recover_rows, status_and_longest
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql_database import SqlDatabase
+from dualwrite.stores.sql.database import SqlDatabase
 
 
 def recovering(prefix="", **kwargs):

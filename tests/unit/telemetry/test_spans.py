@@ -26,9 +26,9 @@ from dualwrite.recovery.claim import OwnerContext
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.telemetry import names
-from dualwrite.writing import block, dual_write
+from dualwrite.writing.blocks import block, dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 

@@ -28,10 +28,10 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import InMemoryWriter, Place, TransactionState
 from dualwrite.testing.memory.places import EFFECTS, Rows
-from dualwrite.writing import dual_write
+from dualwrite.writing.blocks import dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 every_failure = pytest.mark.parametrize(

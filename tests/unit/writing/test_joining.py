@@ -23,9 +23,10 @@ from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.dialects import savepoints
-from dualwrite.stores.joined import JoinedStore
-from dualwrite.writing import dual_write, joining
+from dualwrite.stores.sql.dialects import savepoints
+from dualwrite.stores.sql.joined import JoinedStore
+from dualwrite.writing import joining
+from dualwrite.writing.blocks import dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Lanes
 

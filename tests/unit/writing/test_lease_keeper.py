@@ -6,9 +6,9 @@ import pytest
 from harness.databases import prepare, sqlite_url
 
 from dualwrite import Unavailable
-from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.protocol.tables.lease_life import LeaseState
-from dualwrite.stores.leases import Leases, read_leases
+from dualwrite.stores.sql.leases import Leases, read_leases
 from dualwrite.writing import lease_keeper
 from dualwrite.writing.lease_keeper import LeaseKeeper
 

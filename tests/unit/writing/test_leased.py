@@ -25,8 +25,8 @@ from dualwrite.apps.async_writer import AsyncDualWriter
 from dualwrite.recovery.forget import forget
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.forgetting import Forgetting
-from dualwrite.stores.leases import read_leases
+from dualwrite.stores.sql.forgetting import Forgetting
+from dualwrite.stores.sql.leases import read_leases
 from dualwrite.writing import lease_keeper, leased
 from dualwrite.writing.arguments import AsyncWriterSettings, WriterSettings
 from dualwrite.writing.lanes import lane_pool

@@ -19,8 +19,8 @@ from dualwrite import (
 )
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.runtime.deadline import running_on
-from dualwrite.stores.state import SqlStateStore
-from dualwrite.writing import dual_write
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.writing.blocks import dual_write
 from dualwrite.writing.lanes.lane import Lane
 from dualwrite.writing.lanes.lane_pool import Lanes
 

@@ -120,7 +120,7 @@ def test_a_loss_that_only_the_log_has_makes_it_unready():
 def test_a_writers_probe_asks_both_servers(shop, monkeypatch):
     with shop.writer() as writer:
         with monkeypatch.context() as patched:
-            patched.setattr("dualwrite.stores.state.SqlStateStore.begin", raising)
+            patched.setattr("dualwrite.stores.sql.state.SqlStateStore.begin", raising)
             with pytest.raises(Unavailable), writer.transaction():
                 raise AssertionError("the block is not entered")
         assert not writer.ready

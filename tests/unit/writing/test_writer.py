@@ -20,8 +20,8 @@ from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.tables import VERSION_TABLE
-from dualwrite.writing.block import dual_write
+from dualwrite.stores.sql.tables.declared import VERSION_TABLE
+from dualwrite.writing.blocks.block import dual_write
 from dualwrite.writing.lanes.lane import Lane
 
 

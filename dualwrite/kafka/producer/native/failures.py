@@ -21,7 +21,7 @@ from dualwrite.kafka.producer.failure import (
     error_for,
     not_answered,
 )
-from dualwrite.kafka.producer.native.contents import NoPartition, Unsendable
+from dualwrite.kafka.producer.native.filling.contents import NoPartition, Unsendable
 from dualwrite.kafka.producer.native.wire.answers import Meaning, Request, meaning_of
 from dualwrite.kafka.producer.native.wire.core import Refusal
 from dualwrite.protocol.tables.producer_life import ProducerEvent

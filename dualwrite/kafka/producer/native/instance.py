@@ -27,14 +27,19 @@ from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, whole
 from dualwrite.kafka.producer.failure import Failure, Phase
-from dualwrite.kafka.producer.native.contents import Unsendable
+from dualwrite.kafka.producer.native.coordinating.initialising import (
+    attempts,
+    initialise,
+    refusal_of_two_phase,
+    tell_time_limit,
+)
+from dualwrite.kafka.producer.native.coordinating.offsets import group_of, offsets_of
+from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.deliveries import Awaited
 from dualwrite.kafka.producer.native.evidence import Evidence, OpenTransaction
 from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
-from dualwrite.kafka.producer.native.filling import Filling
-from dualwrite.kafka.producer.native.initialising import attempts, initialise, refusal_of_two_phase, tell_time_limit
-from dualwrite.kafka.producer.native.offsets import group_of, offsets_of
-from dualwrite.kafka.producer.native.requests import CoordinatorRequests
+from dualwrite.kafka.producer.native.filling.contents import Unsendable
+from dualwrite.kafka.producer.native.filling.filling import Filling
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.settings import native_settings
 from dualwrite.kafka.producer.native.statistics import Statistics
@@ -50,8 +55,8 @@ if TYPE_CHECKING:
     from dualwrite.kafka.config import KafkaConfig
     from dualwrite.kafka.coordinator.routing import Topic
     from dualwrite.kafka.producer.engine import Column, HeaderPairs, Text
+    from dualwrite.kafka.producer.native.coordinating.requests import Answered
     from dualwrite.kafka.producer.native.deliveries import DeliveryCallback
-    from dualwrite.kafka.producer.native.requests import Answered
     from dualwrite.kafka.producer.native.settings import NativeSettings
     from dualwrite.ports.coordinator import TransactionCoordinator
     from dualwrite.protocol.tables.machine import Machine

@@ -14,8 +14,8 @@ from dualwrite.sinks.spark.columns.table import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import require_planned
 from dualwrite.sinks.spark.databases.mariadb.literals import NULL_REPLACED
 from dualwrite.sinks.spark.databases.mariadb.quoting import parsed_name
-from dualwrite.stores.dialects.mariadb_server import is_mariadb
-from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.sql.access.failures import map_database_error
+from dualwrite.stores.sql.dialects.mariadb_server import is_mariadb
 
 _TABLES: Final = frozenset({"BASE TABLE", "SYSTEM VERSIONED"})
 _FIND: Final = text(

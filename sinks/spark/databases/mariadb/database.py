@@ -11,7 +11,7 @@ from sqlalchemy import Connection, event
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.databases.mariadb import catalog, inserting, staging
 from dualwrite.sinks.spark.databases.mariadb.quoting import table_name
-from dualwrite.stores.connecting import new_engine
+from dualwrite.stores.sql.access.connecting import new_engine
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -9,7 +9,7 @@ from pymysql.err import MySQLError
 from sqlalchemy import exc
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.stores.failures import Meaning, driver_words, meaning_of
+from dualwrite.stores.sql.access.failures import Meaning, driver_words, meaning_of
 
 _PASSING: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 """The same rows may be taken later."""

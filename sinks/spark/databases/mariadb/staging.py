@@ -27,8 +27,8 @@ from dualwrite.sinks.spark.databases.database import (
 )
 from dualwrite.sinks.spark.databases.mariadb.quoting import execute, listed, quoted, table_name, text_literal
 from dualwrite.sinks.spark.databases.mariadb.refusals import is_about_rows, refused
-from dualwrite.stores.dialects.mariadb_server import is_mariadb
-from dualwrite.stores.failures import Meaning, driver_words, map_database_error, meaning_of, number_of
+from dualwrite.stores.sql.access.failures import Meaning, driver_words, map_database_error, meaning_of, number_of
+from dualwrite.stores.sql.dialects.mariadb_server import is_mariadb
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

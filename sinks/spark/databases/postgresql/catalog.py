@@ -10,7 +10,7 @@ from sqlalchemy import Connection, exc, text
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.columns.table import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import require_planned
-from dualwrite.stores.failures import driver_words, map_database_error, sqlstate_of
+from dualwrite.stores.sql.access.failures import driver_words, map_database_error, sqlstate_of
 
 _BAD_NAME: Final = frozenset({"42601", "42602", "22023", "0A000", "42939"})
 

@@ -17,7 +17,7 @@ from psycopg import sql
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.databases.database import require_all_taken
 from dualwrite.sinks.spark.databases.postgresql.catalog import require_types
-from dualwrite.stores.failures import driver_words
+from dualwrite.stores.sql.access.failures import driver_words
 
 if TYPE_CHECKING:
     from psycopg import Copy, Cursor

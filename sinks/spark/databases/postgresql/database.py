@@ -9,7 +9,7 @@ from psycopg import sql
 from sqlalchemy import Connection, create_engine
 
 from dualwrite.sinks.spark.databases.postgresql import catalog, copying, prepared, staging
-from dualwrite.stores.connecting import liveness_of
+from dualwrite.stores.sql.access.connecting import liveness_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -13,7 +13,7 @@ import psycopg.errors
 from sqlalchemy import Connection, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.stores.failures import map_database_error
+from dualwrite.stores.sql.access.failures import map_database_error
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -33,7 +33,7 @@ from dualwrite.sinks.spark.databases.database import (
     rows_lost,
 )
 from dualwrite.sinks.spark.databases.postgresql.copying import refused
-from dualwrite.stores.failures import driver_words, map_database_error
+from dualwrite.stores.sql.access.failures import driver_words, map_database_error
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

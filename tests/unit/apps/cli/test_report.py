@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 from rich.console import Console
 
 from dualwrite.apps.cli.report import lease_json, lease_table, status_json, status_table, summary
-from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.process.leases import Lease
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.plan import IdStatus, longest_open_s

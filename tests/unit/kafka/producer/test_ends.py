@@ -10,7 +10,7 @@ from simulator.environment import expire_producer, resume, suspend
 from dualwrite.kafka.producer.ends import EARLY_S, PendingEnd, ask_for_ends, know_end
 from dualwrite.protocol.settling.known_end import Ended, EndStep
 from dualwrite.runtime.deadline import Deadline, now_s
-from dualwrite.writing.block import Ending
+from dualwrite.writing.blocks.block import Ending
 
 
 @pytest.fixture

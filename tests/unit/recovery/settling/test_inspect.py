@@ -10,7 +10,7 @@ from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.inspect import inspect
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import Ending
+from dualwrite.writing.blocks.block import Ending
 
 
 def inspecting(here):

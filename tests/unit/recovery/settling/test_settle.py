@@ -20,7 +20,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import Ending
+from dualwrite.writing.blocks.block import Ending
 
 
 def settling(*names, timeout_s=TIMEOUT_S, **kwargs):

@@ -12,7 +12,7 @@ from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.jobs.complete import complete_handed_over
-from dualwrite.writing.block import Ending
+from dualwrite.writing.blocks.block import Ending
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from dualwrite import (
     Unavailable,
 )
 from dualwrite.runtime import failpoints
-from dualwrite.stores.dialects import committing
-from dualwrite.stores.state import SqlStateStore
+from dualwrite.stores.sql.dialects import committing
+from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing import writer as writer_module
 from dualwrite.writing.lanes.lane import Lane
 from unit.writing.group.held import Held, Refused
@@ -183,7 +183,7 @@ def test_in_doubt_reaches_every_unit_and_none_runs_again(shop, held, monkeypatch
     with held.together():
         futures = [held.writer.submit(lambda tx, n=n: unit(tx, n), key=n) for n in (1, 2, 3)]
         monkeypatch.setattr(committing, "commit", in_doubt)
-        monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", in_doubt)
+        monkeypatch.setattr("dualwrite.writing.blocks.dual_write.resolve_commit", in_doubt)
     errors = [future.exception(30) for future in futures]
     assert [type(error) for error in errors] == [TransactionInDoubt, Refused, TransactionInDoubt]
     assert errors[0] is not errors[2]

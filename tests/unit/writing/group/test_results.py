@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite import CompletionPending, TransactionAborted, TransactionInDoubt
-from dualwrite.protocol.grouping import ATTEMPTS, Unit
+from dualwrite.protocol.process.grouping import ATTEMPTS, Unit
 from dualwrite.writing.group.results import GroupRun, NothingKept
 
 

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from dualwrite import GroupLimits
-from dualwrite.protocol.grouping import Unit
+from dualwrite.protocol.process.grouping import Unit
 from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.group.running import run_group
 from unit.writing.group.test_results import Caller, tell

@@ -14,7 +14,7 @@ from dualwrite.protocol.settling.known_end import EndStep
 from dualwrite.protocol.tables.lane_life import LaneEvent
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.block import Ending
+from dualwrite.writing.blocks.block import Ending
 from dualwrite.writing.lanes.lane import Lane
 
 

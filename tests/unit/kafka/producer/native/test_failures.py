@@ -9,8 +9,8 @@ from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, Tran
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.failure import ADVICE, WITHIN_A_TRANSACTION, Kind, Phase
 from dualwrite.kafka.producer.librdkafka import failures as librdkafka
-from dualwrite.kafka.producer.native.contents import Unsendable, no_partition
 from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
+from dualwrite.kafka.producer.native.filling.contents import Unsendable, no_partition
 from dualwrite.kafka.producer.native.wire.answers import MEANINGS, Meaning, Request, meaning_of
 from dualwrite.kafka.producer.native.wire.core import Refusal
 from dualwrite.protocol.tables.producer_life import ProducerEvent

@@ -1,0 +1,177 @@
+"""Columns on their way into a transaction: the partition of each row, and batches made one after another.
+
+Import this module where columns are sent: it imports pyarrow and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualwrite.kafka.producer.native.filling.contents import OVERHEAD, Content, Unsendable, check_size, no_partition
+from dualwrite.kafka.producer.native.records.body import RecordsBody
+from dualwrite.kafka.producer.native.records.column_rows import Column
+from dualwrite.kafka.producer.native.records.column_varints import Numbers
+from dualwrite.kafka.producer.native.records.columns import ANYWHERE, Partitions, RowTooLarge, batches, partition_rows
+from dualwrite.kafka.producer.native.records.compression import Codec
+from dualwrite.kafka.producer.native.records.partitioners import Partitioner
+from dualwrite.kafka.producer.native.wire.answers import Code
+
+_PIECE_BYTES: Final = 8_000_000
+"""So many bytes of columns are in work at a time, twice or three times over."""
+
+
+class Columns:
+    """The columns of messages for one topic.
+
+    Args:
+        topic: The topic.
+        values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
+        keys: As many keys, likewise; None if there are none.
+        headers: As many lists of headers: of structs of ``key`` and ``value``, or maps; None if there are none.
+        partitions: As many partitions: integers; null or -1 chooses; None if none is given.
+        timestamps: As many timestamps (ms since 1970): integers; null or 0 is now; None if none is given.
+        first_row: The number of the first row in errors.
+
+    Raises:
+        ValueError: The columns differ in length.
+        TypeError: The partitions or the timestamps are no integers.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None,
+        headers: Column | None,
+        partitions: Column | None,
+        *,
+        timestamps: Column | None,
+        first_row: int = 0,
+    ) -> None:
+        self._topic = topic
+        self._first_row = first_row
+        self._columns = {
+            "values": values, "keys": keys, "headers": headers, "partitions": partitions, "timestamps": timestamps
+        }  # fmt: skip
+        self._count = len(values)
+        for name, column in self._columns.items():
+            if column is not None and len(column) != self._count:
+                raise ValueError(f"{self._count} values, {len(column)} {name}")
+        for name in ("partitions", "timestamps"):
+            column = self._columns[name]
+            if column is not None and not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+                raise TypeError(f"{name} are integers, not {column.type}")
+
+    @property
+    def highest_partition(self) -> int:
+        """The highest partition that a row names; `ANYWHERE` if none does."""
+        partitions = self._columns["partitions"]
+        highest = None if partitions is None else pc.max(partitions).as_py()
+        return ANYWHERE if highest is None else int(highest)
+
+    def bodies(
+        self,
+        partition_count: int,
+        partitioner: Partitioner,
+        codec: Codec,
+        *,
+        batch_bytes: int,
+        batch_messages: int,
+        max_message_bytes: int,
+        timestamp_ms: int,
+    ) -> Iterator[tuple[int, RecordsBody]]:
+        """The rows as batches, each made when it is asked for.
+
+        Args:
+            partition_count: The topic's partitions.
+            partitioner: The partition of a key.
+            codec: How batches are compressed.
+            batch_bytes: The greatest size of a batch.
+            batch_messages: The most messages in a batch.
+            max_message_bytes: The greatest size of a message.
+            timestamp_ms: Now.
+
+        Yields:
+            A partition, or `ANYWHERE`, and a batch.
+
+        Raises:
+            Unsendable: A row cannot be sent. Rows more than 8 MB before it may have been yielded.
+            TypeError: A column is of another type.
+            ValueError: A header has no name.
+        """
+        for first, count in self._pieces():
+            values, keys, headers, partitions, timestamps = (
+                None if column is None else column.slice(first, count) for column in self._columns.values()
+            )
+            try:
+                yield from batches(
+                    values,
+                    keys,
+                    headers,
+                    self._times(timestamps, timestamp_ms, first),
+                    partitions=self._partitions(keys, partitions, count, (partition_count, partitioner), first),
+                    timestamp_ms=timestamp_ms,
+                    codec=codec,
+                    limit_bytes=batch_bytes,
+                    limit_records=batch_messages,
+                    max_message_bytes=max_message_bytes - OVERHEAD,
+                )
+            except RowTooLarge as error:
+                check_size(OVERHEAD + error.size, max_message_bytes, f"row {self._first_row + first + error.row}")
+                raise  # check_size has raised
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        size = sum(column.nbytes for column in self._columns.values() if column is not None)
+        count = max(1, self._count * _PIECE_BYTES // max(size, 1))
+        for first in range(0, self._count, count):
+            yield first, min(count, self._count - first)
+
+    def _times(self, timestamps: Column | None, timestamp_ms: int, first: int) -> Column | None:
+        if timestamps is None:
+            return None
+        found = _integers(timestamps, 0)
+        if len(impossible := np.flatnonzero(found < 0)):
+            row = int(impossible[0])
+            raise Unsendable(
+                Code.INVALID_TIMESTAMP, f"row {self._first_row + first + row} has the timestamp {found[row]} ms"
+            )
+        return pa.array(np.where(found == 0, timestamp_ms, found))
+
+    def _partitions(
+        self, keys: Column | None, partitions: Column | None, rows: int, homes: tuple[int, Partitioner], first: int
+    ) -> Partitions:
+        count, partitioner = homes
+        if partitions is None:
+            return _of_keys(keys, rows, count, partitioner)
+        explicit = _integers(partitions, ANYWHERE)
+        if len(missing := np.flatnonzero((explicit < ANYWHERE) | (explicit >= count))):
+            row = int(missing[0])
+            raise no_partition(self._topic, int(explicit[row]), count, f"row {self._first_row + first + row}: ")
+        given = explicit != ANYWHERE
+        found = explicit if given.all() else np.where(given, explicit, _of_keys(keys, rows, count, partitioner))
+        return found.astype(np.int32)
+
+
+def _of_keys(keys: Column | None, rows: int, count: int, partitioner: Partitioner) -> Partitions:
+    if keys is not None:
+        return partition_rows(keys, count, partitioner)
+    home = partitioner.partition(None, count)
+    return np.full(rows, ANYWHERE if home is None else home, np.int32)
+
+
+def _integers(column: Column, instead_of_null: int) -> Numbers:
+    return np.asarray(pc.fill_null(column.cast(pa.int64()), instead_of_null), np.int64)
+
+
+def column_of(contents: Sequence[Content]) -> pa.Array:
+    """Keys or values as a column; text as UTF-8.
+
+    Raises:
+        TypeError: One is neither bytes nor text nor None.
+    """
+    return pa.array(contents, pa.large_binary())

@@ -1,0 +1,226 @@
+"""Group commit: which units of work go into the next group, when a group takes no more, and what follows a failed one.
+
+A *unit* is the work of one caller; a *group* is the units that commit together. Units of one key keep their order: while some
+of them are in a group, the others wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.protocol.process.redo import Redo, leaves_nothing, redo_after
+
+Work = TypeVar("Work")
+
+ATTEMPTS: Final = 5
+"""The maximum number of groups that a unit runs in."""
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """When a group takes no more units. It never waits for units: it takes those that wait as it begins.
+
+    Args:
+        units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared memory;
+            more of them slow down every query that meets their rows before the commit.
+        seconds: No unit begins later than this after the group's first one; the others wait for the next group. So the first
+            unit waits for the others no longer than this and the last unit take.
+        bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
+
+    Raises:
+        ConfigurationError: A limit cannot work.
+    """
+
+    units: int = 64
+    seconds: float = 0.25
+    bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.units < 1:
+            raise ConfigurationError(f"units is {self.units}; it must be at least 1")
+        if self.seconds < 0:
+            raise ConfigurationError(f"seconds is {self.seconds:g}; it must not be negative")
+        if self.bytes < 0:
+            raise ConfigurationError(f"bytes is {self.bytes}; it must not be negative")
+
+    def reached(self, *, seconds: float, size: int) -> bool:
+        """Whether a group takes no more units: so long after its first one began, with messages of that size in bytes."""
+        return seconds >= self.seconds or size > self.bytes
+
+
+DEFAULT_LIMITS: Final = GroupLimits()
+
+
+@dataclass(eq=False)
+class Unit(Generic[Work]):
+    """The work of one caller.
+
+    Attributes:
+        work: The work.
+        key: Units with the same key run, and commit, in the order in which they came.
+        failures: How many runs of it have left nothing behind.
+        alone: Whether it must be the only one of its group.
+    """
+
+    work: Work
+    key: Hashable
+    failures: int = 0
+    alone: bool = False
+
+
+class Units(Generic[Work]):
+    """The units that wait. Keys take turns, so that a caller with many units does not hold up those with few."""
+
+    def __init__(self) -> None:
+        self._ready: OrderedDict[Hashable, deque[Unit[Work]]] = OrderedDict()
+        self._busy: dict[Hashable, deque[Unit[Work]]] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether a group could begin now."""
+        return bool(self._ready)
+
+    @property
+    def lone(self) -> Unit[Work] | None:
+        """The unit that a group would consist of if it began now; None if there are none, or several."""
+        if len(self._ready) != 1:
+            return None
+        (waiting,) = self._ready.values()
+        return waiting[0] if len(waiting) == 1 else None
+
+    @property
+    def empty(self) -> bool:
+        """Whether no unit waits, and none is in a group."""
+        return not self._ready and not self._busy
+
+    def add(self, unit: Unit[Work]) -> None:
+        """Let a unit wait behind the others of its key."""
+        waiting = self._busy.get(unit.key)
+        if waiting is None:
+            waiting = self._ready.setdefault(unit.key, deque())
+        waiting.append(unit)
+
+    def take(self, limit: int) -> Sequence[Unit[Work]]:
+        """The units of the next group, in the order in which they are to run. Their keys are busy until :meth:`end`."""
+        taken: list[Unit[Work]] = []
+        while self._ready and len(taken) < limit:
+            key = next(iter(self._ready))
+            waiting = self._ready[key]
+            alone = waiting[0].alone
+            if alone and taken:
+                break
+            taken.append(waiting.popleft())
+            if waiting:
+                self._ready.move_to_end(key)
+            else:
+                del self._ready[key]
+            if alone:
+                break
+        for key in keys_of(taken):
+            self._busy[key] = self._ready.pop(key, deque())
+        return taken
+
+    def take_lone(self) -> None:
+        """Take :attr:`lone`, as :meth:`take` would. If this is interrupted, no other unit is lost, and :meth:`end` is right."""
+        unit = self.lone
+        assert unit is not None
+        del self._ready[unit.key]
+        self._busy[unit.key] = deque()
+
+    def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = ()) -> None:
+        """Note that a group has ended. May be called again if it was interrupted.
+
+        Args:
+            taken: All of its units.
+            again: Those of them that are to run in a later group, in their order: the next ones of their keys.
+        """
+        for unit in reversed(again):
+            waiting = self._busy.get(unit.key)
+            if waiting is not None and unit not in waiting:
+                waiting.appendleft(unit)
+        for key in keys_of(taken):
+            if waiting := self._busy.get(key):
+                self._ready[key] = waiting
+            self._busy.pop(key, None)
+        for key in reversed(keys_of(again)):
+            self._ready.move_to_end(key, last=False)
+
+    def drain(self) -> Sequence[Unit[Work]]:
+        """Take all units that wait: no group will run them."""
+        drained = [unit for waiting in (*self._ready.values(), *self._busy.values()) for unit in waiting]
+        self._ready.clear()
+        for waiting in self._busy.values():
+            waiting.clear()
+        return drained
+
+
+def keys_of(units: Iterable[Unit[Work]]) -> Sequence[Hashable]:
+    """The keys of units, each once, in the order of their first units."""
+    return list(dict.fromkeys(unit.key for unit in units))
+
+
+class Fate(Enum):
+    """The possible consequences of an error."""
+
+    TOGETHER = "run again, with others"
+    ALONE = "run again, each unit alone"
+    FAIL = "fail with the error"
+
+
+def after_unit(error: BaseException, failures: int) -> Fate:
+    """Judge the error of one unit, whose savepoint was rolled back.
+
+    Args:
+        error: Its error.
+        failures: How many runs of the unit have left nothing behind, this one included.
+    """
+    return Fate.TOGETHER if redo_after(error) is Redo.AGAIN and failures < ATTEMPTS else Fate.FAIL
+
+
+def after_group(error: BaseException, *, units: int, failures: int) -> Fate:
+    """Judge the error that ended a group, for one of its units.
+
+    A group that was aborted for a reason that may lie in one of its units runs again as single units, so that the others
+    do not fail with it.
+
+    Args:
+        error: The group's error.
+        units: How many units the group has run.
+        failures: How many runs of this unit have left nothing behind, this one included.
+    """
+    advice = redo_after(error)
+    if advice is Redo.AGAIN and failures < ATTEMPTS:
+        return Fate.TOGETHER if failures == 1 else Fate.ALONE
+    if advice is Redo.USELESS and units > 1 and isinstance(error, (TransactionAborted, ConfigurationError)):
+        return Fate.ALONE
+    return Fate.FAIL
+
+
+def after_ending_group(raised: BaseException | None, error: BaseException, failures: int) -> Fate:
+    """Judge the error of a unit that has ended its group, as a deadlock does where the database then rolls back everything.
+
+    It runs again alone, so that it ends no other group.
+
+    Args:
+        raised: The error of its work; None if it has ended the group without one.
+        error: The group's error.
+        failures: How many runs of the unit have left nothing behind, this one included.
+    """
+    if raised is None or not leaves_nothing(error) or after_unit(raised, failures) is Fate.FAIL:
+        return Fate.FAIL
+    return Fate.ALONE
+
+
+def after_culprit(error: BaseException, failures: int) -> Fate:
+    """Judge the error of a group that a known unit has ended, for one of the others.
+
+    Args:
+        error: The group's error.
+        failures: How many runs of this unit have left nothing behind, this one included.
+    """
+    return Fate.TOGETHER if leaves_nothing(error) and failures < ATTEMPTS else Fate.FAIL

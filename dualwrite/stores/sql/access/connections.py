@@ -1,0 +1,104 @@
+"""The connection of a block: one of the engine's, the user's own, or one made over a psycopg connection of the user's."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from sqlalchemy import Connection, Engine, StaticPool, exc
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.stores.sql.access.failures import map_database_error
+
+if TYPE_CHECKING:
+    import psycopg
+
+_infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakKeyDictionary()
+"""Facts about each of the user's psycopg connections, which outlive the connection of SQLAlchemy over it."""
+
+
+@contextmanager
+def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
+    """The user's connection as SQLAlchemy's.
+
+    Args:
+        given: A connection of SQLAlchemy's, or one of psycopg's.
+        engine: The writer's engine.
+
+    Yields:
+        The connection. One of psycopg's stays open, unless its transaction is in doubt.
+
+    Raises:
+        ConfigurationError: The connection is asynchronous, or psycopg's while the writer uses another database.
+        IllegalStateError: It is no connection.
+    """
+    if isinstance(given, Connection):
+        yield given
+    elif _is_psycopg(given):
+        with _over(cast("psycopg.Connection[Any]", given), engine) as connection:
+            yield connection
+    else:
+        raise IllegalStateError(
+            f"transaction() takes a connection of SQLAlchemy or psycopg 3, not {type(given).__name__}",
+            next_step="give engine.connect(), or nothing; for sessions of your own use bind()",
+        )
+
+
+@contextmanager
+def borrowed(engine: Engine) -> Generator[Connection, None, None]:
+    """A connection of the engine's for as long as the block lasts.
+
+    Raises:
+        DualWriteError: The engine could not connect.
+    """
+    try:
+        own = engine.connect()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine) from error
+    with own:
+        yield own
+
+
+def _is_psycopg(given: object) -> bool:
+    loaded = sys.modules.get("psycopg")
+    if loaded is None:
+        return False
+    if isinstance(given, loaded.AsyncConnection):
+        raise ConfigurationError(
+            "the connection is asynchronous", next_step="give a psycopg.Connection, in a thread (asyncio.to_thread)"
+        )
+    return isinstance(given, loaded.Connection)
+
+
+@contextmanager
+def _over(driver: psycopg.Connection[Any], engine: Engine) -> Generator[Connection, None, None]:
+    """A connection of SQLAlchemy's over one of the driver's, with the dialect that the writer's engine has found out."""
+    from psycopg import Cursor  # noqa: PLC0415 - only SQLite's users may lack it
+    from psycopg.pq import TransactionStatus  # noqa: PLC0415 - as above
+    from psycopg.rows import tuple_row  # noqa: PLC0415 - as above
+
+    if engine.dialect.name != "postgresql":
+        raise ConfigurationError(
+            f"a psycopg connection leads to another database than the writer's engine ({engine.dialect.name})",
+            next_step="give a connection to the writer's database: a dual write is decided in one database",
+        )
+    if driver.closed:
+        raise IllegalStateError("the psycopg connection is closed", next_step="give an open one")
+    if driver.info.transaction_status != TransactionStatus.IDLE:
+        raise IllegalStateError(
+            "the psycopg connection is already in a transaction",
+            next_step="end it first (psycopg begins one with the first statement, also with a SELECT)",
+        )
+    pool = StaticPool(lambda: driver, reset_on_return=None, dialect=engine.dialect)  # type: ignore[arg-type]
+    with Engine(pool, engine.dialect, engine.url).connect() as connection:
+        # The user's row factory and kind of cursor are for the user's statements.
+        vars(connection.connection)["cursor"] = lambda: Cursor(driver, row_factory=tuple_row)
+        connection.info.update(_infos.get(driver, {}))
+        info = connection.info
+        try:
+            yield connection
+        finally:
+            _infos[driver] = info

@@ -1,0 +1,126 @@
+"""``SqlDatabase``: a database that SQLAlchemy reaches, as the one that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
+from dualwrite.stores.sql.access.connections import borrowed, usable
+from dualwrite.stores.sql.forgetting import Forgetting
+from dualwrite.stores.sql.joined import JoinedStore
+from dualwrite.stores.sql.leases import Leases, living_members, read_leases
+from dualwrite.stores.sql.schema import check_schema
+from dualwrite.stores.sql.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from dualwrite.ports.store import StateStore
+    from dualwrite.protocol.process.leases import Lease
+
+_NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
+
+
+class SqlDatabase(Database):
+    """The database of an engine.
+
+    Args:
+        engine: Serves the library's own transactions.
+        schema: The schema of the library's tables, if it is not the default one.
+        blocks: Serves the blocks of dual writes, if not the same engine. It leads to the same database.
+    """
+
+    def __init__(self, engine: Engine, schema: str | None = None, *, blocks: Engine | None = None) -> None:
+        self.engine = engine
+        self._schema = schema
+        self._blocks = blocks or engine
+
+    @property
+    def traits(self) -> Traits:
+        """See :attr:`Database.traits`. SQLite has one write lock, so that one block at a time can write."""
+        name = self.engine.dialect.name
+        return Traits(_NAMES.get(name, name), "connection", blocks=1 if self._is_sqlite else None, savepoints=True)
+
+    @property
+    def schema(self) -> str | None:
+        """See :attr:`Database.schema`."""
+        return self._schema
+
+    @property
+    def joins_first(self) -> Engine | None:
+        """See :class:`dualwrite.writing.joining.Joining`."""
+        return self._blocks if self._is_sqlite else None
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    def check(self) -> None:
+        """See :meth:`Database.check`. The durability of commits is checked where one begins."""
+        check_schema(self.engine, self._schema)
+
+    def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> SqlStateStore:
+        """See :meth:`Database.store`."""
+        return SqlStateStore(self.engine, schema=self._schema, paused_owner_timeout_s=paused_owner_timeout_s)
+
+    def joined_store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> JoinedStore:
+        """The same rows, for dual writes in transactions that other code begins and ends."""
+        return JoinedStore(self.engine, schema=self._schema, paused_owner_timeout_s=paused_owner_timeout_s)
+
+    @contextmanager
+    def connect(self) -> Generator[Connection, None, None]:
+        """See :meth:`Database.connect`."""
+        with borrowed(self._blocks) as connection:
+            yield connection
+
+    @contextmanager
+    def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
+        """See :meth:`Database.adopt`. Takes a connection of SQLAlchemy's or of psycopg's."""
+        with usable(given, self.engine) as connection:
+            if connection.engine.pool is not self._blocks.pool:
+                store.check_same_database(connection)
+            yield connection
+
+    def close(self) -> None:
+        """See :meth:`Database.close`."""
+        self.engine.dispose()
+
+    def forked(self) -> None:
+        """See :meth:`Database.forked`."""
+        self.engine.dispose(close=False)
+
+    def leases(self, fleet: str) -> Leases:
+        """See :meth:`Database.leases`."""
+        return Leases(self.engine, fleet, schema=self._schema)
+
+    def living(self, names: Collection[str]) -> set[str]:
+        """See :meth:`Database.living`. Includes slots, which the tasks of a job hold."""
+        from dualwrite.stores.sql.jobs.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
+
+        slots = living_leases(self.engine, names, schema=self._schema)
+        return slots | living_members(self.engine, names, schema=self._schema)
+
+    def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
+        """See :meth:`Database.lease_list`."""
+        return read_leases(self.engine, transactional_id, prefix=prefix, schema=self._schema)
+
+    def forgetting(self) -> Forgetting:
+        """See :meth:`Database.forgetting`."""
+        return Forgetting(self.engine, self._schema)
+
+
+def sql_of(database: Database, what: str) -> SqlDatabase:
+    """The database, for what only SQL can do.
+
+    Raises:
+        ConfigurationError: It is another kind of database; ``what`` is the subject of the message.
+    """
+    if not isinstance(database, SqlDatabase):
+        raise ConfigurationError(
+            f"{what} need a SQL database, and this writer's database is {database.traits.name}",
+            next_step=f"use tx.{database.traits.gives} of transaction(), run() or submit()",
+        )
+    return database

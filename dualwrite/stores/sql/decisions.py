@@ -1,0 +1,87 @@
+"""The SQL of a dual write's own statements: the row read at its beginning, and the decision at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Integer, String, bindparam, null, or_, select, update
+
+from dualwrite.stores.sql.drivers.compiled import CompiledOnce
+from dualwrite.stores.sql.tables.clock import database_now
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dualwrite.stores.sql.dialects.dialect import Dialect
+    from dualwrite.stores.sql.tables.declared import Tables
+
+
+class Decisions:
+    """Reads and decides a row inside the caller's transaction. The statements are made once: each dual write runs two."""
+
+    def __init__(self, tables: Tables, dialect: Dialect) -> None:
+        self._dialect = dialect
+        state = tables.state
+        namespace = bindparam("namespace_", type_=String())
+        is_row = (
+            state.c.transactional_id == bindparam("id_"),
+            or_(namespace.is_(None), state.c.namespace == namespace),
+        )
+        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
+        incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
+        prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
+        self._start = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
+        decide = dialect.deciding(
+            update(state)
+            .where(*is_ours)
+            .values(
+                prepared_transaction_state=bindparam("state_"),
+                completed=null(),
+                settle_fence=null(),
+                updated_at=database_now(),
+            ),
+            idle_ms=bindparam("idle_ms_", type_=Integer()),
+            within_ms=bindparam("within_ms_", type_=Integer()),
+        )
+        self._decide = CompiledOnce(decide)
+        self._hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+
+    def start(self, connection: Connection, transactional_id: str, namespace: str | None) -> Sequence[Any]:
+        """The row's incarnation and prepared state, both None if there is no such row; then the dialect's start columns."""
+        bound = {"id_": transactional_id, "namespace_": namespace}
+        row: Sequence[Any] = self._start.execute(connection, bound).one()
+        return row
+
+    def decide(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        state: str,
+        *,
+        namespace: str | None,
+        idle_s: float | None,
+        within_s: float | None,
+    ) -> Sequence[Any] | None:
+        """Write the prepared state into the row. Returns the dialect's end columns; None if the row is no longer ours."""
+        bound = {
+            "id_": transactional_id,
+            "incarnation_": incarnation,
+            "namespace_": namespace,
+            "state_": state,
+            "idle_ms_": _milliseconds(idle_s),
+            "within_ms_": _milliseconds(within_s),
+        }
+        return self._dialect.decided(connection, self._decide, bound)
+
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None
+    ) -> Sequence[Any] | None:
+        """Lock the row as it is. Returns as :meth:`decide`."""
+        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
+        return connection.execute(self._hold, bound).one_or_none()
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit

@@ -1,0 +1,401 @@
+"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer with transaction pooling.
+
+Nothing here depends on a session: settings last for one transaction, and travel in statements that are sent anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, exc, func, literal_column, select, text
+from sqlalchemy.dialects import postgresql
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.sql.access.failures import sqlstate_of
+from dualwrite.stores.sql.dialects import committing
+from dualwrite.stores.sql.dialects.dialect import Identity, Standing
+from dualwrite.stores.sql.drivers.awaited import own_connection
+from dualwrite.stores.sql.drivers.watchdog import WATCHDOG
+from dualwrite.stores.sql.drivers.witness import PsycopgWitness
+from dualwrite.stores.sql.participants import PREFIX
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Insert, Table, Update
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.sql.drivers.compiled import CompiledOnce
+    from dualwrite.stores.sql.drivers.witness import Witness
+    from dualwrite.stores.sql.tables.declared import Tables
+
+logger = logging.getLogger(__name__)
+
+# libpq's PQtransactionStatus, by number: the driver that names the values may not be installed.
+_STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
+_IDLE: Final = 0
+_ACTIVE: Final = 1
+_IN_TRANSACTION: Final = 2
+_OLDEST: Final = (13,)  # pg_current_xact_id
+
+# SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
+# storage failed. Every other error in answer to COMMIT means a rollback: once the commit record is written, PostgreSQL
+# reports no errors (it would panic).
+_UNCERTAIN_CLASSES: Final = frozenset({"08", "57", "58", "XX", "F0"})
+_UNCERTAIN: Final = frozenset(
+    {
+        "40003",
+        "25P04",  # transaction_timeout: if it expires while the commit record is written, it is reported afterwards
+    }
+)
+_CERTAIN: Final = frozenset(
+    {
+        "57014",  # cancelled: a COMMIT past its record continues, with a warning
+        "25P03",  # idle_in_transaction_session_timeout: the session had ended before COMMIT arrived
+    }
+)
+
+_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+_STARTED: Final = "dualwrite.transaction_started"
+_JOINED_LATE: Final = "dualwrite.joined_after_a_statement"
+_FRESH: Final = frozenset({"read committed", "read uncommitted"})
+"""The isolation levels at which each statement sees what was committed before it."""
+_DURABLE: Final = (
+    "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
+)
+# The server's start time goes with the number: after a failover, the same number may be another transaction.
+_SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
+_NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
+
+
+_PREPARED: Final = text(
+    "SELECT gid, prepared FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, :prefix) "
+    "ORDER BY gid"
+)
+
+
+_IDENTITY: Final = text(
+    "SELECT pg_postmaster_start_time(), oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
+)
+
+
+class _Psycopg(Protocol):
+    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
+
+    autocommit: bool
+    read_only: bool | None
+
+    @property
+    def pgconn(self) -> _PGconn: ...
+
+    def fileno(self) -> int: ...
+
+
+class _PGconn(Protocol):
+    @property
+    def transaction_status(self) -> int: ...
+
+
+def _driver(connection: Connection) -> _Psycopg:
+    return cast("_Psycopg", connection.connection.driver_connection)
+
+
+def _status(driver: DBAPIConnection) -> int:
+    return cast("_Psycopg", own_connection(driver)).pgconn.transaction_status
+
+
+def _usable_driver(connection: Connection) -> _Psycopg:
+    """The driver's connection, which commits by COMMIT alone and may write."""
+    driver = _driver(connection)
+    if driver.autocommit:
+        raise ConfigurationError(
+            "the connection is in autocommit: each statement would be committed by itself",
+            next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
+        )
+    if driver.read_only:
+        raise ConfigurationError(
+            "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
+        )
+    return driver
+
+
+def _limit(name: str, timeout_ms: int) -> str:
+    """An expression that sets a time limit for this transaction, unless a lower one applies (0 means no limit)."""
+    present = f"current_setting('{name}')::interval"
+    limit = f"interval '{timeout_ms} milliseconds'"
+    return (
+        f"CASE WHEN {present} = interval '0' OR {present} > {limit} THEN set_config('{name}', '{timeout_ms}', true) END"
+    )
+
+
+def _limit_idle(timeout_s: float | None) -> str:
+    return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
+
+
+# Not bound values, which would be sent with each decision.
+_LOCAL: Final[ColumnElement[bool]] = literal_column("true")
+_NOTHING: Final[ColumnElement[int]] = literal_column("0")
+
+
+def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """As :func:`_limit`, for a bound value."""
+    name = "idle_in_transaction_session_timeout"
+    present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
+    lower = (present_ms == _NOTHING) | (present_ms > timeout_ms)  # NULL if there is no limit to set
+    return case((lower, func.set_config(literal_column(f"'{name}'"), timeout_ms.cast(Text()), _LOCAL)))
+
+
+def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """An expression that ends the transaction after that time, unless the session's own limit ends it earlier.
+
+    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 the setting does not exist:
+    NULL.
+    """
+    name: ColumnElement[str] = literal_column("'transaction_timeout'")
+    of_session_ms = literal_column(
+        f"nullif(extract(epoch FROM current_setting({name}, true)::interval) * 1000, 0)"
+        " - extract(epoch FROM clock_timestamp() - now()) * 1000",
+        Numeric(),
+    )
+    chosen = (
+        select(
+            func.greatest(literal_column("1"), func.least(timeout_ms, of_session_ms))
+            .cast(Integer())
+            .cast(Text())
+            .label("chosen"),
+            func.set_config(name, literal_column("'0'"), _LOCAL).label("disarmed"),
+        )
+        .where(func.current_setting(name, _LOCAL).is_not(None), timeout_ms.is_not(None))
+        .subquery("transaction_limit")
+    )
+    armed = select(func.set_config(name, chosen.c.chosen, _LOCAL)).where(chosen.c.disarmed == literal_column("'0'"))
+    return armed.scalar_subquery()
+
+
+class PostgreSQL:
+    """The adapter for PostgreSQL.
+
+    Args:
+        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that a
+            paused owner does not hold its locks forever. None keeps the server's own setting.
+    """
+
+    name = "postgresql"
+    quotes_keep_case = True
+
+    def __init__(self, paused_owner_timeout_s: float | None) -> None:
+        self._limit_idle = _limit_idle(paused_owner_timeout_s)
+        self._warned = False
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        del tables
+        if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError("the driver's connection is already in a transaction")
+        connection.begin()
+        connection.info[_STARTED] = None
+        connection.info[_JOINED_LATE] = False
+
+    def join(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
+
+        :meth:`check_start` refuses a snapshot that is too old.
+        """
+        del tables
+        connection.info[_JOINED_LATE] = _usable_driver(connection).pgconn.transaction_status != _IDLE
+        connection.info[_STARTED] = None
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self.begin(connection, tables)
+        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
+        self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self._check_server(connection)
+
+    def _check_server(self, connection: Connection, *settings: str) -> None:
+        version = connection.dialect.server_version_info
+        if version is not None and version < _OLDEST:
+            raise ConfigurationError(
+                f"PostgreSQL {'.'.join(map(str, version))} is too old", next_step="use PostgreSQL 13 or newer"
+            )
+        facts = ("pg_is_in_recovery()", "current_setting('fsync')")
+        row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
+        if row[0]:
+            raise ConfigurationError(
+                "the database is a standby: it cannot decide, and may show old data",
+                next_step="connect to the primary (target_session_attrs=read-write)",
+            )
+        if row[1] == "off" and not self._warned:
+            self._warned = True
+            logger.warning("PostgreSQL runs with fsync=off: committed data may be lost when its machine crashes")
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Whether the transaction is read-only, its isolation, and when it began; also limits its idle time."""
+        return [
+            literal_column("current_setting('transaction_read_only')"),
+            literal_column("current_setting('transaction_isolation')"),
+            literal_column("now()"),
+            literal_column(self._limit_idle),
+        ]
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        read_only, isolation, started, _ = values
+        if read_only == "on":
+            raise ConfigurationError(
+                "the transaction is read-only",
+                next_step="connect to the primary, with a role whose default_transaction_read_only is off",
+            )
+        if connection.info[_JOINED_LATE] and isolation not in _FRESH:
+            # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
+            raise IllegalStateError(
+                f"the transaction is {str(isolation).upper()}, and its snapshot is older than the dual write",
+                next_step="join the session to the dual write before its first statement: call join(session)",
+            )
+        connection.info[_STARTED] = started
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """When the transaction began, and its name; also makes its COMMIT durable."""
+        return [
+            literal_column("now()"),
+            literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
+            literal_column(_DURABLE),
+        ]
+
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
+        return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
+
+    def decided(
+        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    ) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return deciding.execute(connection, bound).one_or_none()
+
+    def refuse(self, connection: Connection, statement: str) -> None:
+        """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
+        del connection, statement
+
+    def restore(self, connection: Connection) -> None:
+        """Nothing: no setting outlives the transaction."""
+        del connection
+
+    def run_deferred(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
+
+        No ``statement_timeout`` would limit them during COMMIT.
+        """
+        connection.exec_driver_sql(_IMMEDIATE)
+
+    @contextmanager
+    def deferred_first(self, connection: Connection, transactional_id: str) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        driver = _driver(connection)
+        if driver.pgconn.transaction_status != _IN_TRANSACTION:
+            yield  # the statement will report it, with the cause
+            return
+        from dualwrite.stores.sql.drivers import ahead  # noqa: PLC0415 - psycopg: only SQLite's users may lack it
+
+        if not ahead.is_possible(driver):
+            committing.run_deferred(connection, self, transactional_id)
+            yield
+            return
+        with ahead.sent_ahead(driver, _IMMEDIATE) as first:
+            try:
+                yield
+            except exc.SQLAlchemyError as error:
+                if first.failed and sqlstate_of(getattr(error, "orig", None)) is not None:
+                    raise committing.deferred_failed(error, transactional_id) from error
+                raise
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Shuts the connection when the time is up."""
+        if seconds is None:
+            yield
+            return
+        with WATCHDOG.watching(_driver(connection).fileno(), seconds) as watch:
+            yield
+        if watch.expired:
+            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        started, name, *_ = values
+        if connection.info[_STARTED] is None:
+            connection.info[_STARTED] = started
+        elif started != connection.info[_STARTED]:
+            raise IllegalStateError(
+                "the database transaction of the dual write was ended inside it: by a COMMIT or ROLLBACK sent as text, or "
+                "by a pooler that shares connections by statement",
+                next_step="leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
+            )
+        return cast("str", name)
+
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
+
+        Any role may read it; copies of a server started later.
+        """
+        name = connection.dialect.identifier_preparer.format_table(tables.state)
+        started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
+        return Identity((started, database), table)
+
+    def witness(self, connection: Connection) -> Witness:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        # A statement before the dual write may have opened a savepoint past SQLAlchemy.
+        return PsycopgWitness(connection, doubtful=bool(connection.info.get(_JOINED_LATE)))
+
+    def insert_if_missing(self, table: Table) -> Insert:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return _STANDINGS[_status(driver)]
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        state = sqlstate_of(getattr(error, "orig", None))
+        if state in _CERTAIN:
+            return True
+        status = _status(driver)
+        if status == _ACTIVE:
+            return False
+        if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:
+            return True  # COMMIT was not sent: an engine listener failed before it
+        if state is None or _STANDINGS[status] is not Standing.ENDED:
+            return False
+        return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """``pg_xact_status``: exact while the transaction is recent and the server has not restarted."""
+        match = _NAME.fullmatch(transaction)
+        if match is None:
+            raise IllegalStateError(f"{transaction!r} is not the name of a PostgreSQL transaction")
+        status = connection.scalar(
+            text(f"SELECT CASE WHEN {_SERVER} = :server THEN pg_xact_status(CAST(:number AS xid8)) END"),
+            {"server": match[2], "number": match[1]},
+        )
+        return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
+            status or "", DatabaseVerdict.UNKNOWN
+        )

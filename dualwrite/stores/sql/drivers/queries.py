@@ -1,0 +1,215 @@
+"""Notices what a connection of PyMySQL or mysqlclient is asked to execute, also past SQLAlchemy.
+
+Both drivers send every statement of a cursor through ``Connection.query``, and COMMIT through ``Connection.commit``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from sqlalchemy import exc
+
+from dualwrite.stores.sql.access.failures import number_of
+from dualwrite.stores.sql.drivers.implicit_commits import ends_transaction, may_hide_savepoints
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+ROLLED_BACK: Final = frozenset(
+    {
+        1213,  # a deadlock
+        1020,  # a row changed after the snapshot (MariaDB's innodb_snapshot_isolation)
+    }
+)
+"""Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
+LOCK_WAIT_TIMEOUT: Final = 1205
+_NO_TABLE: Final = 1146
+_KEPT: Final = "dualwrite_queries"
+
+
+class _Driver(Protocol):
+    """The part of the drivers' connections used here."""
+
+    def query(self, *arguments: object, **options: object) -> object: ...
+
+    def commit(self) -> object: ...
+
+    def cursor(self) -> Any: ...
+
+
+class Queries:
+    """Watches one driver's connection for as long as it lives. Made by :func:`queries_of`.
+
+    Attributes:
+        expected: How many statements SQLAlchemy is about to send.
+        doubtful: Whether a statement may have set or rolled back to a savepoint past SQLAlchemy.
+        ended: Whether a statement was sent that ends the transaction.
+        timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
+        rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
+        commit_sent: Whether COMMIT may have been sent in this transaction.
+        has_table: Whether the connection has the witness's table.
+    """
+
+    def __init__(self, driver: _Driver) -> None:
+        self.expected = 0.0
+        self.has_table = False
+        self.timeout_rolls_back = False
+        self.begin()
+        self._query = driver.query
+        self._commit = driver.commit
+        vars(driver).update(query=self._noticing, commit=self._committing)
+
+    def begin(self) -> None:
+        """A transaction begins."""
+        self.doubtful = False
+        self.ended = False
+        self.rolled_back: BaseException | None = None
+        self.commit_sent = False
+
+    def _noticing(self, *arguments: object, **options: object) -> object:
+        if self.expected:
+            self.expected -= 1
+        else:
+            self.doubtful = True
+        if (text := _text_of(arguments)) is not None:
+            self.doubtful = self.doubtful or may_hide_savepoints(text)
+            self.ended = self.ended or ends_transaction(text)
+        try:
+            return self._query(*arguments, **options)
+        except BaseException as error:
+            self.expected = 0
+            number = number_of(error)
+            if number in ROLLED_BACK or (number == LOCK_WAIT_TIMEOUT and self.timeout_rolls_back):
+                self.rolled_back = error
+            raise
+
+    def _committing(self) -> object:
+        self.commit_sent = True
+        return self._commit()
+
+
+def _text_of(arguments: Sequence[object]) -> str | None:
+    text = arguments[0] if arguments else None
+    return (
+        text
+        if isinstance(text, str)
+        else text.decode("utf-8", "replace")
+        if isinstance(text, (bytes, bytearray))
+        else None
+    )
+
+
+def queries_of(driver: DBAPIConnection) -> Queries:
+    """The watch over that connection, which begins with the first call."""
+    found: Queries | None = vars(driver).get(_KEPT)
+    if found is None:
+        found = vars(driver)[_KEPT] = Queries(cast("_Driver", driver))
+    return found
+
+
+@contextmanager
+def _mapped(connection: Connection) -> Generator[None, None, None]:
+    """Raise the driver's errors as SQLAlchemy's."""
+    kind = connection.dialect.loaded_dbapi.Error
+    try:
+        yield
+    except kind as error:
+        raise exc.DBAPIError.instance(None, None, error, kind, dialect=connection.dialect) from error
+
+
+_MAKE: Final = (
+    "CREATE TEMPORARY TABLE IF NOT EXISTS dualwrite_witness (id INT PRIMARY KEY, number BIGINT NOT NULL) ENGINE=InnoDB"
+)
+_BEGIN: Final = "REPLACE INTO dualwrite_witness VALUES (1, {number})"
+_RENEW: Final = "UPDATE dualwrite_witness SET number = {number} WHERE id = 1 AND number = {known}"
+_SHOW: Final = "SELECT 1 FROM dualwrite_witness WHERE id = 1 AND number = {number}"
+
+
+class QueryWitness:
+    """The witness is a row of a temporary table, which commits nothing when it is made."""
+
+    def __init__(self, connection: Connection, *, doubtful: bool) -> None:
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        self._driver = cast("_Driver", driver)
+        self._queries = queries_of(driver)
+        self._queries.doubtful = doubtful
+        # A rollback may bring back the row of an earlier transaction: no two of them use the same numbers.
+        self._first = secrets.randbits(40) << 20
+
+    @property
+    def doubtful(self) -> bool:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        return self._queries.doubtful
+
+    def expect(self, *, many: bool) -> None:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`.
+
+        ``execute`` queries once, ``executemany`` for each batch.
+        """
+        self._queries.expected = float("inf") if many else 1
+
+    def seen(self) -> None:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        self._queries.expected = 0
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        with _mapped(connection):
+            if not known:
+                self._store(number)
+                self._queries.doubtful = False
+                return True
+            kept = self._changes(_RENEW.format(number=self._first + number, known=self._first + known))
+        self._queries.doubtful = False
+        return kept
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        with _mapped(connection):
+            return self._changes(_SHOW.format(number=self._first + number))
+
+    def _store(self, number: int) -> None:
+        if not self._queries.has_table:
+            self._run(_MAKE)
+            self._queries.has_table = True
+        self._run(_BEGIN.format(number=self._first + number))
+
+    def _changes(self, statement: str) -> bool:
+        try:
+            return self._run(statement) == 1
+        except Exception as error:
+            if number_of(error) == _NO_TABLE:
+                return False
+            raise
+
+    def _run(self, statement: str) -> int:
+        self._queries.expected = 1
+        with closing(self._driver.cursor()) as cursor:
+            cursor.execute(statement)
+            self._queries.expected = 0
+            return int(cursor.rowcount)
+
+    def execute(
+        self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
+    ) -> None:
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        del later
+        with _mapped(connection):
+            for statement in statements:
+                self._run(statement)
+            if number is not None:
+                self._store(number)
+        self._queries.doubtful = False
+
+    def settle(self, connection: Connection) -> None:
+        """Nothing to do: every statement waits for its answer."""
+        del connection
+
+    def stop(self) -> None:
+        """Nothing to do: the watch stays on its connection."""

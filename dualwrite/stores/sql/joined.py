@@ -1,0 +1,51 @@
+"""The state store for dual writes in transactions that other code begins and ends, such as an ORM session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dualwrite.stores.sql.dialects import committing
+from dualwrite.stores.sql.state import SqlStateStore
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+class JoinedStore(SqlStateStore):
+    """As :class:`SqlStateStore`, but the connection is inside a transaction of SQLAlchemy's when a dual write begins on it.
+
+    :meth:`begin` joins that transaction. :meth:`commit` may be called only by the code that SQLAlchemy calls to send its
+    COMMIT; it and :meth:`rollback` end the database's transaction, and leave SQLAlchemy's own state to its owner. Nothing
+    refuses the owner's COMMIT here: the owner of the connection must turn it into that of the dual write.
+    """
+
+    def check_same_database(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. The transaction continues."""
+        self._same_database.check(connection)
+
+    def begin(self, connection: Connection) -> None:
+        """Join the transaction. On SQLite this takes the write lock.
+
+        Raises:
+            IllegalStateError: The transaction has gone too far for that.
+            ConfigurationError, Unavailable: As :meth:`SqlStateStore.begin`.
+        """
+        with self._mapped():
+            self._dialect.join(connection, self._tables)
+        self._begin_decisions(connection)
+
+    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
+        """See :meth:`dualwrite.ports.store.StateStore.commit`."""
+        try:
+            committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s, joined=True)
+        finally:
+            self._dialect.restore(connection)
+
+    def rollback(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
+        committing.rollback_joined(connection)
+        self._dialect.restore(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """See :meth:`dualwrite.ports.store.StateStore.discard`."""
+        committing.discard_joined(connection)

@@ -1,0 +1,124 @@
+"""A block around one dual write: its end commits both sides, an exception in it aborts both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.ports.database import SQL, Traits
+from dualwrite.ports.observer import NO_WRITE_OBSERVER, WriteObserver
+from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.recovery.reported import noting_told
+from dualwrite.writing.blocks.dual_write import DualWrite
+from dualwrite.writing.blocks.serializing import NO_SERIALIZERS, Serializing
+from dualwrite.writing.blocks.transaction import Transaction
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from dualwrite.ports.store import Handle
+    from dualwrite.recovery.claim import OwnerContext
+    from dualwrite.writing.lanes.lane import Lane
+
+_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
+
+
+class Ending(Enum):
+    """The ways in which the end of a block ends its dual write."""
+
+    COMMIT = "commit both sides"
+    HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"
+    PREPARE = "hand it over undecided; the database's part is prepared"
+
+
+def session_of_block(bind: Connection) -> Session:
+    """The ORM session of a block. Its objects stay readable after the block has ended."""
+    from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where it is used
+
+    return Session(bind=bind, expire_on_commit=False)
+
+
+def no_session(**_: object) -> Session:
+    """Stands in for ``tx.session`` in a block that joins another session's transaction.
+
+    Raises:
+        IllegalStateError: Always.
+    """
+    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")
+
+
+@contextmanager
+def dual_write(
+    lane: Lane,
+    context: OwnerContext,
+    handle: Handle,
+    *,
+    traits: Traits = SQL,
+    session_factory: Callable[..., Session] = session_of_block,
+    margin_s: float,
+    timeout_s: float,
+    ending: Ending = Ending.COMMIT,
+    permit: Callable[[Handle], None] = lambda _: None,
+    savepoints: bool = True,
+    observer: WriteObserver = NO_WRITE_OBSERVER,
+    serializing: Serializing = NO_SERIALIZERS,
+) -> Generator[Transaction, None, None]:
+    """Run one dual write on a ready lane: the block's end commits both sides or hands them over; an exception aborts both.
+
+    Args:
+        lane: Only this dual write uses it until the block has ended.
+        context: The servers.
+        handle: The database's: a connection that is not inside a transaction, or what it has instead.
+        traits: What the kind of database is like.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
+        timeout_s: Limits the ending, in seconds.
+        ending: How the block's end ends the dual write.
+        permit: May still refuse the ending; see :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over`.
+        savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
+            middle of a COPY.
+        observer: Observes this dual write.
+        serializing: Makes the bytes of messages.
+
+    Raises:
+        DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
+    """
+    write = DualWrite(
+        lane,
+        context,
+        handle,
+        traits=traits,
+        session_factory=session_factory,
+        margin_s=margin_s,
+        timeout_s=timeout_s,
+        savepoints=savepoints,
+        observer=observer,
+    )
+    with noting_told(context.store):
+        write.begin()
+    try:
+        try:
+            write.lent = True
+            yield Transaction(write, serializing)
+        except BaseException:
+            write.lent = False
+            write.abort()
+            raise
+        write.lent = False
+        if ending is Ending.COMMIT:
+            with noting_told(context.store):
+                write.commit(permit=permit)
+        else:
+            write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
+    finally:
+        write.lent = False
+        write.release()
+        if write.state not in _ENDED:
+            # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
+            # the old backend and settles.
+            lane.discard()
+            context.store.discard(handle)

@@ -1,0 +1,127 @@
+"""The messages of one dual write on their way to the producer: at once, or when their savepoint is released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.ports.savepoints import Message, SavepointWatch
+
+
+class Sending:
+    """Hands messages to the producer, and remembers the first error: a block that swallows it must not commit half its work.
+
+    Attributes:
+        begun: Whether a Kafka transaction has begun.
+        refusal: The first error in the block that must abort it, even if the block continues.
+        savepoints: The savepoints that messages wait for; None if none are used.
+    """
+
+    def __init__(self, producer: TransactionalProducer, transactional_id: str) -> None:
+        self._producer = producer
+        self._id = transactional_id
+        self.begun = False
+        self.refusal: DualWriteError | None = None
+        self.savepoints: SavepointWatch | None = None
+
+    def expect_session(self) -> None:
+        """Watch the savepoints of ORM sessions too, before the first one is made."""
+        if self.savepoints is not None:
+            self.savepoints.expect_session()
+
+    def refuse(self, error: DualWriteError) -> None:
+        """Note an error that must abort the block even if it continues; the first one counts."""
+        self.refusal = self.refusal or error
+
+    def hold(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> int:
+        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
+
+        Returns:
+            Its size in bytes, as far as the check knows it.
+
+        Raises:
+            TransactionAborted, IllegalStateError, ValueError: The check refuses it, or its savepoint cannot be known.
+        """
+        assert self.savepoints is not None
+        size = 0 if check is None else check(self._producer)
+        self.savepoints.add(message)
+        return size
+
+    def _hand_over_released(self) -> None:
+        if self.savepoints is not None:
+            for message in self.savepoints.take():
+                self._hand_over(message)
+
+    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> None:
+        """Take a message; see :meth:`dualwrite.writing.blocks.dual_write.DualWrite.send`."""
+        try:
+            if self.savepoints is None or self.savepoints.direct:
+                self._hand_over(message)
+            else:
+                if check is not None and self.savepoints.holds:
+                    check(self._producer)
+                self.savepoints.add(message)
+                self._hand_over_released()
+        except IllegalStateError:
+            raise  # nothing was changed
+        except DualWriteError as error:
+            self.refuse(error)
+            raise
+
+    def finish(self) -> None:
+        """Hand over the messages that still wait. Nothing may be sent after that.
+
+        Raises:
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
+                or the producer refuses now; or a savepoint was rolled back unseen.
+        """
+        self._require_no_refusal()
+        if self.savepoints is not None:
+            self.savepoints.finish()
+            if waiting := self.savepoints.take():
+                with self._producer.corked():
+                    for message in waiting:
+                        self._hand_over(message)
+
+    def stop(self) -> None:
+        """Stop watching savepoints."""
+        if self.savepoints is not None:
+            self.savepoints.stop()
+
+    def _hand_over(self, message: Message) -> None:
+        if not self.begun:
+            self._producer.begin_transaction()
+            self.begun = True
+        message(self._producer)
+
+    def _require_no_refusal(self) -> None:
+        if self.refusal is not None:
+            raise_aborted(self.refusal, self._id, "the block")
+
+
+def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -> NoReturn:
+    """Abort a dual write that continued after an error that it must not survive.
+
+    Args:
+        refusal: The first error.
+        transactional_id: The id of the dual write.
+        subject: The code that continued.
+
+    Raises:
+        TransactionAborted, Fenced: Always.
+    """
+    if isinstance(refusal, Fenced):
+        raise refusal
+    what, next_step = type(refusal).__name__, None
+    if isinstance(refusal, DualWriteError):
+        what, next_step = refusal.what, refusal.next_step
+    raise TransactionAborted(
+        f"{subject} continued after an error: {what}",
+        transactional_id=transactional_id,
+        next_step=next_step,
+        retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
+    ) from refusal

@@ -1,0 +1,195 @@
+"""Messages on their way to the producer: at once or with their savepoint, and no error is forgotten."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.writing.blocks.sending import Sending
+
+
+class Producer:
+    """Notes the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin_transaction(self):
+        self.calls.append("begin")
+
+    @contextmanager
+    def corked(self):
+        self.calls.append("cork")
+        yield
+        self.calls.append("uncork")
+
+
+class Savepoints:
+    """A connection with savepoints; ``waiting`` messages stay until a test releases them."""
+
+    def __init__(self, *, direct=False, holds=True):
+        self.direct, self.holds = direct, holds
+        self.waiting, self.released = [], []
+        self.calls = []
+        self.refusal = None
+
+    def add(self, message):
+        if self.refusal is not None:
+            raise self.refusal
+        (self.waiting if self.holds else self.released).append(message)
+
+    def release(self):
+        self.released += self.waiting
+        self.waiting = []
+
+    def take(self):
+        taken, self.released = self.released, []
+        return taken
+
+    def finish(self):
+        self.calls.append("finish")
+        if self.refusal is not None:
+            raise self.refusal
+        self.release()
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+@pytest.fixture
+def producer():
+    return Producer()
+
+
+@pytest.fixture
+def sending(producer):
+    return Sending(producer, "orders")
+
+
+def message(text):
+    return lambda producer: producer.calls.append(text)
+
+
+def refused(error):
+    def raises(_producer):
+        raise error
+
+    return raises
+
+
+def test_a_kafka_transaction_begins_with_the_first_message_and_only_once(sending, producer):
+    assert not sending.begun
+    sending.send(message("m1"), None)
+    sending.send(message("m2"), None)
+    assert producer.calls == ["begin", "m1", "m2"]
+    assert sending.begun
+
+
+def test_a_dual_write_without_messages_begins_no_kafka_transaction(sending, producer):
+    sending.finish()
+    assert (producer.calls, sending.begun) == ([], False)
+
+
+@pytest.mark.parametrize("savepoints", [Savepoints(direct=True), Savepoints(holds=False)])
+def test_outside_a_savepoint_a_message_goes_at_once(sending, producer, savepoints):
+    sending.savepoints = savepoints
+    sending.send(message("m1"), None)
+    assert producer.calls == ["begin", "m1"]
+
+
+def test_a_message_waits_for_its_savepoint_and_the_order_stays(sending, producer):
+    sending.savepoints = savepoints = Savepoints()
+    sending.send(message("m1"), None)
+    assert (producer.calls, sending.begun) == ([], False)
+    savepoints.release()
+    sending.send(message("m2"), None)
+    assert producer.calls == ["begin", "m1"]
+    sending.finish()
+    assert producer.calls == ["begin", "m1", "cork", "m2", "uncork"]
+
+
+def test_what_the_producer_would_refuse_later_is_refused_before_the_message_waits(sending, producer):
+    sending.savepoints = savepoints = Savepoints()
+    with pytest.raises(ConfigurationError, match="too large"):
+        sending.send(message("m1"), refused(ConfigurationError("too large")))
+    assert (savepoints.waiting, producer.calls) == ([], [])
+
+
+@pytest.mark.parametrize("savepoints", [None, Savepoints(direct=True), Savepoints(holds=False)])
+def test_a_message_that_does_not_wait_is_checked_by_the_producer_alone(sending, producer, savepoints):
+    sending.savepoints = savepoints
+    sending.send(message("m1"), refused(AssertionError("checked twice")))
+    assert producer.calls == ["begin", "m1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"),
+    [
+        (TransactionAborted("the queue is full", next_step="send less"), True),
+        (TransactionAborted("too large", next_step="send less", retryable=False), False),
+        (Unavailable("no answer", next_step="send less"), True),
+        (ConfigurationError("no such topic", next_step="send less"), False),
+    ],
+)
+def test_a_block_that_swallows_an_error_aborts_with_its_reason(sending, error, retryable):
+    with pytest.raises(type(error)):
+        sending.send(refused(error), None)
+    sending.send(message("m2"), None)
+    with pytest.raises(TransactionAborted, match=error.what) as caught:
+        sending.finish()
+    assert caught.value.__cause__ is error
+    assert (caught.value.transactional_id, caught.value.next_step) == ("orders", "send less")
+    assert caught.value.retryable is retryable
+
+
+def test_being_fenced_is_passed_on_as_such_as_no_retry_helps(sending):
+    error = Fenced("another owner")
+    with pytest.raises(Fenced):
+        sending.send(refused(error), None)
+    with pytest.raises(Fenced) as caught:
+        sending.finish()
+    assert caught.value is error
+
+
+def test_the_first_of_several_errors_is_the_reason(sending):
+    for error in (ConfigurationError("the first"), ConfigurationError("the second")):
+        with pytest.raises(ConfigurationError):
+            sending.send(refused(error), None)
+    with pytest.raises(TransactionAborted, match="the first"):
+        sending.finish()
+
+
+def test_a_call_that_was_not_allowed_has_changed_nothing_and_the_block_may_go_on(sending, producer):
+    sending.savepoints = savepoints = Savepoints()
+    savepoints.refusal = IllegalStateError("in the middle of a COPY")
+    with pytest.raises(IllegalStateError):
+        sending.send(message("m1"), None)
+    savepoints.refusal = None
+    sending.send(message("m2"), None)
+    sending.finish()
+    assert producer.calls == ["cork", "begin", "m2", "uncork"]
+
+
+def test_nothing_is_handed_over_at_the_end_of_a_block_that_has_to_abort(sending, producer):
+    sending.savepoints = savepoints = Savepoints()
+    sending.send(message("m1"), None)
+    sending.refusal = ConfigurationError("refused before")
+    with pytest.raises(TransactionAborted):
+        sending.finish()
+    assert (producer.calls, savepoints.calls) == ([], [])
+
+
+def test_a_savepoint_that_was_rolled_back_unseen_aborts_the_block(sending, producer):
+    sending.savepoints = savepoints = Savepoints()
+    sending.send(message("m1"), None)
+    savepoints.refusal = TransactionAborted("rolled back unseen")
+    with pytest.raises(TransactionAborted, match="unseen"):
+        sending.finish()
+    assert producer.calls == []
+
+
+def test_stopping_stops_the_watch_if_there_is_one(sending):
+    sending.stop()
+    sending.savepoints = savepoints = Savepoints()
+    sending.stop()
+    assert savepoints.calls == ["stop"]
