@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 from harness.places import ROOT
@@ -20,6 +21,7 @@ from dualwrite.runtime import failpoints
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+MODULES_OF_A_FOLDER = 15
 CODE = [path for name in ("dualwrite", "sinks", "migrations") for path in sorted((ROOT / name).rglob("*.py"))]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -75,6 +77,11 @@ def test_every_package_says_what_belongs_there_and_what_it_may_use(path):
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     assert "What belongs here: " in text
     assert re.search(r"\b[Mm]ay use\b", text)
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_keep_in_mind():
+    modules = Counter(path.parent for path in CODE if path.name != "__init__.py")
+    assert max(modules.values()) <= MODULES_OF_A_FOLDER, modules.most_common(3)
 
 
 @pytest.mark.parametrize("name", failpoints.FAILPOINTS)
