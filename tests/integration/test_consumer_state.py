@@ -135,7 +135,7 @@ def test_a_changelog_that_does_not_fit_stops_the_member_before_a_handler_runs(tm
 @pytest.mark.parametrize("topics", [["a", "b"], ["^a.*"]])
 def test_a_consumer_with_state_reads_one_topic(tmp_path, topics):
     stores = PartitionStores(tmp_path, kafka={}, changelog="changelog")
-    with pytest.raises(ConfigurationError, match="reads one topic"):
+    with pytest.raises(ConfigurationError, match="must read one topic"):
         ExactlyOnceConsumer(
             "group", "0", topics=topics, handler=print, kafka={"bootstrap.servers": "nowhere:1"}, database="sqlite://",
             state=stores,

@@ -43,6 +43,7 @@ class Task:
     write: Write
     told: Told
     error: BaseException | None = None
+    rows: None = None
 
     def begin(self) -> bool:
         return True

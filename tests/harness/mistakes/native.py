@@ -113,7 +113,7 @@ def native_closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/test_requests.py::test_a_new_producer_is_not_asked_for_again_after_silence",
+        "unit/kafka/producer/native/coordinating/test_requests.py::test_a_new_producer_is_not_asked_for_again_after_silence",
         "is None",
     ),
     Check(
@@ -134,7 +134,7 @@ def a_new_producer_asked_for_again_after_silence(patch: pytest.MonkeyPatch) -> N
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/test_requests.py::test_the_gravest_answer_of_the_partitions_counts",
+        "unit/kafka/producer/native/coordinating/test_requests.py::test_the_gravest_answer_of_the_partitions_counts",
         "ILLEGAL_GENERATION",
     )
 )
@@ -147,7 +147,7 @@ def offsets_judged_by_the_first_partition(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/test_initialising.py::test_the_users_own_timeout_else_the_longest_first[None-2147483647-expected0]",
+        "unit/kafka/producer/native/coordinating/test_initialising.py::test_the_users_own_timeout_else_the_longest_first[None-2147483647-expected0]",
         "2147483547",
     )
 )
