@@ -26,7 +26,7 @@ from model.results import Counts
 from model.run import chunks, run_chunk
 from model.schedule import run_lines, text_lines
 
-CHUNK = 500
+CHUNK = 300
 FOUND = Path(__file__).parent / "found"
 
 
@@ -64,10 +64,10 @@ def test_both_sides_agree_after_every_random_schedule_of_native_engines_and_of_b
     counts = run_chunk(first, CHUNK // 2)
     assert not counts.findings
     assert counts.schedules == CHUNK // 2
-    assert counts.happened["schedules with the native engine"] > 100
-    assert counts.happened["schedules with both engines"] > 20
-    assert counts.happened["leaders lost"] > 20
-    assert counts.happened["late requests"] > 10
+    assert counts.happened["schedules with the native engine"] > 50
+    assert counts.happened["schedules with both engines"] > 10
+    assert counts.happened["leaders lost"] > 10
+    assert counts.happened["late requests"] > 5
 
 
 def test_both_sides_agree_after_every_random_schedule_of_group_commit():
@@ -75,8 +75,8 @@ def test_both_sides_agree_after_every_random_schedule_of_group_commit():
     assert not counts.findings
     assert counts.schedules == CHUNK // 2
     assert counts.passed["group.committed"] > 100
-    assert counts.passed["group.unit_dropped"] > 30
-    assert counts.happened["units that run again"] > 30
+    assert counts.passed["group.unit_dropped"] > 15
+    assert counts.happened["units that run again"] > 15
     assert counts.happened["schedules with the native engine"] > 20
 
 
@@ -105,7 +105,7 @@ def test_every_input_of_a_consumer_group_counts_once_and_nothing_is_left_to_a_re
     "mistake",
     [
         "offset_rows_moved_after_the_commit",
-        "dead_members_left_alone",
+        pytest.param("dead_members_left_alone", marks=pytest.mark.thorough),
         pytest.param("generation_not_sent", marks=pytest.mark.thorough),
         pytest.param("nothing_read_again_after_an_abort", marks=pytest.mark.thorough),
         pytest.param("lost_partitions_not_noticed", marks=pytest.mark.thorough),
