@@ -87,6 +87,8 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
         "`write_batch` through librdkafka against `write_batch`: **3.00** (aim: none)",
         "our Kafka leg alone: 1.0 s, through librdkafka 4.0 s: **0.25** (aim: at most 0.33)",
         "the slower of its legs alone: **1.25** (aim: at most 1.3)",
+        "- the naive way takes 9.0 times the processor time of `write_batch`",
+        "take 10.0 s of `write_batch`'s 12.5 s: if our Python code took none at all, it would be 11.2 times.",
         "medians of 3",
         "| 10,000 | 4 | 5.00 s | 7.00 s |",
     ):
