@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, TopicPartition
 from dualwrite import DualWriter
 
 servers, url, group, topic, engine = sys.argv[1:]
-consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 2000, "enable.auto.commit": False,
+consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.timeout.ms": 8000, "enable.auto.commit": False,
                      "auto.offset.reset": "earliest"})
 consumer.subscribe([topic])
 while (message := consumer.poll(1.0)) is None or message.error() is not None:
