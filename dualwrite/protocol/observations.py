@@ -29,6 +29,15 @@ OPEN: Final = frozenset(
     }
 )
 """While these are shown, the transaction has not ended in every partition."""
+IN_TRANSITION: Final = frozenset(
+    {
+        TransactionStatus.PREPARE_COMMIT,
+        TransactionStatus.PREPARE_ABORT,
+        TransactionStatus.PREPARE_EPOCH_FENCE,
+        TransactionStatus.DEAD,
+    }
+)
+"""While these are shown, the coordinator is at work on the id: its next status is not up to a client."""
 NEVER_MS: Final = 2_147_483_647
 """The transaction timeout that never expires (KIP-939)."""
 

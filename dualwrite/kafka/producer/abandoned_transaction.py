@@ -24,19 +24,9 @@ from dualwrite.errors import (
 )
 from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.protocol.identity import is_open, others_than, shows_same_transaction
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import IN_TRANSITION, EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime.deadline import Deadline, GrowingPause
-
-_AT_REST = frozenset(
-    {
-        TransactionStatus.NO_SUCH_ID,
-        TransactionStatus.EMPTY,
-        TransactionStatus.ONGOING,
-        TransactionStatus.COMPLETE_COMMIT,
-        TransactionStatus.COMPLETE_ABORT,
-    }
-)
 
 
 class Completion(Enum):
@@ -70,7 +60,7 @@ class KeptTransaction:
         between = GrowingPause()
         while True:
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
-            if view.status in _AT_REST:
+            if view.status not in IN_TRANSITION:
                 return view
             self._wait(between, deadline, f"the coordinator still shows {view.status.value}")
 

@@ -66,7 +66,7 @@ from dualwrite.protocol.identity import (
     own_partitions,
     shows_same_transaction,
 )
-from dualwrite.protocol.observations import LogProof, Outcome, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import IN_TRANSITION, LogProof, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 _NONE: Final[frozenset[Partition]] = frozenset()
@@ -143,15 +143,6 @@ class Knowledge:
         return (view.producer_id, view.epoch) == self.retired
 
 
-_IN_TRANSITION = frozenset(
-    {
-        TransactionStatus.PREPARE_COMMIT,
-        TransactionStatus.PREPARE_ABORT,
-        TransactionStatus.PREPARE_EPOCH_FENCE,
-        TransactionStatus.DEAD,
-    }
-)
-
 _ABORTING = frozenset({TransactionStatus.PREPARE_ABORT, TransactionStatus.PREPARE_EPOCH_FENCE})
 _AT_REST = frozenset({TransactionStatus.EMPTY, TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT})
 _MAY_BE_OPEN = frozenset({LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE})
@@ -187,7 +178,7 @@ def looked(known: Knowledge, view: TransactionView) -> Knowledge:
     A transaction that is open or ending now may be left open in some partition, and the coordinator will not show that later.
     The one exception: a transaction being committed while one is pending is the pending one, whose end the log proves.
     """
-    unended = view.status is TransactionStatus.ONGOING or view.status in _IN_TRANSITION
+    unended = view.status is TransactionStatus.ONGOING or view.status in IN_TRANSITION
     is_own = known.is_pending and view.status is TransactionStatus.PREPARE_COMMIT
     seen = frozenset(view.partitions) if unended and not is_own else _NONE
     return replace(
@@ -250,7 +241,7 @@ def next_step(known: Knowledge) -> SettleStep:
     view = known.view
     if view is None:
         return SettleStep.LOOK
-    if view.status in _IN_TRANSITION:
+    if view.status in IN_TRANSITION:
         return SettleStep.WAIT
     if known.is_pending:
         return _step_for_decided(known, view)

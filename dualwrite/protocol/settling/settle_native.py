@@ -85,6 +85,7 @@ from typing import Final
 
 from dualwrite.protocol.identity import Partition
 from dualwrite.protocol.observations import (
+    IN_TRANSITION,
     NEVER_MS,
     EndAnswer,
     LogProof,
@@ -170,14 +171,6 @@ class NativeKnowledge:
         )
 
 
-_IN_TRANSITION: Final = frozenset(
-    {
-        TransactionStatus.PREPARE_COMMIT,
-        TransactionStatus.PREPARE_ABORT,
-        TransactionStatus.PREPARE_EPOCH_FENCE,
-        TransactionStatus.DEAD,
-    }
-)
 _WORD: Final = {
     TransactionStatus.PREPARE_COMMIT: True,
     TransactionStatus.COMPLETE_COMMIT: True,
@@ -215,7 +208,7 @@ def looked(known: NativeKnowledge, view: TransactionView) -> NativeKnowledge:
     committed = known.committed
     if committed is None and (view.producer_id, view.epoch) == (state.producer_id, state.epoch + 1):
         committed = _WORD.get(view.status)
-    unended = view.status is TransactionStatus.ONGOING or view.status in _IN_TRANSITION
+    unended = view.status is TransactionStatus.ONGOING or view.status in IN_TRANSITION
     seen = frozenset(view.partitions) if unended and view.producer_id == state.producer_id else frozenset()
     return replace(_next_round(known), view=view, committed=committed, suspects=known.suspects | seen)
 
@@ -281,7 +274,7 @@ def next_step(known: NativeKnowledge) -> NativeStep:
         return NativeStep.END
     if known.is_pending and known.committed is False:
         return NativeStep.RECORD_LOST
-    if view.status in _IN_TRANSITION:
+    if view.status in IN_TRANSITION:
         return NativeStep.WAIT
     return _step_for_pending(known, view) if known.is_pending else _step_for_recorded(known, view)
 
