@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.row_names import RowNames
     from dualwrite.sinks.spark.columns.table import Table
 
+_COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
 """Staging tables have names that begin with it."""
 
@@ -43,6 +45,20 @@ class StagingTable:
     def table(self) -> tuple[str, str]:
         """Schema and name."""
         return self.schema, self.name
+
+    @property
+    def comment(self) -> str:
+        """The comment on the table, which says who made it."""
+        maker = {"slot": self.transactional_id, "incarnation": self.incarnation, "owner": self.owner}
+        return _COMMENT + json.dumps(maker)
+
+    @classmethod
+    def found(cls, schema: str, name: str, comment: str | None) -> StagingTable | None:
+        """The table that a database lists with this comment. None if no sink has made it."""
+        if comment is None or not comment.startswith(_COMMENT):
+            return None
+        maker = json.loads(comment[len(_COMMENT) :])
+        return cls(schema, name, str(maker["slot"]), int(maker["incarnation"]), str(maker.get("owner")))
 
 
 @dataclass(frozen=True)

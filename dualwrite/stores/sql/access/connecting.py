@@ -51,17 +51,19 @@ def engine_of(engine: Engine | URL | str) -> Engine:
         return new_engine(make_url(engine))
 
 
-def new_engine(url: URL, **options: Any) -> Engine:
+def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **options: Any) -> Engine:
     """A new engine, which connects on first use and detects lost servers; the caller disposes of it.
 
     Args:
         url: Where to.
+        connect_args: Arguments of the driver, beside those that every engine of the library has.
         options: More of SQLAlchemy's.
 
     Raises:
         SQLAlchemyError, ImportError: The driver is not installed.
     """
-    made = create_engine(url, connect_args={**liveness_of(url), **_unprepared(url)}, **options)
+    given = {**liveness_of(url), **_unprepared(url), **(connect_args or {})}
+    made = create_engine(url, connect_args=given, **options)
     if url.get_backend_name() in MYSQL:
         event.listen(made, "connect", _keep_alive)
     return made

@@ -7,7 +7,6 @@ it, and tells when no process can decide on its rows any more. A first column nu
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMENT: Final = "made by dualwrite, dropped by it: "
 _DROP_LOCK_TIMEOUT_S: Final = 2
 _NUMBER: Final = "dualwrite_row"
 _FIND: Final = text(
@@ -56,9 +54,6 @@ _UNIQUE: Final = text(
 
 def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
     """See :meth:`SinkDatabase.create_staging`. On a connection of its own."""
-    comment = _COMMENT + json.dumps(
-        {"slot": made.transactional_id, "incarnation": made.incarnation, "owner": made.owner}
-    )
     number = _number_beside(columns)
     try:
         with engine.connect() as connection:
@@ -66,7 +61,7 @@ def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], 
             execute(
                 connection,
                 f"CREATE TABLE {table_name(made.table)} ({quoted(number)} BIGINT NOT NULL AUTO_INCREMENT PRIMARY KEY) "
-                f"ENGINE=InnoDB COMMENT={text_literal(comment)} "
+                f"ENGINE=InnoDB COMMENT={text_literal(made.comment)} "
                 f"AS SELECT {listed(columns)} FROM {table_name(target)} WHERE 1 = 0",
             )
             connection.rollback()
@@ -229,7 +224,7 @@ def drop_dead_staging(
     """See :meth:`SinkDatabase.drop_dead_staging`."""
     with engine.connect() as connection:
         where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
-        found = [_parsed(*row) for row in connection.execute(_FIND, where)]
+        found = [StagingTable.found(*row) for row in connection.execute(_FIND, where)]
     held = holders() if found else {}
     dead = [one for one in found if one is not None and can_be_dropped(one, incarnations, held)]
     return sum(_drop(engine, one) for one in dead)
@@ -249,13 +244,6 @@ def _drop(engine: Engine, staged: StagingTable) -> bool:
         logger.warning("staging table %s stays for now: %s", staged.name, driver_words(error))
         return False
     return True
-
-
-def _parsed(schema: str, name: str, comment: str | None) -> StagingTable | None:
-    if comment is None or not comment.startswith(_COMMENT):
-        return None
-    maker = json.loads(comment[len(_COMMENT) :])
-    return StagingTable(schema, name, str(maker["slot"]), int(maker["incarnation"]), str(maker.get("owner")))
 
 
 def empty(connection: Connection, table: tuple[str, str]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from psycopg import sql
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection
 
 from dualwrite.sinks.spark.databases.postgresql import catalog, copying, prepared, staging
-from dualwrite.stores.sql.access.connecting import liveness_of
+from dualwrite.stores.sql.access.connecting import new_engine
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -27,10 +27,10 @@ class PostgreSQL:
     """See :class:`~dualwrite.sinks.spark.databases.database.SinkDatabase`."""
 
     def __init__(self, url: URL) -> None:
-        self.engine = create_engine(
+        self.engine = new_engine(
             url,
             # Binary COPY sends text as UTF-8, whatever the database's own encoding is.
-            connect_args={**liveness_of(url), "client_encoding": "utf8", "prepare_threshold": None},
+            connect_args={"client_encoding": "utf8"},
             # Reads the ledger and the catalog as they are now, not as of the transaction's start.
             isolation_level="READ COMMITTED",
             hide_parameters=True,

@@ -11,7 +11,6 @@ table is dropped.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMENT: Final = "made by dualwrite, dropped by it: "
 _DROP_LOCK_TIMEOUT: Final = "2s"
 _FIND: Final = text(
     "SELECT n.nspname, c.relname, obj_description(c.oid, 'pg_class') FROM pg_class c "
@@ -57,9 +55,6 @@ _CHECK: Final = text(
 
 def create_staging(connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
     """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
-    comment = _COMMENT + json.dumps(
-        {"slot": made.transactional_id, "incarnation": made.incarnation, "owner": made.owner}
-    )
     try:
         # Types only: the target checks constraints and sets defaults when the rows are moved.
         _execute(
@@ -69,7 +64,8 @@ def create_staging(connection: Connection, made: StagingTable, target: tuple[str
             ).format(sql.Identifier(*made.table), listed(columns), sql.Identifier(*target)),
         )
         _execute(
-            connection, sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(comment))
+            connection,
+            sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(made.comment)),
         )
     except exc.SQLAlchemyError as error:
         mapped = map_database_error(error, connection.engine)
@@ -187,7 +183,9 @@ def drop_dead_staging(
     """See :meth:`SinkDatabase.drop_dead_staging`."""
     dropped = 0
     with engine.connect() as connection:
-        found = [_parsed(*row) for row in connection.execute(_FIND, {"prefix": STAGING_PREFIX, "schema": schema})]
+        found = [
+            StagingTable.found(*row) for row in connection.execute(_FIND, {"prefix": STAGING_PREFIX, "schema": schema})
+        ]
         connection.rollback()
         held = holders() if found else {}
         for staged in found:
@@ -205,13 +203,6 @@ def _drop(connection: Connection, staged: StagingTable) -> bool:
         logger.warning("staging table %s stays for now: %s", staged.name, driver_words(error))
         return False
     return True
-
-
-def _parsed(schema: str, name: str, comment: str | None) -> StagingTable | None:
-    if comment is None or not comment.startswith(_COMMENT):
-        return None
-    maker = json.loads(comment[len(_COMMENT) :])
-    return StagingTable(schema, name, str(maker["slot"]), int(maker["incarnation"]), str(maker.get("owner")))
 
 
 def listed(names: Sequence[str]) -> sql.Composed:
