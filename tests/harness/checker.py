@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.testing import History, Journal, read_committed
 from dualwrite.testing.verdict import Place, compare
 from harness.forking import processes
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, wait_until
 from harness.planting import ENVIRONMENT as MISTAKE
 from harness.worker import OPERATIONS, work
 
@@ -37,15 +36,17 @@ class Forked:
 
     def stops(self) -> bool:
         """Wait until it stops (SIGSTOP) or ends. Whether it stopped."""
-        pid, end = self.process.pid, time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
-            if self.process.exitcode is not None:
-                return False
-            with suppress(FileNotFoundError):  # it has ended since
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                    return True
-            time.sleep(0.02)
-        raise AssertionError(f"worker neither stopped nor ended:\n{self.log.read_text()}")
+        wait_until(
+            lambda: self.process.exitcode is not None or self._is_stopped(),
+            otherwise=lambda: f"worker neither stopped nor ended:\n{self.log.read_text()}",
+            pause_s=0.02,
+        )
+        return self.process.exitcode is None
+
+    def _is_stopped(self) -> bool:
+        with suppress(FileNotFoundError):  # it has ended since
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
 
     def end(self, expected: Collection[int]) -> int:
         """Wait for its end, and hold the exit code against those that may be."""

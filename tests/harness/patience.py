@@ -25,7 +25,7 @@ def patient(config: Mapping[str, str], engine: str | None = None) -> dict[str, s
 def wait_until(
     condition: Callable[[], object],
     timeout_s: float = PATIENCE_S,
-    otherwise: str = "waited in vain",
+    otherwise: str | Callable[[], str] = "waited in vain",
     *,
     pause_s: float = 0.05,
 ) -> None:
@@ -35,5 +35,5 @@ def wait_until(
     """
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, otherwise
+        assert time.monotonic() < end, otherwise() if callable(otherwise) else otherwise
         time.sleep(pause_s)
