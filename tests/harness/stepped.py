@@ -204,7 +204,7 @@ class _Steps:
         tell: Callable[[], None] = lambda: None  # noqa: E731 - the function is done, nobody asked for more
         try:
             result = function()
-        except Exception as error:  # noqa: BLE001 - whatever it is, who awaits it has to know
+        except Exception as error:  # noqa: BLE001 - the awaiting task gets every error
             if _is_locked(error) and self._loop.time() < self._until_s:
                 self._loop.call_later(_LOOK_S, self._next)
                 return

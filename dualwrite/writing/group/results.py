@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """The work of a unit and its caller, who waits.
+    """A unit's work, and the caller waiting for its result.
 
     Attributes:
         rows: The unit, if it is one of rows.

@@ -23,9 +23,9 @@ _RETURNS: Final = re.compile(r"\breturning\b", re.IGNORECASE)
 class RowUnit:
     """Rows and messages of one caller, for ``submit``: a unit of work as data instead of code.
 
-    Consecutive units of a group with the same statement are executed at once (``executemany``), in one savepoint, which is
-    several times as fast as code units. If that fails, each of them runs in a savepoint of its own, so that the failing one
-    alone gets its error.
+    Consecutive units of a group with the same statement are executed at once (``executemany``), in one savepoint: with many
+    callers, several times as fast as functions. If that fails, each of them runs in a savepoint of its own, so that the
+    failing one alone gets its error.
 
     Statements are the same if they are one object, or if each is a bare ``insert(table)``, and their parameters have the same
     names. So make a statement once, and give what differs as parameters.
