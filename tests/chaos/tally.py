@@ -54,18 +54,25 @@ def left_of(changes: Sequence[tuple[str, str | None]]) -> dict[str, str]:
 
 def committed_before(kafka: Mapping[str, object], topic: str, end: int) -> dict[str, str]:
     """Replay the committed records before an offset that is stable, as a reader of its own. A transaction may be open after it."""
-    settings = {**kafka, "group.id": topic, "isolation.level": "read_committed", "enable.partition.eof": True}
+    settings = {
+        **kafka,
+        "group.id": topic,
+        "isolation.level": "read_committed",
+        "enable.partition.eof": True,
+        "enable.auto.commit": False,
+        "fetch.wait.max.ms": 20,
+    }
     changes: list[tuple[str, str | None]] = []
-    with closing(Consumer({**settings, "enable.auto.commit": False})) as consumer:
+    with closing(Consumer(settings)) as consumer:
         consumer.assign([TopicPartition(topic, 0, 0)])
         while True:
-            for message in consumer.consume(1000, timeout=60) or [None]:
-                assert message is not None, f"{topic} does not end"
-                if (error := message.error()) is not None:
-                    assert error.code() == KafkaError._PARTITION_EOF, str(error)
-                    return left_of(changes)
-                if message.offset() < end:
-                    changes.append((message.key().decode(), message.value() and message.value().decode()))
+            message = consumer.poll(60)  # consume() would wait for as many messages as it is asked for
+            assert message is not None, f"{topic} does not end"
+            if (error := message.error()) is not None:
+                assert error.code() == KafkaError._PARTITION_EOF, str(error)
+                return left_of(changes)
+            if message.offset() < end:
+                changes.append((message.key().decode(), message.value() and message.value().decode()))
 
 
 def tally(job: dict, engine: Engine, tell: Callable[[str], None]) -> int:
