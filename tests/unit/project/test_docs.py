@@ -24,6 +24,8 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 MODULES_OF_A_FOLDER = 15
 CODE = [path for name in ("dualwrite", "sinks", "migrations") for path in sorted((ROOT / name).rglob("*.py"))]
 
+KINDS_OF_CHANGE = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -179,3 +181,14 @@ def test_python_blocks_compile(page):
 @every_page
 def test_no_page_names_a_path_of_one_machine(page):
     assert re.findall(r"(?<![\w.])/(?:work|tmp|root|home)/", page.read_text(encoding="utf-8")) == []
+
+
+def test_the_changelog_keeps_to_its_manner():
+    """Versions from the newest on, the kinds of change once each: https://keepachangelog.com/en/1.1.0/."""
+    versions = re.split("^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    names = [version.splitlines()[0] for version in versions]
+    assert [name for name in names[1:] if re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", name) is None] == []
+    assert names[0] == "[Unreleased]"
+    for version in versions:
+        kinds = re.findall("^### (.*)$", version, re.MULTILINE)
+        assert kinds == [kind for kind in KINDS_OF_CHANGE if kind in kinds]
