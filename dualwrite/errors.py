@@ -39,6 +39,7 @@ class DualWriteError(Exception):
     outcome: str = "unknown"
     """The known outcome on the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
     advice: ClassVar[str] = ""
+    """The advice of the class: the error's ``next_step`` unless it has its own."""
 
     def __init__(self, what: str, *, transactional_id: str | None = None, next_step: str | None = None) -> None:
         super().__init__(what)

@@ -30,7 +30,15 @@ _MOVING = {
 
 
 class Record(NamedTuple):
-    """One message."""
+    """One message.
+
+    Attributes:
+        partition: Its partition.
+        offset: Its offset there.
+        key: Its key; None if it has none.
+        value: Its value; None for a tombstone.
+        headers: Its headers, in their order.
+    """
 
     partition: int
     offset: int

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 
 class BatchRecord(NamedTuple):
-    """One message of a batch."""
+    """One message of a batch.
+
+    Attributes:
+        topic: Its topic.
+        partition: Its partition.
+        offset: Its offset there.
+        key: Its key; None if it has none.
+        value: Its value; None for a tombstone.
+        headers: Its headers, in their order.
+    """
 
     topic: str
     partition: int

@@ -25,7 +25,13 @@ _TEXT_TAG: Final = 0
 
 
 class UnitRecord(NamedTuple):
-    """A record of a topic, as a writer of units sends it and a reader gets it."""
+    """A record of a topic, as a writer of units sends it and a reader gets it.
+
+    Attributes:
+        key: Its key; None if it has none.
+        value: Its value; None for a tombstone.
+        headers: Its headers, in their order.
+    """
 
     key: bytes | None
     value: bytes | None

@@ -133,6 +133,9 @@ def register(session: SparkSession) -> None:
     """Register the format ``dualwrite`` with a session. May be called again.
 
     Spark finds an installed ``dualwrite`` by itself; this call makes sure of it.
+
+    Args:
+        session: The session; one of Spark Connect, too.
     """
     session.dataSource.register(DualWriteDataSource)
 

@@ -28,6 +28,7 @@ class Health:
         open_s: For how long the oldest of the running dual writes has held its lane, in seconds.
         time_left_s: The time until the broker aborts the transaction that it aborts next, in seconds; None if no transaction
             with a time limit is open.
+        problems: Why it is not ready, as short sentences; empty if it is ready.
     """
 
     writer: str
@@ -47,7 +48,6 @@ class Health:
     open_s: float = 0.0
     time_left_s: float | None = None
     problems: Sequence[str] = field(init=False)
-    """Why it is not ready, as short sentences; empty if it is ready."""
 
     def __post_init__(self) -> None:
         wrong = {
