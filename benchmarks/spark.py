@@ -65,7 +65,7 @@ def sparks_jars() -> str | None:
 def costs(
     ground: Ground, spark: SparkSession, points: Sequence[tuple[int, int]], rounds: int
 ) -> dict[str, list[tuple[int, int, float]]]:
-    """Median seconds of our ways for so many rows in so many partitions."""
+    """Median seconds of our ways for a number of rows and partitions."""
     for name, way in OUR_WAYS.items():
         run(
             ground, small_rows(spark, WARM_UP_ROWS), name, way, df=small_rows(spark, WARM_UP_ROWS).df, rows=WARM_UP_ROWS
@@ -84,7 +84,7 @@ def costs(
 
 
 def deciding(ground: Ground, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Median seconds to decide and to complete so many prepared transactions."""
+    """Median seconds to decide and to complete that many prepared transactions."""
     topic = ground.topic(4)
     transactions.measure(ground, 8, topic, partitions=4)
     legs = {

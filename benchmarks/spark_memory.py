@@ -16,7 +16,7 @@ from dualwrite.sinks.spark import write_batch
 
 
 def measure(ground: Ground, *, millions: tuple[int, ...] = (1, 10)) -> dict[str, object]:
-    """The greatest resident size that any Python worker had while it wrote one partition of so many rows."""
+    """The greatest resident size that any Python worker had while it wrote one partition of that many rows."""
     peaks: dict[int, float] = {}
     engine = create_engine(ground.url)
     for count in millions:

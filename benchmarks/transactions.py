@@ -67,7 +67,7 @@ class Leg:
 
 
 def measure(ground: Ground, count: int, topic: str, *, partitions: int, by_claim: bool = False) -> dict[str, Leg]:
-    """Open, decide and complete so many transactions, each with a record in every partition of the topic."""
+    """Open, decide and complete that many transactions, each with a record in every partition of the topic."""
     engine = create_engine(ground.url)
     deadline = Deadline(PATIENCE_S)
     names = [f"many-{secrets.token_hex(4)}#{number}" for number in range(count)]

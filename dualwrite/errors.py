@@ -16,7 +16,7 @@
       TransactionInDoubt        the database's answer is missing; recover, do not retry
       CompletionPending         decided; Kafka will follow; do not redo
       DecidedTransactionLost    the broker aborted what the database decided; a person must look
-      OutcomeUnverifiable       the log no longer shows what became of a decided transaction
+      OutcomeUnverifiable       the log no longer shows how a decided transaction ended
 
 Every error pickles (Spark ships them between processes) and keeps the driver's own error as its
 ``__cause__`` in the process that raised it.
@@ -127,7 +127,7 @@ class TransactionAborted(DualWriteError):
 
 
 class Fenced(DualWriteError):
-    """Another owner has claimed the transactional id. The transaction at hand is on neither side.
+    """Another owner has claimed the transactional id. The current transaction is on neither side.
 
     Raised by a *commit*, it says nothing about the transaction: the other owner may have completed it. Then ``outcome`` is
     ``unknown``, and only the log proves what happened.
@@ -162,7 +162,7 @@ class CompletionPending(DualWriteError):
 
 
 class DecidedTransactionLost(DualWriteError):
-    """The database has committed, but the broker aborted the Kafka transaction (time-out, an operator, another tool).
+    """The database has committed, but the broker aborted the Kafka transaction (timeout, an operator, another tool).
 
     Two-phase commit calls this a *heuristic outcome*.
 

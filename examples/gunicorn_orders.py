@@ -131,7 +131,7 @@ def serve_orders(port: int, gunicorn: subprocess.Popen[bytes]) -> int:
     used: set[str] = set()
 
     def place_until(workers: int, *, others_than: Collection[int] = ()) -> list[str]:
-        """Place orders until exactly so many workers live, have each taken one, and are other processes than these."""
+        """Place orders until exactly that many workers live, have each taken one, and are other processes than these."""
         nonlocal placed
         while len(ids) != workers or ids.keys() & others_than:
             answer = ask(port, placed)

@@ -73,7 +73,7 @@ class Member:
         self._next: dict[tuple[str, int], int] = {}  # as the rows say, by partition
         self.writer = DualWriter(name, kafka=kafka, database=engine)
         self.writer.open()
-        # Short time-outs, so that another member takes over within seconds.
+        # Short timeouts, so that another member takes over within seconds.
         timeouts = {"session.timeout.ms": 6000, "max.poll.interval.ms": 6000}
         # The rows are the offsets; nothing is committed to Kafka.
         self.consumer = Consumer({**kafka, **timeouts, "group.id": source, "enable.auto.commit": False})

@@ -135,7 +135,7 @@ class Database(ABC):
 
         Args:
             paused_owner_timeout_s: The server, if it can, ends the session of an owner that is paused inside a transaction
-                after so many seconds; None leaves the server's own setting.
+                after this many seconds; None leaves the server's own setting.
         """
 
     @abstractmethod

@@ -100,7 +100,7 @@ class Observer:
         return NO_WRITE_OBSERVER
 
     def grouped(self, writer: str, units: int) -> None:
-        """A group has ended that has begun so many units."""
+        """A group has ended; it had begun that number of units."""
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         """Ids were claimed, and are about to be settled."""

@@ -41,7 +41,7 @@ class Claims(Protocol):
         Args:
             transactional_ids: The ids to claim.
             owner: The claimant's name, which no other owner ever has.
-            cluster_id: The Kafka cluster at hand.
+            cluster_id: The Kafka cluster in use.
             guard: A transactional id whose last claim must be this owner's, and the newest incarnation of it that the owner
                 knows of. It may be one of the claimed ids: then the owner renews it, but not if another owner has taken over.
             verify: Called with the claimed rows before the COMMIT; an exception from it rolls the claim back.
@@ -245,7 +245,7 @@ class Decisions(Protocol):
         Raises:
             IllegalStateError: The state is not of this incarnation or holds no evidence; or the database transaction is no
                 longer the one that :meth:`begin` began.
-            TransactionAborted: The transaction cannot go on: an earlier statement had failed, or a conflict (at REPEATABLE
+            TransactionAborted: The transaction cannot continue: an earlier statement had failed, or a conflict (at REPEATABLE
                 READ and SERIALIZABLE a claim shows as one; the next attempt finds that it is fenced); or, with ``deferred``,
                 a constraint is violated.
             Unavailable: The database does not answer.
@@ -296,7 +296,7 @@ class Decisions(Protocol):
 
         Args:
             connection: Inside the transaction.
-            answer_s: How long to wait for the answer, in seconds; None waits for ever.
+            answer_s: How long to wait for the answer, in seconds; None waits forever.
 
         Raises:
             TransactionAborted: It was certainly rolled back, even if the server would have answered COMMIT with a silent

@@ -11,7 +11,7 @@ def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -
         f"the row belongs to the Kafka cluster {row_cluster_id!r}, but bootstrap.servers leads to {cluster_id!r}",
         transactional_id=transactional_id,
         next_step="use the address of the right cluster; if the cluster was rebuilt, its messages are gone, and a "
-        "person must decide what becomes of this row",
+        "person must decide what to do with this row",
     )
 
 

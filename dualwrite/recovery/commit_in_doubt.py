@@ -46,7 +46,7 @@ def resolve_commit(
 
     def note(attempt: RetryCallState) -> None:
         error = attempt.outcome and attempt.outcome.exception()
-        logger.info("%s: COMMIT of %s in doubt, asked again: %s", transactional_id, named, error)
+        logger.info("%s: COMMIT of %s is in doubt; asking the database again: %s", transactional_id, named, error)
 
     retrying = Retrying(
         retry=retry_if_exception_type((Unavailable, ConfigurationError)),

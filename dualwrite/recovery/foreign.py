@@ -40,9 +40,9 @@ def terminate_without_row(
     step = step_without_row(view.status, is_ours=_is_ours(kafka_id), lose_decided=lose_decided)
     if step is TerminateStep.REFUSE:
         raise IllegalStateError(
-            "dualwrite has made this id, and no row at hand shows whether the database has decided its transaction",
+            "dualwrite made this id, and no row was given that shows whether the database has decided its transaction",
             transactional_id=kafka_id,
-            next_step="name the database of its writer; or, if that is gone, give up what it decided: lose_decided",
+            next_step="name its writer's database; if that is gone, pass lose_decided to lose what it decided",
         )
     if step is TerminateStep.ABORT:
         logger.warning("%s: aborting producer %d:%d by force: no row names it", kafka_id, view.producer_id, view.epoch)

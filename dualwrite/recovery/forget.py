@@ -1,7 +1,7 @@
 """Deletes ids whose writers will not come back, incidents acknowledged long ago, and runs that are long over.
 
 Every name ever used keeps its row, every loss its incident, and every batch of a Spark sink its run. Where names come and go
-(one for each tenant, batch or host), the tables would grow for ever.
+(one for each tenant, batch or host), the tables would grow forever.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def recover_rows(
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
     observer: Observer = NO_OBSERVER,
 ) -> RecoveryReport:
-    """:func:`recover` on servers at hand: the rows that ``select`` reads, through coordinators that ``connect`` opens.
+    """:func:`recover` on given servers: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
     ``after_restore`` says whether an id without a row must be settled too; ``leased`` returns those of the given ids that are
     slots whose lease has not expired; ``claims_all`` says whether rows that need no recovery are claimed and settled, too.
@@ -348,7 +348,7 @@ def _each(
 def inspect_rows(
     rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
 ) -> list[IdStatus]:
-    """:func:`status` on servers at hand.
+    """:func:`status` on given servers.
 
     Raises:
         ConfigurationError, Unavailable: As :func:`status`.

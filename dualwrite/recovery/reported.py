@@ -67,8 +67,7 @@ def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]
     left = [found for found in incidents if found.acknowledged_at is None]
     if left:
         logger.error(
-            "%s: %d losses that nobody has acknowledged: `dualwrite status` shows them, `dualwrite acknowledge` notes that a "
-            "person has looked",
+            "%s: %d unacknowledged losses: look at them with `dualwrite status`, then run `dualwrite acknowledge`",
             name,
             len(left),
         )

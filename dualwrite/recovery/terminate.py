@@ -116,7 +116,7 @@ def terminate(
 
 
 def terminate_by(context: OwnerContext, asked: str, deadline: Deadline, *, lose_decided: bool) -> TerminationReport:
-    """:func:`terminate` on servers at hand."""
+    """:func:`terminate` on given servers."""
     found = _named(context.store, asked)
     if found is None:
         return _without_row(asked, context.coordinator, deadline, lose_decided=lose_decided)
@@ -180,7 +180,7 @@ def _step(
 
 def _abort_decided(coordinator: TransactionCoordinator, item: IdStatus, deadline: Deadline) -> None:
     state, kafka_id = item.row.prepared, item.row.kafka_id(item.incarnation)
-    logger.warning("%s: aborting %s, which the database has decided: it is given up", kafka_id, state)
+    logger.warning("%s: aborting %s although the database has decided it: its messages are lost", kafka_id, state)
     if state.is_native:
         exactly = {kafka_id: (state.producer_id, state.epoch)}
         native_of(coordinator).end_exactly(exactly, committed=False, deadline=deadline)
@@ -215,5 +215,5 @@ def _decided(name: str) -> IllegalStateError:
     return IllegalStateError(
         "the database has decided the open transaction: it is not aborted",
         transactional_id=name,
-        next_step=f"run `dualwrite recover {name}`, which commits it; or give its messages up: lose_decided",
+        next_step=f"run `dualwrite recover {name}`, which commits it; or pass lose_decided to lose its messages",
     )

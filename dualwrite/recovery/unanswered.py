@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def prove_committed(
     context: OwnerContext, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
 ) -> None:
-    """Find out by reading alone what became of a transaction that could not be settled. Returns if it is committed.
+    """Find out by reading alone how a transaction ended that could not be settled. Returns if it is committed.
 
     Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
 
@@ -66,7 +66,7 @@ def _recorded(context: OwnerContext, row: StateRow, outcome: Outcome) -> DualWri
         context.store.record_outcomes([(row, outcome, detail)])
     except DualWriteError:
         logger.exception(
-            "%s: not recorded, left to the next settling: %s of %s", row.transactional_id, detail, row.prepared
+            "%s: could not record a loss; the next settling will: %s of %s", row.transactional_id, detail, row.prepared
         )
     kind = DecidedTransactionLost if lost else OutcomeUnverifiable
     return kind(detail, transactional_id=row.transactional_id, state=str(row.prepared))

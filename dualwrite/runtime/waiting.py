@@ -1,7 +1,7 @@
 """How a caller waits: its thread blocks; or, where it runs in a greenlet of an event loop, its task awaits.
 
 Everything between a block and the servers that may wait does so through here. So the same code serves threads and
-tasks. Never wait while you hold a ``threading.Lock``: another task of the same thread would wait for it for ever.
+tasks. Never wait while you hold a ``threading.Lock``: another task of the same thread would wait for it forever.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def install(form: Callable[[], Waiting | None]) -> None:
     """Add a form of waiting.
 
     Args:
-        form: Returns it if the present code runs under it, else None. Called for every wait.
+        form: Returns it if the present code runs under it, else None. Called forevery wait.
     """
     _forms.append(form)
 

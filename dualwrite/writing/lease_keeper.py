@@ -123,7 +123,7 @@ class LeaseKeeper:
                 logger.exception("%s: a heartbeat failed; retrying", self._name)
 
     def beat_once(self) -> bool:
-        """Send one heartbeat, and report what it shows. False if it failed; it is tried again soon."""
+        """Send one heartbeat, and report what it shows. False if it failed; it is retried soon."""
         with self._lock:
             name, owner, state = self._name, self._owner, self._machine.state
         if state is LeaseState.FREE:

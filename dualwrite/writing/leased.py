@@ -127,7 +127,8 @@ class LeasedWriter(DualWriter):
         finally:
             if not held:
                 logger.warning(
-                    "%s: its lease was taken before it was claimed; another id is tried", writer.transactional_id
+                    "%s: another member took the lease before the id was claimed; trying another id",
+                    writer.transactional_id,
                 )
                 writer.close()
         return held
@@ -269,7 +270,7 @@ class LeasedWriter(DualWriter):
                     raise report.went_back[0]
                 leases.give_back(name, owner, settled=True)
                 logger.info("%s: settled for a member that ended without giving it back", name)
-            except Exception as error:  # noqa: BLE001 - it is tried again, here or by another member, when the lease expires
+            except Exception as error:  # noqa: BLE001 - it is retried, here or by another member, when the lease expires
                 logger.warning("%s: cannot settle a dead member's id yet, will retry: %s", name, error)
 
     def health(self) -> Health:

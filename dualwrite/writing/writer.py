@@ -173,7 +173,7 @@ class DualWriter(Submitting):
         Args:
             fleet: The name that all members share. At most 229 characters, without ``#``. No other writer may use its ids.
             lease_timeout_s: A member without a heartbeat for this long counts as dead, in seconds.
-            heartbeat_s: The mean time between two heartbeats, in seconds; a sixth of the time-out by default.
+            heartbeat_s: The mean time between two heartbeats, in seconds; a sixth of the timeout by default.
             settings: The keyword arguments of `DualWriter`.
 
         Raises:

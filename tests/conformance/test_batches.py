@@ -167,7 +167,7 @@ def test_a_batch_whose_run_has_failed_is_shown_until_it_is_written(
     assert begun.started_at == failed.started_at <= failed.failed_at  # type: ignore[operator]
 
     ledger.begin(engine, "sink", "b", WHOLE)
-    assert only(database, engine) == begun  # it is tried again
+    assert only(database, engine) == begun  # it is retried
     ledger.fail(engine, "sink", "b")  # another run of it
     record(engine, ledger, "b", WHOLE_BATCH, rows=5, of=4, started_at=now(engine))
     decided = only(database, engine)

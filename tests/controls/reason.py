@@ -42,7 +42,7 @@ def suffer(way: str, deaths: list[Death], given: Servers, directory: Path) -> di
         upgrade(connection)
     METADATA.create_all(engine)
     journal = directory / f"{name}.journal"
-    # With the library's default a producer is thrown away after a call of 0.8 s: on a busy machine, too often.
+    # With the library's default a producer is discarded after a call of 0.8 s: on a busy machine, too often.
     kafka = {**given.kafka.client_config(), "retry.backoff.ms": 5000, "retry.backoff.max.ms": 5000}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["controls.dying"])

@@ -2,7 +2,7 @@
 
 After every decision the EndTxn is held. Either the client repeats the request, is answered "done", and continues; or the owner
 is killed and another one settles. In the next transaction, between its messages, the held one is let go. With librdkafka such
-a producer must have been thrown away; a native EndTxn names a transaction that has ended, and must hit nothing.
+a producer must have been discarded; a native EndTxn names a transaction that has ended, and must hit nothing.
 """
 
 from __future__ import annotations

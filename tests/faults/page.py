@@ -182,7 +182,7 @@ def _late(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
         "",
         "A native `EndTxn` names the one transaction that it ends: the late copies hit nothing, and only transactions "
         "whose own blocks raised were aborted. librdkafka's names the next transaction, too, so a producer that may have sent it twice is "
-        "thrown away; without that rule (`--engine librdkafka --mistake kept_after_a_doubtful_end`) the same series find half "
+        "discarded; without that rule (`--engine librdkafka --mistake kept_after_a_doubtful_end`) the same series find half "
         "of a transaction committed.",
         "",
     ]
@@ -222,9 +222,9 @@ def _findings(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
         "",
         "- A producer's initialisation whose connection broke was sent again by librdkafka within milliseconds, not after "
         "`retry.backoff.ms`. Its first copy, when it came late, aborted a transaction that was decided: a loss, told and "
-        "recorded. Such a producer is now thrown away before it is used.",
+        "recorded. Such a producer is now discarded before it is used.",
         "- An abort while the request for a partition had no answer made librdkafka end the whole process when the producer was "
-        "closed. Such a producer is now thrown away without the abort; its transaction is aborted when its lane claims again.",
+        "closed. Such a producer is now discarded without the abort; its transaction is aborted when its lane claims again.",
         "- A broker that had just lost a partition's lead answered the comparison's own reader (`dualwrite.testing`) with "
         "`FENCED_LEADER_EPOCH`, and the reader gave up: in one of 40 earlier cases with three brokers and the native engine. "
         "It now asks again.",

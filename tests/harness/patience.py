@@ -15,7 +15,7 @@ PATIENCE = {"retry.backoff.ms": "5000", "retry.backoff.max.ms": "5000"}
 def patient(config: Mapping[str, str], engine: str | None = None) -> dict[str, str]:
     """The configuration, so that a call of librdkafka may take 4 s without costing its producer.
 
-    With the default, a producer whose call took longer than 0.8 s is thrown away, as it must be. A test that is not about
+    With the default, a producer whose call took longer than 0.8 s is discarded, as it must be. A test that is not about
     that would fail on a machine that stands still for a second. The native engine would only pause for so long.
     """
     engine = engine or os.environ.get("DUALWRITE_PRODUCER_ENGINE", "native")

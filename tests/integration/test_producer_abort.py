@@ -26,7 +26,7 @@ with TransactionalProducer({**kafka, **hasty}, transactional_id, engine="librdka
     try:
         producer.abort_transaction()
     except Unavailable:
-        print("thrown away", flush=True)
+        print("discarded", flush=True)
 with TransactionalProducer({**kafka, **patient}, transactional_id, engine="librdkafka") as producer:
     producer.init_transactions()
     producer.begin_transaction()
@@ -49,7 +49,7 @@ def test_a_producer_whose_partition_was_not_answered_for_is_thrown_away_without_
             unanswered = proxy.on(Api.ADD_PARTITIONS_TO_TXN).drop_answer()
             said, failed_with = process.communicate("go\n", timeout=PATIENCE_S)
     assert process.returncode == 0, failed_with
-    assert said == "thrown away\n"
+    assert said == "discarded\n"
     assert len(unanswered.taken) == 1
     assert [message.value for message in read_committed(dualwrite_kafka.client_config(), dualwrite_topic)] == [
         b"committed"

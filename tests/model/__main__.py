@@ -8,7 +8,7 @@ write and move their offsets.
 
 Prints progress and keeps what happened in a file. The first finding is shrunk, printed as a schedule, and ends the run. With
 ``--mistake NAME`` the product is broken on purpose: then finding it is success. SIGINT and SIGTERM end the run after the
-schedules at hand, with the figures of what was done, and the shell's exit code of that signal.
+current schedules, with the figures of what was done, and the shell's exit code of that signal.
 """
 
 from __future__ import annotations

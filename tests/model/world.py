@@ -660,7 +660,7 @@ class World:
                 self._check_process(process)
                 if self.members:
                     self._after_a_step(process)
-            for session in simulation.database.orphans:  # of connections that were thrown away meanwhile
+            for session in simulation.database.orphans:  # of connections that were discarded meanwhile
                 simulation.database.end_orphan(session)
                 moved = True
             if not moved:

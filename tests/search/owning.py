@@ -94,7 +94,7 @@ class Owning(Step):
         self.go(f"{text} the session is still at it", doubtful, orphan, spends="answer")
 
     def renewed(self, p: Process) -> Process:
-        """``Lane._complete_by_settling``: the producer is thrown away; claims, settles its own transaction."""
+        """``Lane._complete_by_settling``: the producer is discarded; claims, settles its own transaction."""
         self.life(_E.DOUBT)
         return again(p, p.todo - 1, write=p.write, ours=p.ours)
 

@@ -96,7 +96,7 @@ class Writing(Owning):
         elif answer.error_code not in LATER:
             self.go(f"{text}: {answer.error_code.name}", self.failed(_E.FAIL, trying))
         self.go(f"{text} stays in the network, given up", self.failed(_E.DOUBT, trying), sent=request, spends="delay")
-        self.go(f"{text} fails and is not tried again", self.failed(_E.FAIL, trying), spends="failure")
+        self.go(f"{text} fails and is not retried", self.failed(_E.FAIL, trying), spends="failure")
 
     def end(self) -> None:
         """``Lane.complete``: the commit in Kafka of what is decided."""

@@ -159,7 +159,7 @@ class Partitions:
         return min(one.read_at for one in due) + self._linger_s - now_s()
 
     def _unit(self, due: list[Partition]) -> Unit:
-        """Take from so many partitions that each worker finds some, beginning with the longest queue."""
+        """Take from enough partitions that each worker finds some, beginning with the longest queue."""
         share = -(-len(self._assigned) // self._workers)
         due.sort(key=lambda one: len(one.waiting), reverse=True)
         taken: list[Partition] = []

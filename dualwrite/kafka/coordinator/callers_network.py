@@ -2,7 +2,7 @@
 
 No answer has to pass from one thread to another, and most take no turn of kafka-python's loop: a request is written at once,
 and while a single connection has requests in flight its socket is read without the loop. The loop does the rest: connecting,
-logging in, time-outs, sockets that take no more bytes, several brokers at a time.
+logging in, timeouts, sockets that take no more bytes, several brokers at a time.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def cluster_id(brokers: Brokers, deadline: Deadline) -> str:
     def ask(_: list[None]) -> dict[None, str | NotYet]:
         return {None: brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
 
-    return until_answered([None], ask, deadline, "tell its cluster id")[None]
+    return until_answered([None], ask, deadline, "report its cluster id")[None]
 
 
 def max_transaction_timeout_ms(brokers: Brokers, deadline: Deadline) -> int | None:
@@ -87,7 +87,7 @@ def max_transaction_timeout_ms(brokers: Brokers, deadline: Deadline) -> int | No
                 found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
         return {None: min(found)}
 
-    return until_answered([None], ask, deadline, f"tell its {_LONGEST_TIMEOUT}")[None]
+    return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
 
 
 def compacted(brokers: Brokers, topics: Collection[str], deadline: Deadline) -> Collection[str]:
@@ -101,7 +101,7 @@ def compacted(brokers: Brokers, topics: Collection[str], deadline: Deadline) -> 
     request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
     [answer] = brokers.exchange([(brokers.nodes(deadline)[0], request)], deadline)
     if isinstance(answer, NotYet):
-        raise Unavailable(f"the broker did not tell the {_CLEANUP} of topics: {answer}")
+        raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
     return {
         result.resource_name
         for result in answer.results

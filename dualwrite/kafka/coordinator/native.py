@@ -50,7 +50,7 @@ def transaction_version(brokers: Brokers, deadline: Deadline) -> int:
             found.append(finalized.get(_TRANSACTION_VERSION, 0))
         return {None: min(found)}
 
-    return until_answered([None], ask, deadline, f"tell its {_TRANSACTION_VERSION}")[None]
+    return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
 
 
 def open_transactions(

@@ -91,7 +91,7 @@ def producers(
     def ask(pending: list[Place]) -> dict[Place, Producers | NotYet | None]:
         return producers_now(brokers, topics, pending, deadline, fresh=fresh)
 
-    return until_answered(places, ask, deadline, "tell which transactions are open in the partitions")
+    return until_answered(places, ask, deadline, "report which transactions are open in the partitions")
 
 
 def producers_now(

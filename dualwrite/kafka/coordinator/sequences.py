@@ -68,7 +68,7 @@ def spans(
     shown: dict[Partition, Span | None] = {}
     for start in range(0, len(places), AT_ONCE):
         shown |= until_answered(
-            places[start : start + AT_ONCE], ask, deadline, "tell a producer's sequence numbers in the partitions"
+            places[start : start + AT_ONCE], ask, deadline, "report a producer's sequence numbers in the partitions"
         )
     return shown
 

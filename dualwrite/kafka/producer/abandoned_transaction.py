@@ -91,7 +91,7 @@ class KeptTransaction:
             raise IllegalStateError(
                 f"there is nothing to commit: the coordinator shows {view.status.value}",
                 transactional_id=self._kafka_id,
-                next_step="call complete_transaction to make the producer usable; the outcome cannot be told from here",
+                next_step="call complete_transaction to make the producer usable; the outcome cannot be known from here",
             )
         self.commit(view, None, deadline)
 

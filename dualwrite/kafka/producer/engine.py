@@ -257,7 +257,7 @@ class ProducerEngine(ABC):
     def doubt(self, why: str) -> None:
         """Allow no further transaction: a request may still be on its way."""
         self.machine.apply(ProducerEvent.DOUBT)
-        self.log.warning("this producer must be thrown away: %s", why)
+        self.log.warning("this producer must be replaced: %s", why)
 
     def _note_interrupted(self, verb: str, interruption: BaseException) -> None:
         del interruption

@@ -56,7 +56,7 @@ class Failure:
 
     Attributes:
         error: What to raise; its cause is the client's own error, where it has one.
-        event: ``FAIL`` where an abort makes the producer usable again, ``DOUBT`` where it must be thrown away.
+        event: ``FAIL`` where an abort makes the producer usable again, ``DOUBT`` where it must be discarded.
     """
 
     error: DualWriteError

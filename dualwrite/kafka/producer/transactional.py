@@ -116,7 +116,7 @@ class TransactionalProducer:
 
     @property
     def doubtful(self) -> bool:
-        """Whether this producer must be thrown away: one of its requests may still be on its way."""
+        """Whether this producer must be discarded: one of its requests may still be on its way."""
         return self.state is ProducerState.DOUBTFUL
 
     @property

@@ -23,7 +23,7 @@ class Health:
         used: The number of lanes that dual writes use now.
         waiting: The number of dual writes that wait for a lane.
         unsettled: The number of lanes that may have left a transaction open in Kafka. They are settled in the background.
-        stuck: The number of unsettled lanes for which settling has failed. It is tried again.
+        stuck: The number of unsettled lanes for which settling has failed. It is retried.
         unsettled_s: For how long the oldest of the unsettled lanes has been so, in seconds.
         open_s: For how long the oldest of the running dual writes has held its lane, in seconds.
         time_left_s: The time until the broker aborts the transaction that it aborts next, in seconds; None if no transaction

@@ -64,7 +64,7 @@ class LeaseTiming:
 
     Args:
         timeout_s: A lease that was not renewed for so long is taken by others.
-        heartbeat_s: The mean time between two heartbeats; a sixth of the time-out if not given.
+        heartbeat_s: The mean time between two heartbeats; a sixth of the timeout if not given.
 
     Raises:
         ConfigurationError: They cannot work.
@@ -78,7 +78,7 @@ class LeaseTiming:
             raise ConfigurationError(f"{self} cannot work", next_step="give times above 0, in seconds")
         if self.beat_s > self.timeout_s / _LEAST_BEATS:
             raise ConfigurationError(
-                f"a heartbeat every {self.beat_s:g} s is too seldom for a lease of {self.timeout_s:g} s",
+                f"a heartbeat every {self.beat_s:g} s is too rare for a lease of {self.timeout_s:g} s",
                 next_step=f"give at most {self.timeout_s / _LEAST_BEATS:g} s: a lost heartbeat must not end a lease",
             )
 
@@ -97,7 +97,7 @@ class LeaseTiming:
         return self.beat_s * (0.75 + 0.5 * drawn) * (_RETRY if failed else 1.0)
 
     def is_over(self, since_s: float) -> bool:
-        """Whether a lease may have expired that was renewed so many seconds ago, counted from before the request."""
+        """Whether a lease may have expired that was renewed that many seconds ago, counted from before the request."""
         return since_s >= self.timeout_s
 
 

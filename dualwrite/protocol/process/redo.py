@@ -47,7 +47,7 @@ _NOTHING_WRITTEN: Final = frozenset({"none", "aborted"})
 def redo_after(error: BaseException) -> Redo:
     """Judge an error that has left a dual write.
 
-    The class alone is not enough: the outcome of the error at hand may be less certain than that of its class.
+    The class alone is not enough: the outcome of this error may be less certain than that of its class.
 
     Source: the design of transactional messaging in Kafka ("the producer should abort, and subsequently redo, the
     transaction").

@@ -29,7 +29,7 @@ class Move(Enum):
 
 
 class NotUnderstood(Exception):
-    """It is no longer known which savepoints are open, or what became of their messages: both sides must abort."""
+    """It is no longer known which savepoints are open, or what happened to their messages: both sides must abort."""
 
 
 # A text can affect savepoints only if it begins like this, or contains several statements.

@@ -156,7 +156,7 @@ def native_step_at_rest(state: PreparedTxnState, proofs: Mapping[Partition, LogP
 def left_undecided(
     last: Ended | None, given_up: Ended | None, *, is_prepared: bool, sent_to: frozenset[Partition]
 ) -> frozenset[Partition]:
-    """The partitions where a producer that is thrown away may leave an undecided transaction open. Pure.
+    """The partitions where a discarded producer may leave an undecided transaction open. Pure.
 
     The settler after it must ask them: a coordinator that has ended the transaction shows them no longer.
 

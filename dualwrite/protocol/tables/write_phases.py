@@ -32,7 +32,7 @@ class WriteOutcome(Enum):
     """How a dual write has ended for its caller.
 
     ``NOT_BEGUN``: it got no lane, or no database transaction. ``FENCED``: aborted, because another owner took over.
-    ``COMPLETION_PENDING``: decided, not completed yet. ``UNVERIFIABLE``: decided, and what became of its messages, or of its
+    ``COMPLETION_PENDING``: decided, not completed yet. ``UNVERIFIABLE``: decided, and the fate of its messages, or of its
     rows, cannot be known. ``HANDED_OVER``: another process decides.
     """
 

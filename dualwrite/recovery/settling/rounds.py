@@ -138,7 +138,7 @@ def repair(
     for item in items:
         partitions, committed = ends[item.kafka_id]
         logger.warning(
-            "%s: the broker has forgotten (KAFKA-20734) to end a transaction in %s; ending it there now with %s",
+            "%s: the broker left a transaction open in %s (KAFKA-20734); ending it there now with %s",
             item.kafka_id,
             named(partitions),
             "commit" if committed else "abort",

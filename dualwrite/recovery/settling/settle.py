@@ -334,7 +334,7 @@ def end_participants(store: StateStore, participants: Iterable[Participant]) -> 
         store.end_participant(found, committed=found.decided)
         failpoints.hit("participant.ended")
         done = "committed" if found.decided else "rolled back"
-        logger.info("%s: what was prepared in the database is %s now", found.row.kafka_id(found.incarnation), done)
+        logger.info("%s: the prepared database transaction is now %s", found.row.kafka_id(found.incarnation), done)
 
 
 def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:

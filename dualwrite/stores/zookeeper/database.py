@@ -41,7 +41,7 @@ class ZooKeeperDatabase(KeyedDatabase):
     context manager. It connects on first use, and then creates its znodes if they are missing.
 
     A dual write decides only while the session in which it has begun lives: one that expires meanwhile aborts it, and so an
-    owner that was paused for longer than the session's time-out decides nothing.
+    owner that was paused for longer than the session's timeout decides nothing.
 
     Args:
         hosts: The servers as ``host:port,host:port``, with a chroot if you like (``.../app``); or a `KazooClient` that is
@@ -50,7 +50,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         auth: Credentials, as kazoo's ``auth_data``: pairs of scheme and credential, such as ``("digest", "user:password")``.
         acl: The ACL of every znode made here, the user's included unless an operation names another: a list of kazoo's, such as
             ``[make_digest_acl("user", "password", all=True)]``. By default anybody may do anything, as in ZooKeeper.
-        session_timeout_s: The session time-out to ask for, in seconds; the servers have limits of their own. Keep it
+        session_timeout_s: The session timeout to ask for, in seconds; the servers have limits of their own. Keep it
             at or below the writer's ``margin_s``.
         answer_s: How long an answer is waited for, in seconds.
         jute_maxbuffer: The servers' limit of a request in bytes, if you have raised it.

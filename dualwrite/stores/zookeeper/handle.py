@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ZooKeeperHandle(KeyedHandle):
     """The user's operations, and the session in which the dual write has begun.
 
-    It decides only in that session: an owner that was paused for longer than the session's time-out finds that it has expired,
+    It decides only in that session: an owner that was paused for longer than the session's timeout finds that it has expired,
     and decides nothing that Kafka may have aborted meanwhile.
 
     Raises:

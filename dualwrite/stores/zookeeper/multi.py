@@ -114,7 +114,7 @@ class Operations:
             raise ConfigurationError(
                 f"the operations of this dual write would take {self.size + size} bytes with {named}, and {self._limit} fit "
                 "into a request beside the decision (jute.maxbuffer)",
-                next_step="write less in one dual write; if every server has a greater limit, tell it: jute_maxbuffer=",
+                next_step="write less in one dual write; if every server has a greater limit, pass it as jute_maxbuffer=",
             )
         self.size += size
         self.names.append(named)

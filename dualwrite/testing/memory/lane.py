@@ -213,7 +213,7 @@ class MemoryLane:
 
     @property
     def transaction(self) -> RecordedTransaction:
-        """The Kafka transaction at hand."""
+        """The current Kafka transaction."""
         assert self._transaction is not None
         return self._transaction
 
@@ -223,7 +223,7 @@ class MemoryLane:
         self.number += 1
 
     def note_rows_committed(self) -> None:
-        """Note that the database has committed the dual write at hand."""
+        """Note that the database has committed the current dual write."""
         transaction = self._transaction
         if transaction is None:
             # Rows alone are recorded, too.
@@ -232,7 +232,7 @@ class MemoryLane:
         transaction.rows_committed = True
 
     def end(self, *, committed: bool) -> None:
-        """End the Kafka transaction at hand."""
+        """End the current Kafka transaction."""
         self._log.end(self.transaction, committed=committed)
         self._transaction = None
 

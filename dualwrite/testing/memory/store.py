@@ -69,7 +69,7 @@ class MemoryStore:
         engine: The user's engine.
         dialect: The adapter for its database.
         planted: The planted failures.
-        lane: The lane, which knows the transaction at hand.
+        lane: The lane, which knows the current transaction.
     """
 
     def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
@@ -168,7 +168,7 @@ class MemoryStore:
             DualWriteError: Always.
         """
         del deadline
-        raise DualWriteError("nobody answers what became of the COMMIT", transactional_id=transactional_id)
+        raise DualWriteError("the database does not say how the COMMIT ended", transactional_id=transactional_id)
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         """See the port. There is no table of incidents."""

@@ -121,7 +121,7 @@ class Rule(Generic[RequestT]):
         self._withdrawn = True
 
     def discard(self) -> None:
-        """Throw away everything held, and everything that this rule would hold from now on."""
+        """Discard everything held, and everything that this rule would hold from now on."""
         self.discarded = True
         self.release()
 

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class UnitFuture(Future[Result]):
-    """The future of a unit. A thread that waits for it without a time-out may run the unit itself.
+    """The future of a unit. A thread that waits for it without a timeout may run the unit itself.
 
     Args:
         run_here: Runs the unit in this thread, if nothing else is to run with it or before it.

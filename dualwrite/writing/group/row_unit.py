@@ -104,7 +104,7 @@ def _check_statement(statement: object) -> None:
         raise _not_a_write(type(statement).__name__)
     if returns:
         raise ConfigurationError(
-            "the statement of a RowUnit returns rows, which nobody would receive",
+            "the statement of a RowUnit returns rows, which submit cannot give back",
             next_step="leave out RETURNING, or submit a function, which can return them",
         )
 

@@ -77,7 +77,7 @@ class Submitting:
         A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
         nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the
         writer, with the context variables of its caller; one that is alone runs without a savepoint, and in the thread that
-        waits for its result without a time-out, if there is one. A unit that raises is rolled back alone: its rows are gone,
+        waits for its result without a timeout, if there is one. A unit that raises is rolled back alone: its rows are gone,
         its messages are never sent, and the others commit.
 
         A unit may run more than once, by the rule of :meth:`run`: after a conflict of its own, and when its group was aborted

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
-"""Kafka is asked for at least this long what became of a decided transaction, even if the time for its ending is over."""
+"""Kafka is asked for at least this long how a decided transaction ended, even if the time for its ending is over."""
 _KNOW_END_S: Final = 5.0
 """Limits the wait for the end of a transaction before it is recorded as complete."""
 
@@ -59,7 +59,7 @@ class Lane:
         claiming: Its one turn makes the lanes that guard each other claim one at a time.
         guard: Returns the guard of this lane's first claim; called when it claims.
         watcher: Finds out in the background how transactions have ended.
-        losses: Reports losses that settling finds and that do not belong to the dual write at hand.
+        losses: Reports losses that settling finds and that do not belong to the current dual write.
     """
 
     def __init__(

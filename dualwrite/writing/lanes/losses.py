@@ -37,7 +37,7 @@ class Losses:
     def tell(self, loss: FoundLoss) -> bool:
         """Report one loss. Returns whether ``on_loss`` took it, besides the log."""
         logger.error(
-            "a transaction that had ended for its caller was found lost: %s",
+            "a transaction was lost after its block had ended: %s",
             loss,
             extra={
                 "dualwrite_event": "loss",
@@ -51,7 +51,7 @@ class Losses:
             try:
                 self._on_loss(loss)
             except Exception:
-                logger.exception("on_loss has failed for %s", loss.transactional_id)
+                logger.exception("on_loss raised for the loss of %s", loss.transactional_id)
             else:
                 return True
         self._untold.put(loss)

@@ -27,7 +27,7 @@ class RecordedLosses:
     Args:
         transactional_id: The lane's id.
         context: The servers.
-        losses: Reports losses that do not belong to the dual write at hand.
+        losses: Reports losses that do not belong to the current dual write.
     """
 
     def __init__(self, transactional_id: str, context: OwnerContext, losses: Losses) -> None:
@@ -65,7 +65,7 @@ class RecordedLosses:
         try:
             self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
         except DualWriteError:
-            logger.exception("%s: the forgotten decision could not be recorded", self._id)
+            logger.exception("%s: could not record a decision that the database has lost", self._id)
 
     def compare(self, row: StateRow) -> None:
         """Check whether the database has lost the decision that this row holds; record and report it once if so.

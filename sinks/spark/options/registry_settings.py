@@ -35,7 +35,7 @@ NAMES: Final = (*sorted(_TEXTS), *sorted(_NUMBERS), *_FLAGS, _STRATEGY, _TOPICS)
 """All names that may be set."""
 STRATEGIES: Final = ("topic", "record", "topic_record")
 _BEARERS: Final = frozenset({"OAUTHBEARER", "OAUTHBEARER_AZURE_IMDS", "STATIC_TOKEN"})
-_TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait for ever
+_TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait forever
 
 
 @dataclass(frozen=True, repr=False)

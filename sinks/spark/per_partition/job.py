@@ -151,14 +151,14 @@ class BatchJob(DriverSide):
         try:
             self._settle()
         except DualWriteError as error:
-            logger.warning("%s: not settled, tried again when its tasks have ended: %s", self.name, error)
+            logger.warning("%s: not settled yet; retrying when its tasks have ended: %s", self.name, error)
         finally:
             # If the run could not be given up, its tasks can commit until they end. Once they are killed, the next step
             # settles what they leave.
             jobs.end(self.name, Deadline(self._options.timeout_s))
 
     def _tell_what_stays(self, error: BaseException) -> None:
-        """Say what became of the whole batch: tasks report only their own partition.
+        """Log how the whole batch ended: tasks report only their own partition.
 
         Raises:
             JobFailed: In place of Spark's own exception.

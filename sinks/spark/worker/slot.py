@@ -109,4 +109,4 @@ def _renew(pool: SlotPool, lease: Lease, lease_s: float, stop: threading.Event) 
             logger.warning("the lease is lost, the write will be refused: %s", error)
             return
         except DualWriteError as error:
-            logger.warning("%s: the lease was not renewed, tried again: %s", lease.transactional_id, error)
+            logger.warning("%s: the lease was not renewed; retrying: %s", lease.transactional_id, error)

@@ -59,7 +59,7 @@ class Answering:
 
 
 class InMemory:
-    """Offsets at hand."""
+    """Offsets in memory."""
 
     def __init__(self):
         self.starts = None

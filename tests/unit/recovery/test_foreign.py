@@ -36,7 +36,7 @@ def test_what_another_program_has_open_is_aborted_once(servers, kafka_id):
 def test_an_id_of_ours_is_refused_unless_it_is_given_up(servers, kafka_id, monkeypatch):
     monkeypatch.setattr(foreign, "is_drawn", lambda _: True)
     before = servers.shown()
-    with pytest.raises(IllegalStateError, match="no row at hand"):
+    with pytest.raises(IllegalStateError, match="no row was given"):
         servers.run(terminating(kafka_id), "T")
     assert servers.shown() == before
     assert servers.run(terminating(kafka_id, lose_decided=True), "T") is TerminateStep.ABORT

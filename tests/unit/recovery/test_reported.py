@@ -148,7 +148,7 @@ def test_every_opening_logs_how_many_losses_nobody_has_acknowledged(caplog):
     opening(Store(incident("orders", 1, told=True), incident("orders", 2, told=True), incident(acknowledged=True)))
     [record] = caplog.records
     assert record.levelno == logging.ERROR
-    assert record.getMessage().startswith("orders: 2 losses that nobody has acknowledged")
+    assert record.getMessage().startswith("orders: 2 unacknowledged losses")
 
 
 def test_an_opening_without_losses_logs_nothing(caplog):

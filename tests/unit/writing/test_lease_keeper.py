@@ -12,7 +12,7 @@ from dualwrite.stores.sql.leases import Leases, read_leases
 from dualwrite.writing import lease_keeper
 from dualwrite.writing.lease_keeper import LeaseKeeper
 
-SELDOM = LeaseTiming(3600.0)
+RARELY = LeaseTiming(3600.0)
 """No heartbeat comes by itself while a test runs."""
 
 
@@ -35,7 +35,7 @@ def leases(database):
 
 @pytest.fixture
 def keeper(leases, seen):
-    made = LeaseKeeper(leases, SELDOM, on_lost=lambda: seen.append("lost"), on_dead=seen.append)
+    made = LeaseKeeper(leases, RARELY, on_lost=lambda: seen.append("lost"), on_dead=seen.append)
     yield made
     made.stop()
 

@@ -144,7 +144,7 @@ class Handle:
         """Call the function with the instance and the seconds left. Returns the seconds that it took.
 
         Raises:
-            NoAnswer: The deadline passed first: the instance must be thrown away.
+            NoAnswer: The deadline passed first: the instance must be discarded.
         """
         raw, left_s = self.raw, deadline.remaining_s()
         began = now_s()

@@ -299,7 +299,7 @@ class ProducerInstance(JudgedProducer):
 
     @whole
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
-        """Abort, after a short wait for messages in flight. If some remain, the producer is thrown away instead.
+        """Abort, after a short wait for messages in flight. If some remain, the producer is discarded instead.
 
         An abort would then break librdkafka (4849), or crash this process if their produce request fails later.
         """

@@ -1,4 +1,4 @@
-"""Tells the callbacks of messages what became of them."""
+"""Calls ``on_delivery`` with the result of each message."""
 
 from __future__ import annotations
 

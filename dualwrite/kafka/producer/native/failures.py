@@ -1,7 +1,7 @@
 """Maps what stopped a native transaction to our errors, and to the state in which it leaves the producer.
 
 The error and its advice are those of both engines. The state follows the wire's table: a producer may continue after an answer
-whose meaning is to abort; where the incarnation must end, and where an answer is missing, it must be thrown away.
+whose meaning is to abort; where the incarnation must end, and where an answer is missing, it must be discarded.
 """
 
 from __future__ import annotations

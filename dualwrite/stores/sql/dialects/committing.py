@@ -99,7 +99,7 @@ def commit(
     Raises:
         TransactionAborted: The transaction has certainly been rolled back.
         TransactionInDoubt: The answer is missing: the transaction may have been committed, or may yet be. Also raised
-            for any interruption (``KeyboardInterrupt``) while waiting. The connection was thrown away.
+            for any interruption (``KeyboardInterrupt``) while waiting. The connection was discarded.
     """
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     roll_back, throw_away = (rollback_joined, discard_joined) if joined else (rollback, discard)
@@ -149,7 +149,7 @@ def commit(
 
 
 def rollback(connection: Connection) -> None:
-    """Roll back any transaction of the connection. Never raises: throws away a connection that cannot roll back.
+    """Roll back any transaction of the connection. Never raises: discards a connection that cannot roll back.
 
     The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
     """
@@ -158,7 +158,7 @@ def rollback(connection: Connection) -> None:
     try:
         connection.rollback()
     except Exception as error:  # noqa: BLE001 - the caller already has an error to raise; log this one
-        logger.warning("the database connection did not roll back and is thrown away: %s", driver_words(error))
+        logger.warning("discarding a database connection that did not roll back: %s", driver_words(error))
         discard(connection, error)
         return
     _roll_back_driver(driver)

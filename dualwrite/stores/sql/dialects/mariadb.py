@@ -256,7 +256,7 @@ class MariaDB:
                 cursor.execute("SET " + ", ".join(f"SESSION {name} = @dualwrite_{name}" for name in sorted(changed)))
         except Exception as error:  # noqa: BLE001 - the outcome stands; the pool must not keep this connection
             logger.warning(
-                "the connection keeps the limits of a dual write and is thrown away: %s", driver_words(error)
+                "discarding a connection whose session limits could not be restored: %s", driver_words(error)
             )
             connection.invalidate()
 

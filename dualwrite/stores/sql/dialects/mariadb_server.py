@@ -95,7 +95,7 @@ class Server:
             )
         if str(doublewrite) in _OFF:
             logger.warning(
-                "%s runs with innodb_doublewrite=OFF: unless its file system writes pages as a whole, committed data may be "
+                "%s runs with innodb_doublewrite=OFF: unless its file system writes pages atomically, committed data may be "
                 "lost when its machine crashes",
                 product,
             )

@@ -22,7 +22,7 @@ from dualwrite.kafka.producer.native.records.partitioners import Partitioner
 from dualwrite.kafka.producer.native.wire.answers import Code
 
 _PIECE_BYTES: Final = 8_000_000
-"""So many bytes of columns are in work at a time, twice or three times over."""
+"""The bytes of columns in work at a time, twice or three times over."""
 
 
 class Columns:

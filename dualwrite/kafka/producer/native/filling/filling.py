@@ -36,9 +36,9 @@ _ANYWHERE: Final = -1
 _YIELD_EVERY: Final = 256
 _ROWS_AT_ONCE: Final = 10_000
 _COLUMNS_FROM: Final = 250
-"""From so many messages for each partition on, columns of them cost at most half as much as taking them one by one."""
+"""From this many messages for each partition on, columns of them cost at most half as much as taking them one by one."""
 _IMPORT_FROM: Final = 100_000
-"""From so many on columns repay that pyarrow is imported: 0.2 s, while they save 2 microseconds a message."""
+"""From this many on columns repay that pyarrow is imported: 0.2 s, while they save 2 microseconds a message."""
 
 
 class FillingSettings(Protocol):

@@ -143,7 +143,7 @@ def _laid_out(rows: Rows, firsts: Numbers, counts: Numbers) -> tuple[Numbers, Nu
 def _cuts(rows: Rows, first: int, end: int, limits: tuple[int, int]) -> Iterator[int]:
     """The first row of each batch of a partition whose rows are too many for one."""
     limit, limit_records = limits
-    # The records of so many rows are at least as large as this, wherever they stand in a batch.
+    # The records of this many rows are at least as large as this, wherever they stand in a batch.
     least = np.cumsum(rows.lengths[first:end] + _LEAST_MORE)
     start = first
     while start < end:

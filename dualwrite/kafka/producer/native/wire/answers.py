@@ -98,7 +98,7 @@ _PRODUCE: Final = {
     Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
     # Behind a batch that failed the answer comes by itself; see `PartitionQueue`. At the head it is a gap that nobody explains.
     Code.OUT_OF_ORDER_SEQUENCE_NUMBER: Meaning.ABORT,
-    # The epoch is not ours any more, or the transaction of this epoch has ended: by its time-out, an operator, a settler.
+    # The epoch is not ours any more, or the transaction of this epoch has ended: by its timeout, an operator, a settler.
     Code.INVALID_TXN_STATE: Meaning.END,
     # A leader asks about several producers at once, and says one for the other where they are of different versions.
     Code.TRANSACTION_ABORTABLE: Meaning.END,

@@ -190,7 +190,7 @@ class PartitionQueue:
         return None
 
     def _takes(self, before: int) -> bool:
-        """Whether a batch may be sent behind so many that are not acknowledged."""
+        """Whether a batch may be sent behind that many unacknowledged ones."""
         return before < (self._in_flight if self._knows_us else 1)
 
     def ready_at(self) -> float | None:
