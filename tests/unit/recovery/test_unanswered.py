@@ -107,7 +107,7 @@ def test_a_loss_is_recorded_of_the_owners_own_transaction_and_raised(clock, stor
 def test_a_loss_that_cannot_be_recorded_is_raised_and_logged(clock, caplog):
     with pytest.raises(DecidedTransactionLost):
         prove(clock, Store(Unavailable("away")), [LogProof.ABORTED])
-    assert "left to the next settling" in caplog.text
+    assert "the next settling will" in caplog.text
     assert str(STATE) in caplog.text
 
 
