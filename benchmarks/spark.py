@@ -16,7 +16,7 @@ from typing import Any
 from harness.spark import bare_session, connector_jars
 from pyspark.sql import SparkSession
 
-from benchmarks import page, spark_micro, spark_page, transactions
+from benchmarks import page, spark_micro, spark_page, spark_unit, transactions
 from benchmarks.servers import Ground, machine, p50, servers
 from benchmarks.spark_ways import (
     ALL_WAYS,
@@ -33,7 +33,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.sinks.spark import register
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("flights", "small", "micro", "rows", "partitions", "deciding")
+PARTS = ("flights", "small", "micro", "rows", "partitions", "deciding", "unit")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class Size:
     partitions: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     partition_rows: int = 1_000_000
     transactions: Sequence[int] = (64, 1000)
+    unit: tuple[int, int] = (1000, 2_000_000)
 
 
-SMALL = Size(1, 1, 20_000, 12, (1_000, 10_000), (1, 4), 10_000, (8, 16))
+SMALL = Size(1, 1, 20_000, 12, (1_000, 10_000), (1, 4), 10_000, (8, 16), (24, 24_000))
 
 
 def sparks_jars() -> str | None:
@@ -125,6 +126,7 @@ def main() -> None:
                 ground, spark, [(size.partition_rows, number) for number in size.partitions], rounds
             ),
             "deciding": lambda: deciding(ground, size.transactions, rounds),
+            "unit": lambda: spark_unit.measure(ground, made, partitions=size.unit[0], rows=size.unit[1]),
         }
         try:
             for name in PARTS:

@@ -327,9 +327,13 @@ def migrated_mariadb(mariadb_of_session: str) -> str:
 
 @pytest.fixture
 def numbers(request, dualwrite_kafka, dualwrite_topic):
-    """A sink for numbered rows, in a migrated database: PostgreSQL's, unless a test asks for "mariadb"."""
+    """A sink for numbered rows, in a migrated database: PostgreSQL's, unless a test asks for "mariadb".
+
+    "librdkafka" asks for that engine of producers.
+    """
     from harness.spark import SparkCase
 
     kind = getattr(request, "param", "postgresql")
     url = request.getfixturevalue("migrated_mariadb" if kind == "mariadb" else "migrated_database")
-    return SparkCase(patient(dualwrite_kafka.client_config()), url, dualwrite_topic)
+    engine = "librdkafka" if kind == "librdkafka" else None
+    return SparkCase(patient(dualwrite_kafka.client_config(), engine), url, dualwrite_topic, producer_engine=engine)

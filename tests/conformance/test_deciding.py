@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness.databases import CLUSTER, prepared
 from harness.death import mortal
-from harness.deciding import KINDS, POINTS, Kind
+from harness.deciding import KINDS, POINTS, Kind, Sql
 from harness.places import ROOT
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
@@ -226,6 +226,22 @@ def test_a_former_owner_cannot_decide(place, store):
         assert store.decide(handle, "orders", 2, prepared(2), namespace="another") == (False, None)
         assert store.decide(handle, "nobody", 1, prepared(1)) == (False, None)
         store.rollback(handle)
+
+
+@pytest.mark.parametrize("place", [name for name in THERE if not isinstance(KINDS[name], Sql)], indirect=True)
+def test_a_decision_whose_row_was_claimed_before_its_commit_writes_nothing(place, store):
+    """Nothing holds the row meanwhile, as a lock does in SQL: only the version that was read tells."""
+    claim(store)
+    with place.database.connect() as handle:
+        store.begin(handle)
+        assert store.read_incarnation(handle, "orders") == 1
+        place.kind.put(handle, 1)
+        assert store.decide(handle, "orders", 1, prepared(1))[0]
+        [row] = claim(store, owner="you")
+        with pytest.raises(TransactionAborted, match="another owner has claimed it"):
+            store.commit(handle)
+    assert store.read(["orders"]) == [row]
+    assert place.numbers == []
 
 
 def test_a_lost_decision_is_noticed(place, store):

@@ -117,6 +117,7 @@ class SparkCase:
     topic: str
     table: str = "numbers"
     sink: str = field(default_factory=lambda: f"sink-{secrets.token_hex(4)}")
+    producer_engine: str | None = None
 
     def __post_init__(self):
         self.execute(f"CREATE TABLE IF NOT EXISTS {self.table} (id bigint, name text)")
@@ -135,6 +136,7 @@ class SparkCase:
             "table": self.table,
             "key": "id",
             "timeout_s": 60.0,
+            **({"producer_engine": self.producer_engine} if self.producer_engine else {}),
         }
 
     def execute(self, statement: str) -> list:

@@ -120,6 +120,7 @@ def _parameters(thorough: set[str]) -> list[object]:
         for name in _MADE
         if not name.startswith("prepared")
     ]
+    through_librdkafka = [(name, "librdkafka", f"{name}-librdkafka", True) for name in _MADE]
     return [
         pytest.param(
             partial(_made, name),
@@ -131,7 +132,7 @@ def _parameters(thorough: set[str]) -> list[object]:
                 *([pytest.mark.thorough] if is_rare else []),
             ],
         )
-        for name, kind, shown, is_rare in (*on_postgresql, *on_mariadb)
+        for name, kind, shown, is_rare in (*on_postgresql, *on_mariadb, *through_librdkafka)
     ]
 
 

@@ -8,10 +8,11 @@ from decimal import Decimal
 import pytest
 from harness.drivers import Drivers
 from harness.messages import consume
+from harness.page_examples import example
 from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, staging_tables, write_by, write_with
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, make_url, text
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import SinkOptions, register, write_batch
@@ -97,6 +98,23 @@ def test_every_type_arrives_on_both_sides(spark, numbers, way):
     full_json, null_json = sorted(found, key=lambda message: message["n"])
     assert full_json == {**{name: value for name, (_, _, _, value) in zip(names, TYPES, strict=True)}, "n": 0}
     assert null_json == {**dict.fromkeys(names), "n": 1}
+
+
+@pytest.mark.thorough
+def test_the_pages_example_writes_both_sides(spark, numbers, monkeypatch):
+    register(spark)
+    [code] = example("spark.md", "MariaDB and MySQL")
+    monkeypatch.setenv("DATABASE_PASSWORD", make_url(numbers.url).password)
+    for theirs, ours in {
+        "mysql+pymysql://app@db/air": numbers.url,
+        "broker:9092": numbers.kafka["bootstrap.servers"],
+        '"dbtable", "flights"': '"dbtable", "numbers"',
+        '"topic", "flights"': f'"topic", "{numbers.topic}"',
+    }.items():
+        assert theirs in code
+        code = code.replace(theirs, ours)
+    exec(compile(code, "the page's example", "exec"), {"flights": numbered(spark)})
+    numbers.verify()
 
 
 @pytest.mark.parametrize(
