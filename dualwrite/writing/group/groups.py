@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
 from dualwrite.writing.group.alone import UnitFuture
-from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
+from dualwrite.writing.group.results import GroupRun, closed_error, fail_left, tell_all
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
@@ -23,6 +24,8 @@ from dualwrite.writing.redo import pause_after_s, refuse_not_run
 if TYPE_CHECKING:
     from dualwrite.ports.database import Traits
     from dualwrite.writing.blocks.transaction import Transaction
+
+logger = logging.getLogger(__name__)
 
 RUNNERS: Final = 2
 """While one group commits, the next one runs."""
@@ -158,6 +161,9 @@ class Groups:
         while (group := self._next()) is not None:
             try:
                 self._run(group)
+            except BaseException:
+                # SystemExit, say: it would end this thread without a word, and later units would wait for it.
+                logger.critical("%s: a callback of a unit's future has raised", self._name, exc_info=True)
             finally:
                 self._end(group)
 
@@ -232,8 +238,7 @@ class Groups:
         self._let_next_run(group)
         if group.begun:
             self._grouped(group.begun)
-        for tell in told:
-            tell()
+        tell_all(told)
         pause(pause_after_s(group.failures))
 
     def _end(self, group: GroupRun) -> None:

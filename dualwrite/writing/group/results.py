@@ -52,11 +52,21 @@ def closed_error(name: str) -> IllegalStateError:
     return IllegalStateError("the writer was closed before the unit began; nothing was written", transactional_id=name)
 
 
+def tell_all(told: Iterable[Told]) -> None:
+    """Tell the callers. What a callback of one raises, ``SystemExit`` say, comes after all others have been told."""
+    raised: BaseException | None = None
+    for tell in told:
+        try:
+            tell()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised = raised or error
+    if raised is not None:
+        raise raised
+
+
 def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
     """Fail units that a closed writer never ran or will not rerun."""
-    for unit in units:
-        if unit.work.begin():
-            unit.work.fail(closed_error(name))
+    tell_all([_failed(unit, closed_error(name)) for unit in units if unit.work.begin()])
 
 
 class NothingKept(Exception):

@@ -220,6 +220,19 @@ def test_a_defect_reaches_every_unit_that_has_begun(shop, held, point, told):
     assert shop.both_have(*sorted({1, 2, 3} - set(told)))
 
 
+def test_a_callback_that_raises_an_interruption_keeps_no_caller_waiting(shop, held, caplog):
+    def leave(_):
+        raise SystemExit
+
+    for first in (1, 11, 21):  # more often than there are threads
+        with held.together():
+            futures = [held.put(number) for number in range(first, first + 3)]
+            futures[0].add_done_callback(leave)
+        assert wait(futures, 30).not_done == set()
+    assert shop.both_have(1, 2, 3, 11, 12, 13, 21, 22, 23)
+    assert "a callback of a unit's future has raised" in caplog.text
+
+
 def test_close_finishes_what_waits(shop):
     with shop.writer() as writer:
         held = Held(shop, writer)
