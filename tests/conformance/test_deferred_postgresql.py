@@ -6,15 +6,18 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
+import psycopg
 import pytest
 from harness.databases import Database, prepared, wait_until_blocked
 from psycopg import ClientCursor
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite.errors import TransactionAborted, Unavailable
+from dualwrite.stores.sql.access.connections import usable
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 
@@ -149,6 +152,22 @@ def test_with_cursors_of_the_applications_own_it_goes_out_before(postgres: Datab
         order_of_nobody(connection)
         with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key"):
             store.decide(connection, "orders", 1, prepared(1), deferred=True)
+        store.rollback(connection)
+
+
+@pytest.mark.parametrize("last", ["decide", "hold"])
+def test_over_a_connection_of_psycopgs_it_goes_out_too(
+    postgres: Database, store: SqlStateStore, dualwrite_postgres: EmbeddedPostgres, last: str
+) -> None:
+    with (
+        closing(psycopg.connect(dualwrite_postgres.dsn_of(make_url(postgres.url).database))) as own,
+        usable(own, store.engine) as connection,
+    ):
+        begin(store, connection)
+        order_of_nobody(connection)
+        arguments = [prepared(1)] if last == "decide" else []
+        with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key"):
+            getattr(store, last)(connection, "orders", 1, *arguments, deferred=True)
         store.rollback(connection)
 
 

@@ -53,7 +53,7 @@ def closed_error(name: str) -> IllegalStateError:
 
 
 def tell_all(told: Iterable[Told]) -> None:
-    """Tell the callers. What a callback of one raises, ``SystemExit`` say, comes after all others have been told."""
+    """Tell the callers. What a callback of one raises, ``SystemExit`` say, comes out once all others have their answer."""
     raised: BaseException | None = None
     for tell in told:
         try:

@@ -318,6 +318,9 @@ class PostgreSQL:
                 if first.failed and sqlstate_of(getattr(error, "orig", None)) is not None:
                     raise committing.deferred_failed(error, transactional_id) from error
                 raise
+        if not first.sent:
+            # The driver has not made SQLAlchemy's cursor, as over psycopg's own connections. The last look at the clock follows.
+            committing.run_deferred(connection, self, transactional_id)
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:

@@ -15,11 +15,13 @@ class Ahead:
 
     Attributes:
         statement: The statement.
+        sent: Whether it was sent: only cursors that the driver's connection makes do so.
         failed: Whether the server has not executed it, although both were sent.
     """
 
     def __init__(self, statement: str) -> None:
         self.statement: Final = statement
+        self.sent = False
         self.failed = False
 
 
@@ -38,7 +40,7 @@ class _Cursor(Cursor[Any]):
                 first.execute(self._ahead.statement, prepare=False)
                 super().execute(*arguments, **options)
         finally:
-            self._ahead.failed = first.pgresult is None
+            self._ahead.sent, self._ahead.failed = True, first.pgresult is None
         return self
 
 
@@ -57,7 +59,7 @@ class _AsyncCursor(AsyncCursor[Any]):
                 await first.execute(self._ahead.statement, prepare=False)
                 await super().execute(*arguments, **options)
         finally:
-            self._ahead.failed = first.pgresult is None
+            self._ahead.sent, self._ahead.failed = True, first.pgresult is None
         return self
 
 
