@@ -128,7 +128,7 @@ def test_what_a_unit_does_past_the_library_concerns_it_alone(writer, submit, bot
 
 
 @on_postgresql
-@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN", "COMMIT; SELECT 1 / 0"])
 @pytest.mark.parametrize("last", [True, False])
 def test_no_unit_runs_again_after_one_that_may_have_committed(writer, submit, both, end, last):
     runs = []

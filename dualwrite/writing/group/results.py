@@ -209,8 +209,9 @@ class GroupRun:
         """The error for one caller. A unit's own error may depend on rows that are gone once the group is aborted."""
         if unit is self._running:
             raised = self._raised
-            # What it says of the outcome is true only if the group has left nothing behind.
-            claims_too_much = isinstance(raised, DualWriteError) and not leaves_nothing(error)
+            # It means that the unit was rolled back: true only if the group has left nothing behind.
+            ours = isinstance(raised, DualWriteError) or isinstance(error, DualWriteError)
+            claims_too_much = ours and not leaves_nothing(error)
             return error if raised is None or claims_too_much else raised
         if unit in self._errors and not leaves_nothing(error):
             return self._errors[unit]

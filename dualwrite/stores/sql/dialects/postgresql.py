@@ -319,7 +319,7 @@ class PostgreSQL:
                     raise committing.deferred_failed(error, transactional_id) from error
                 raise
         if not first.sent:
-            # The driver has not made SQLAlchemy's cursor, as over psycopg's own connections. The last look at the clock follows.
+            # The driver did not make SQLAlchemy's cursor, as over psycopg's own connections. The clock is looked at after this.
             committing.run_deferred(connection, self, transactional_id)
 
     @contextmanager

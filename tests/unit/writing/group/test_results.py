@@ -140,9 +140,10 @@ def test_a_deadlock_that_has_ended_the_group_runs_again_alone():
     assert group.failures == 1
 
 
-def test_a_deadlock_is_not_told_as_an_abort_if_the_group_may_be_committed():
+@pytest.mark.parametrize("raised", [TransactionAborted("a deadlock"), ValueError("after a COMMIT as text")])
+def test_an_error_of_a_unit_does_not_hide_that_its_group_may_be_committed(raised):
     error = TransactionInDoubt("who knows")
-    group = end_by_the_second(TransactionAborted("a deadlock"), error)
+    group = end_by_the_second(raised, error)
     assert [type(unit.work.error) for unit in group.taken] == [TransactionInDoubt, TransactionInDoubt, type(None)]
     assert group.again == group.taken[2:]
 
