@@ -193,9 +193,7 @@ def test_first_code_that_a_reader_copies_writes_to_both_sides(dualwrite_kafka, d
     }.items():
         assert shown in code
         code = code.replace(shown, meant)
-    names = {}
-    exec(code, names)
-    names["engine"].dispose()
+    exec(code, {})
     with engine.connect() as connection:
         rows = [tuple(row) for row in connection.execute(text("SELECT id, item FROM orders"))]
     engine.dispose()
