@@ -21,6 +21,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, Resou
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.connecting import connection_settings
+from dualwrite.kafka.listed_offsets import PASSING, list_offsets
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.state.rolling import Log
 from dualwrite.state.scans import Change
@@ -30,18 +31,6 @@ _REQUEST_S: Final = 10.0
 _PAUSE_S: Final = 0.01
 _END_MS: Final = 20
 """How long a broker waits for more at the end of the log: its empty answer shows the end. By default half a second."""
-_PASSING: Final = {
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.FENCED_LEADER_EPOCH,
-    KafkaError.UNKNOWN_LEADER_EPOCH,
-    KafkaError.OFFSET_NOT_AVAILABLE,
-    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001 - the constants' public names
-    KafkaError._TRANSPORT,  # noqa: SLF001
-    KafkaError._TIMED_OUT,  # noqa: SLF001
-    KafkaError._RESOLVE,  # noqa: SLF001
-}
-"""Transient errors: a broker is starting, moving partitions or not answering. Retried until the deadline."""
 
 
 class Changelog:
@@ -120,7 +109,7 @@ class Changelog:
                 stable = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
                 high = self._offset(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
             except KafkaException as refused:
-                if refused.args[0].code() not in _PASSING or deadline.expired:
+                if refused.args[0].code() not in PASSING or deadline.expired:
                     raise self._mapped(refused) from refused
             else:
                 if stable == high or (at_least is not None and stable >= at_least):
@@ -130,8 +119,7 @@ class Changelog:
             time.sleep(_PAUSE_S)
 
     def _offset(self, spec: OffsetSpec, isolation: IsolationLevel) -> int:
-        asked = self._admin.list_offsets({self._where: spec}, isolation_level=isolation, request_timeout=_REQUEST_S)
-        return int(asked[self._where].result().offset)
+        return list_offsets(self._admin, {self._where: spec}, isolation, timeout_s=_REQUEST_S)[self._where]
 
     def read(
         self, start: int, end: int, deadline: Deadline, check: Callable[[], None]
@@ -170,7 +158,7 @@ class Changelog:
                         # Only this event shows that nothing but markers and aborted records follows.
                         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - the constant's public name
                             reached = max(reached, offset or 0)
-                        elif error.code() not in _PASSING:
+                        elif error.code() not in PASSING:
                             raise self._mapped(KafkaException(error))
                         continue
                     key = message.key()
@@ -185,7 +173,7 @@ class Changelog:
 
     def _mapped(self, refused: KafkaException) -> ConfigurationError | Unavailable:
         error: KafkaError = refused.args[0]
-        if error.code() in _PASSING or error.retriable():
+        if error.code() in PASSING or error.retriable():
             return Unavailable(f"the brokers did not answer about the changelog {self}: {error.str()}")
         return ConfigurationError(
             f"the changelog {self} cannot be read: {error.str()}",

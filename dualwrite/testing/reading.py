@@ -11,6 +11,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from dualwrite.errors import Unavailable
+from dualwrite.kafka.listed_offsets import PASSING, list_offsets
 from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
 AT_ONCE = 10_000
 _ANSWER_S = 10.0
 """The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing."""
-_MOVING = {
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.FENCED_LEADER_EPOCH,
-    KafkaError.UNKNOWN_LEADER_EPOCH,
-    KafkaError.OFFSET_NOT_AVAILABLE,
-}
-"""The answers for a partition that is new, or that another broker takes over: both pass."""
 
 
 class Record(NamedTuple):
@@ -140,7 +133,7 @@ def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) ->
             stable = _ends(admin, topic, partitions, IsolationLevel.READ_COMMITTED, deadline)
             high = _ends(admin, topic, partitions, IsolationLevel.READ_UNCOMMITTED, deadline)
         except KafkaException as refused:
-            if refused.args[0].code() not in _MOVING or deadline.expired:
+            if refused.args[0].code() not in PASSING or deadline.expired:
                 raise
             time.sleep(0.01)
             continue
@@ -157,5 +150,5 @@ def _ends(
 ) -> dict[int, int]:
     asked = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in partitions}
     timeout_s = max(_ANSWER_S, deadline.remaining_s())
-    answers = admin.list_offsets(asked, isolation_level=isolation, request_timeout=timeout_s)
-    return {where.partition: answer.result().offset for where, answer in answers.items()}
+    found = list_offsets(admin, asked, isolation, timeout_s=timeout_s)
+    return {where.partition: offset for where, offset in found.items()}

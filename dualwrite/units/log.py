@@ -20,6 +20,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.connecting import connection_settings
+from dualwrite.kafka.listed_offsets import list_offsets
 from dualwrite.protocol.tables.unit_life import UnitEvent
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.units.ranges import Offsets, Partition
@@ -126,11 +127,9 @@ class PartitionLogs:
     ) -> dict[Partition, int]:
         while True:
             asked = {TopicPartition(topic, number): which for topic, number in partitions}
-            answers = self._admin.list_offsets(
-                asked, isolation_level=isolation, request_timeout=max(1.0, deadline.remaining_s())
-            )
             try:
-                return {(where.topic, where.partition): answer.result().offset for where, answer in answers.items()}
+                found = list_offsets(self._admin, asked, isolation, timeout_s=max(1.0, deadline.remaining_s()))
+                return {(where.topic, where.partition): offset for where, offset in found.items()}
             except KafkaException as error:
                 if error.args[0].code() in _REFUSED:
                     raise ConfigurationError(f"the partitions cannot be read: {error.args[0].str()}") from error

@@ -270,6 +270,9 @@ def _mended() -> list[str]:
         "- A producer that was fenced while it was paused: confluent-kafka loses the fatal error on its way out of `flush()` "
         "where a callback or a log line follows it, so that a `SystemError` or an `AttributeError` came out of the dual write "
         "instead of `TransactionAborted`. Both sides had aborted.",
+        "- A broker that came back gave its partitions higher leader epochs. librdkafka's `list_offsets` went on with those that "
+        "it had cached and was refused each time, so that a standby, and a reader of units, failed when their time was over. "
+        "Now their metadata is refreshed before they ask again.",
         "",
     ]
 
