@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from confluent_kafka import (
     Consumer,
@@ -26,6 +26,7 @@ from dualwrite.runtime.deadline import Deadline
 from dualwrite.state.rolling import Log
 from dualwrite.state.scans import Change
 
+Answer = TypeVar("Answer")
 _AT_ONCE: Final = 10_000
 _REQUEST_S: Final = 10.0
 _PAUSE_S: Final = 0.01
@@ -52,18 +53,23 @@ class Changelog:
     def __str__(self) -> str:
         return f"{self.topic}[{self.partition}]"
 
-    def identity(self) -> str:
+    def identity(self, deadline: Deadline, check: Callable[[], None]) -> str:
         """The topic's id with the partition: a topic that is deleted and created again has another one.
+
+        Args:
+            deadline: When to give up.
+            check: Called while waiting.
 
         Raises:
             ConfigurationError: There is no such topic or partition.
-            Unavailable: No answer.
+            Unavailable: No answer in time.
         """
-        try:
+
+        def ask() -> Any:
             asked = self._admin.describe_topics(TopicCollection([self.topic]), request_timeout=_REQUEST_S)
-            found = asked[self.topic].result()
-        except KafkaException as refused:
-            raise self._mapped(refused) from refused
+            return asked[self.topic].result()
+
+        found = self._answer(ask, deadline, check)
         if self.partition not in {partition.id for partition in found.partitions}:
             raise ConfigurationError(
                 f"the changelog {self} has no such partition: the topic has {len(found.partitions)}"
@@ -85,12 +91,13 @@ class Changelog:
             Unavailable: A transaction stays open, or no answer.
         """
         end = self._stable_end(deadline, at_least, check)
-        try:
+        resource = ConfigResource(ResourceType.TOPIC, self.topic)
+
+        def ask() -> tuple[int, Any]:
             start = self._offset(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
-            resource = ConfigResource(ResourceType.TOPIC, self.topic)
-            settings = self._admin.describe_configs([resource], request_timeout=_REQUEST_S)[resource].result()
-        except KafkaException as refused:
-            raise self._mapped(refused) from refused
+            return start, self._admin.describe_configs([resource], request_timeout=_REQUEST_S)[resource].result()
+
+        start, settings = self._answer(ask, deadline, check)
         return Log(
             name=str(self),
             start=start,
@@ -102,20 +109,28 @@ class Changelog:
         )
 
     def _stable_end(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> int:
+        def ask() -> tuple[int, int]:
+            # The stable end first: records written in between can only make the two differ.
+            stable = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
+            return stable, self._offset(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
+
+        while True:
+            stable, high = self._answer(ask, deadline, check)
+            if stable == high or (at_least is not None and stable >= at_least):
+                return stable
+            if deadline.expired:
+                raise Unavailable(f"a transaction stays open in the changelog {self}, from offset {stable} on")
+            time.sleep(_PAUSE_S)
+
+    def _answer(self, ask: Callable[[], Answer], deadline: Deadline, check: Callable[[], None]) -> Answer:
+        """Ask, and ask again after an error that passes, until the deadline."""
         while True:
             check()
             try:
-                # The stable end first: records written in between can only make the two differ.
-                stable = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
-                high = self._offset(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
+                return ask()
             except KafkaException as refused:
                 if refused.args[0].code() not in PASSING or deadline.expired:
                     raise self._mapped(refused) from refused
-            else:
-                if stable == high or (at_least is not None and stable >= at_least):
-                    return stable
-                if deadline.expired:
-                    raise Unavailable(f"a transaction stays open in the changelog {self}, from offset {stable} on")
             time.sleep(_PAUSE_S)
 
     def _offset(self, spec: OffsetSpec, isolation: IsolationLevel) -> int:

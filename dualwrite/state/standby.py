@@ -100,7 +100,7 @@ def roll_forward(
     """
     deadline = Deadline(timeout_s)
     store.recover(0)
-    store.follow(changelog.identity())
+    store.follow(changelog.identity(deadline, check))
     began_ms = int(time.time() * 1000)
     at_least = None if wait_for_end else store.committed.offset or 0
     log = changelog.describe(deadline, at_least, check)

@@ -1,8 +1,12 @@
 """Stores rolled forward, from a changelog in memory."""
 
-import pytest
+from concurrent.futures import Future
+from types import SimpleNamespace
 
-from dualwrite import ChangelogDiffers
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from dualwrite import ChangelogDiffers, Unavailable
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.state import KeyValueStore, changelog, standby
 from dualwrite.state.changelog import Changelog
@@ -22,7 +26,7 @@ class InMemory:
         self.clock, self.records = clock, records
         self.delete_retention_ms = DAY_MS
 
-    def identity(self):
+    def identity(self, _deadline, _check):
         return "id/0"
 
     def describe(self, _deadline, _at_least, check):
@@ -138,3 +142,23 @@ def test_the_end_of_a_changelog_with_open_transactions(monkeypatch, at_least, of
     monkeypatch.setattr(changelog, "_PAUSE_S", 0)
     assert log._stable_end(Deadline(10), at_least, lambda: None) == end
     assert next(answers, None) is None
+
+
+def test_a_broker_that_does_not_answer_is_asked_again_until_the_time_is_over(monkeypatch):
+    def describe_topics(*_, **__):
+        answer = Future()
+        if silent:
+            silent.pop()
+            answer.set_exception(KafkaException(KafkaError(KafkaError._TIMED_OUT)))
+        else:
+            answer.set_result(SimpleNamespace(topic_id="id", partitions=[SimpleNamespace(id=0)]))
+        return {"log": answer}
+
+    log = Changelog({"bootstrap.servers": "localhost:1"}, "log", 0)
+    monkeypatch.setattr(log, "_admin", SimpleNamespace(describe_topics=describe_topics))
+    silent = [1, 1]
+    assert log.identity(Deadline(60), lambda: None) == "id/0"
+    silent = [1, 1]
+    with pytest.raises(Unavailable, match=r"did not answer about the changelog log\[0\]"):
+        log.identity(Deadline(0), lambda: None)
+    assert silent == [1]
