@@ -14,6 +14,7 @@ from dualwrite.apps.greenlets import awaited, run, says_more
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing import entered
+from dualwrite.writing.group.places import full_error
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
@@ -34,6 +35,7 @@ class _Task:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
         self.begun = False
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> bool:
         self.begun = not self.future.cancelled()
@@ -45,9 +47,19 @@ class _Task:
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
 
-    async def outcome(self) -> Any:
-        """Wait for the result. A cancellation drops work that has not begun; later it is raised after the group's end."""
-        cancelled: asyncio.CancelledError | None = None
+    def answer(self) -> None:
+        """If the caller stands in line, let it see whether there is a place for it."""
+        if not self.answered.done():
+            self.answered.set_result(None)
+
+    async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
+        """Wait for the result. A cancellation drops work that has not begun; later it is raised after the group's end.
+
+        Args:
+            cancelled: A cancellation that came before this call.
+        """
+        if cancelled is not None and not self.begun:
+            self.future.cancel()
         while not self.future.done():
             try:
                 await asyncio.wait([self.future])
@@ -73,6 +85,7 @@ class AsyncGroups:
         limits: When a group takes no more units.
         runners: How many groups there may be at a time, one of them running its units.
         grouped: Called with the number of units of each group that has ended.
+        place_timeout_s: How long :meth:`submit` waits while as many units wait as may, in seconds.
         engine: The engine of the blocks' connections.
         pool: Returns the thread pool for work that can only block.
     """
@@ -85,6 +98,7 @@ class AsyncGroups:
         *,
         runners: int,
         grouped: Callable[[int], None],
+        place_timeout_s: float,
         engine: AsyncEngine,
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
@@ -95,7 +109,8 @@ class AsyncGroups:
         self._grouped = grouped
         self._engine = engine
         self._pool = pool
-        self._units: Units[_Task] = Units()
+        self._place_timeout_s = place_timeout_s
+        self._units: Units[_Task] = Units(limits.waiting)
         self._running: object | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -105,9 +120,23 @@ class AsyncGroups:
         if self._closed:
             raise closed_error(self._name)
         task = _Task(work)
-        self._units.add(Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key)))
+        unit = Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key))
+        cancelled = None if self._units.offer(unit) else await self._stand_in_line(unit)
         self._start()
-        return await task.outcome()
+        return await task.outcome(cancelled)
+
+    async def _stand_in_line(self, unit: Unit[_Task]) -> asyncio.CancelledError | None:
+        """Wait until the unit was added. Returns a cancellation that came after that."""
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await asyncio.wait([unit.work.answered], timeout=self._place_timeout_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        if self._units.withdraw(unit):
+            raise cancelled or (
+                closed_error(self._name) if self._closed else full_error(self._name, self._limits, waited=True)
+            )
+        return cancelled
 
     async def close(self, within_s: float) -> None:
         """Finish the waiting units, and refuse new ones. Units that have not begun in time fail.
@@ -116,6 +145,8 @@ class AsyncGroups:
             within_s: How long to wait, in seconds.
         """
         self._closed = True
+        for unit in self._units.in_line:
+            unit.work.answer()
         until = now_s() + within_s
         while self._tasks and now_s() < until:
             await asyncio.wait(self._tasks, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +172,8 @@ class AsyncGroups:
 
     async def _serve(self, token: object) -> None:
         group = GroupRun(self._name, self._units.take(self._limits.units))
+        for unit in self._units.admit():
+            unit.work.answer()
         if group.taken:
             told = await run(
                 self._pool(),

@@ -66,7 +66,7 @@ class AsyncDualWriter:
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
         key_serializer: As for :class:`DualWriter`. Called in the event loop's thread, which it blocks while it asks a registry.
         value_serializer: Likewise.
-        groups: When a group of :meth:`submit` takes no more units: a `GroupLimits`.
+        groups: Limits the groups of :meth:`submit`, and the number of units that wait: a `GroupLimits`.
         telemetry: As for :class:`DualWriter`.
 
     Raises:
@@ -297,7 +297,8 @@ class AsyncDualWriter:
     ) -> Any:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
-        A cancellation drops work that has not begun. Work that has begun ends with its group, and ``CancelledError`` is
+        While as many units wait as `GroupLimits.waiting`, the task waits for a place, first come, first served. A cancellation
+        drops work that has not begun. Work that has begun ends with its group, and ``CancelledError`` is
         raised after it, unless there is an error that says more.
 
         Args:
@@ -310,6 +311,7 @@ class AsyncDualWriter:
 
         Raises:
             DualWriteError: The error of the group, as :meth:`DualWriter.submit` says.
+            Unavailable: Also if there was no place for ``lane_timeout_s``; the work has not run.
             IllegalStateError: Also if the task is inside a transaction or a unit of this writer.
             CancelledError: The task was cancelled.
 

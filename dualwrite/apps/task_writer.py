@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.arguments import CommonSettings
     from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
+    from dualwrite.writing.lanes.lane_pool import Lanes
 
 THREADS: Final = 4
 """In addition to one for each lane: for work that can only block, which with the native engine is only claiming and
@@ -39,6 +40,7 @@ class _Writer(Protocol):
     transactional_id: str
     _asynchronous: AsyncEngine
     _group_runners: int
+    _lanes: Lanes
 
     def transaction(self) -> AbstractContextManager[Transaction]: ...
     def _joined(self) -> tuple[Engine | None, Block]: ...
@@ -69,6 +71,7 @@ class OfTasks:
             limits,
             runners=self._group_runners,
             grouped=self._note_group,
+            place_timeout_s=self._lanes.lane_timeout_s,
             engine=self._asynchronous,
             pool=pool,
         )

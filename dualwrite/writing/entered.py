@@ -25,6 +25,11 @@ _entered: Final[ContextVar[tuple[_Entered, ...]]] = ContextVar("dualwrite_entere
 """For each block: the identity of its writer and of its thread or task, and the ticket that holds its lane."""
 
 
+def would_block_a_loop() -> bool:
+    """Whether the caller would block an event loop of the application if it waited; see :func:`refuse_blocking_a_loop`."""
+    return blocks_a_loop() and not hasattr(builtins, "__IPYTHON__")
+
+
 def refuse_blocking_a_loop(transactional_id: str) -> None:
     """Raise if the caller would block an event loop: all of its tasks would stand still, perhaps forever.
 
@@ -34,7 +39,7 @@ def refuse_blocking_a_loop(transactional_id: str) -> None:
     Raises:
         IllegalStateError: It would.
     """
-    if blocks_a_loop() and not hasattr(builtins, "__IPYTHON__"):
+    if would_block_a_loop():
         raise IllegalStateError(
             "a DualWriter blocks its thread, and this one runs an event loop",
             transactional_id=transactional_id,

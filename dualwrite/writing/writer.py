@@ -69,7 +69,7 @@ class DualWriter(Submitting):
         schema: The database schema of the library's tables, if it is not the default one.
         max_lanes: The maximum number of concurrent transactions.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
-        lane_timeout_s: How long a transaction waits for a free lane, in seconds.
+        lane_timeout_s: How long a transaction waits for a free lane, and a unit of :meth:`submit` for a place, in seconds.
         margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
             PostgreSQL also the longest pause between the decision and its COMMIT.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
@@ -85,7 +85,7 @@ class DualWriter(Submitting):
         key_serializer: Makes the keys of ``tx.produce``: ``(object, SerializationContext) -> bytes``, as those of
             confluent-kafka; or a dictionary with one for each topic that has one. Used by many threads at once.
         value_serializer: Makes the values, likewise.
-        groups: When a group of :meth:`submit` takes no more units: a `GroupLimits`.
+        groups: Limits the groups of :meth:`submit`, and the number of units that wait: a `GroupLimits`.
         telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
             application has imported OpenTelemetry; without its SDK nothing is recorded.
 
@@ -152,6 +152,7 @@ class DualWriter(Submitting):
             limits_for(traits, groups),
             runners=self._group_runners,
             grouped=self._note_group,
+            place_timeout_s=lane_timeout_s,
         )
 
     @classmethod

@@ -1,7 +1,7 @@
 """Group commit: which units of work go into the next group, when a group takes no more, and what follows a failed one.
 
 A *unit* is the work of one caller; a *group* is the units that commit together. Units of one key keep their order: while some
-of them are in a group, the others wait.
+of them are in a group, the others wait. The number of those that wait is bounded; the callers of the others stand in line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTEMPTS: Final = 5
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """When a group takes no more units. It never waits for units: it takes those that wait as it begins.
+    """When a group takes no more units, and how many may wait. A group never waits for units: it takes those that wait then.
 
     Args:
         units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared memory;
@@ -31,6 +31,8 @@ class GroupLimits:
         seconds: No unit begins later than this after the group's first one; the others wait for the next group. So the first
             unit waits for the others no longer than this and the last unit take.
         bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
+        waiting: The maximum number of units that wait for a group. at that number ``submit`` lets its caller wait,
+            first come, first served, for at most the writer's ``lane_timeout_s``.
 
     Raises:
         ConfigurationError: A limit cannot work.
@@ -39,6 +41,7 @@ class GroupLimits:
     units: int = 64
     seconds: float = 0.25
     bytes: int = 16 * 1024 * 1024
+    waiting: int = 10_000
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -47,6 +50,8 @@ class GroupLimits:
             raise ConfigurationError(f"seconds is {self.seconds:g}; it must not be negative")
         if self.bytes < 0:
             raise ConfigurationError(f"bytes is {self.bytes}; it must not be negative")
+        if self.waiting < 1:
+            raise ConfigurationError(f"waiting is {self.waiting}; it must be at least 1")
 
     def reached(self, *, seconds: float, size: int) -> bool:
         """Whether a group takes no more units: so long after its first one began, with messages of that size in bytes."""
@@ -74,11 +79,18 @@ class Unit(Generic[Work]):
 
 
 class Units(Generic[Work]):
-    """The units that wait. Keys take turns, so that a caller with many units does not hold up those with few."""
+    """The units that wait. Keys take turns, so that a caller with many units does not hold up those with few.
 
-    def __init__(self) -> None:
+    Args:
+        places: The maximum number of units that wait. The others stand in line. Units that run again need no place.
+    """
+
+    def __init__(self, places: int = DEFAULT_LIMITS.waiting) -> None:
+        self._places = places
         self._ready: OrderedDict[Hashable, deque[Unit[Work]]] = OrderedDict()
         self._busy: dict[Hashable, deque[Unit[Work]]] = {}
+        self._in_line: OrderedDict[Unit[Work], None] = OrderedDict()
+        self._at_most = 0  # this many wait; fewer if an interruption came before it was counted down
 
     @property
     def ready(self) -> bool:
@@ -98,8 +110,43 @@ class Units(Generic[Work]):
         """Whether no unit waits, and none is in a group."""
         return not self._ready and not self._busy
 
+    def offer(self, unit: Unit[Work]) -> bool:
+        """Add a unit, or let it stand in line if others do, or if there is no place. Returns whether it was added."""
+        if self._in_line or self._full:
+            self._in_line[unit] = None
+            return False
+        self.add(unit)
+        return True
+
+    def admit(self) -> Sequence[Unit[Work]]:
+        """Add the first units in line, as many as there are places for. Returns them."""
+        admitted: list[Unit[Work]] = []
+        while self._in_line and not self._full:
+            unit, _ = self._in_line.popitem(last=False)
+            self.add(unit)
+            admitted.append(unit)
+        return admitted
+
+    def withdraw(self, unit: Unit[Work]) -> bool:
+        """Take a unit out of the line. Returns whether it still stood there."""
+        stood = unit in self._in_line
+        self._in_line.pop(unit, None)
+        return stood
+
+    @property
+    def in_line(self) -> Sequence[Unit[Work]]:
+        """The units that stand in line, the first one first."""
+        return list(self._in_line)
+
+    @property
+    def _full(self) -> bool:
+        if self._at_most >= self._places:
+            self._at_most = sum(map(len, (*self._ready.values(), *self._busy.values())))
+        return self._at_most >= self._places
+
     def add(self, unit: Unit[Work]) -> None:
         """Let a unit wait behind the others of its key."""
+        self._at_most += 1
         waiting = self._busy.get(unit.key)
         if waiting is None:
             waiting = self._ready.setdefault(unit.key, deque())
@@ -123,6 +170,7 @@ class Units(Generic[Work]):
                 break
         for key in keys_of(taken):
             self._busy[key] = self._ready.pop(key, deque())
+        self._at_most -= len(taken)
         return taken
 
     def take_lone(self) -> None:
@@ -131,6 +179,7 @@ class Units(Generic[Work]):
         assert unit is not None
         del self._ready[unit.key]
         self._busy[unit.key] = deque()
+        self._at_most -= 1
 
     def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = ()) -> None:
         """Note that a group has ended. May be called again if it was interrupted.
@@ -142,6 +191,7 @@ class Units(Generic[Work]):
         for unit in reversed(again):
             waiting = self._busy.get(unit.key)
             if waiting is not None and unit not in waiting:
+                self._at_most += 1
                 waiting.appendleft(unit)
         for key in keys_of(taken):
             if waiting := self._busy.get(key):
@@ -156,6 +206,7 @@ class Units(Generic[Work]):
         self._ready.clear()
         for waiting in self._busy.values():
             waiting.clear()
+        self._at_most = 0
         return drained
 
 

@@ -114,7 +114,13 @@ class InMemoryWriter(Submitting):
         self._vitals = Vitals(transactional_id, lambda: None)
         traits = SqlDatabase(self._engine).traits
         self._group_runners = 1 if is_shared(self._engine) else runners_for(traits, max_lanes)
-        self._groups = Groups(transactional_id, self.transaction, groups, runners=self._group_runners)
+        self._groups = Groups(
+            transactional_id,
+            self.transaction,
+            groups,
+            place_timeout_s=lane_timeout_s,
+            runners=self._group_runners,
+        )
 
     @property
     def engine(self) -> Engine:

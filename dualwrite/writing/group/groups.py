@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
@@ -16,6 +16,7 @@ from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline, pause
 from dualwrite.writing import entered
 from dualwrite.writing.group.alone import UnitFuture
+from dualwrite.writing.group.places import full_error, may_wait, note_running
 from dualwrite.writing.group.results import GroupRun, closed_error, fail_left, tell_all
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
@@ -50,12 +51,14 @@ class Task:
         future: What its caller waits for.
         context: The context variables of its caller.
         rows: The unit, if it is one of rows: its work then produces its messages.
+        answered: Set when a unit that stands in line was given a place, or never will be.
     """
 
     work: Callable[[Transaction], Any]
     future: Future[Any]
     context: contextvars.Context
     rows: RowUnit | None = None
+    answered: waiting.Event = field(default_factory=waiting.Event)
 
     def begin(self) -> bool:
         """See :class:`dualwrite.writing.group.results.Task`."""
@@ -84,6 +87,7 @@ class Groups:
         limits: When a group takes no more units.
         runners: How many groups there may be at a time, one of them running its units.
         grouped: Called with the number of units of each group that is about to end.
+        place_timeout_s: How long :meth:`submit` waits while as many units wait as may, in seconds.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Groups:
         block: Callable[[], AbstractContextManager[Transaction]],
         limits: GroupLimits,
         *,
+        place_timeout_s: float,
         runners: int = RUNNERS,
         grouped: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -100,7 +105,8 @@ class Groups:
         self._limits = limits
         self._runners = runners
         self._grouped = grouped
-        self._units: Units[Task] = Units()
+        self._place_timeout_s = place_timeout_s
+        self._units: Units[Task] = Units(limits.waiting)
         self._lock = threading.RLock()
         self._may_begin = threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
@@ -121,13 +127,41 @@ class Groups:
         with self._lock:
             if self._closed:
                 raise closed_error(self._name)
-            self._units.add(unit)
-            if self._idle:
-                self._wake()
-            elif self._threads < self._runners:
-                self._threads += 1
-                threading.Thread(target=self._serve, name=f"dualwrite group {self._name}", daemon=True).start()
+            if added := self._units.offer(unit):
+                self._have_served()
+        if not added:
+            self._stand_in_line(unit)
         return future
+
+    def _have_served(self) -> None:
+        """Let a thread serve a unit that was added: one that is idle, or a new one."""
+        if self._idle:
+            self._wake()
+        elif self._threads < self._runners:
+            self._threads += 1
+            threading.Thread(target=self._serve, name=f"dualwrite group {self._name}", daemon=True).start()
+
+    def _stand_in_line(self, unit: Unit[Task]) -> None:
+        """Wait until the unit was added; at most a moment where waiting would keep all units from making progress."""
+        waits = may_wait(self)
+        try:
+            if waits:
+                unit.work.answered.wait(self._place_timeout_s)
+            with self._lock:
+                if self._units.withdraw(unit):
+                    raise (
+                        closed_error(self._name) if self._closed else full_error(self._name, self._limits, waited=waits)
+                    )
+                self._have_served()
+        except BaseException:
+            with self._lock:
+                self._units.withdraw(unit)
+            unit.work.future.cancel()  # an interrupted caller has no future to wait for
+            raise
+
+    def _admit(self) -> None:
+        for unit in self._units.admit():
+            unit.work.answered.set()
 
     def close(self, within_s: float) -> None:
         """Finish the waiting units, and refuse new ones. Units that have not begun in time fail. May be called again.
@@ -138,6 +172,8 @@ class Groups:
         with self._lock:
             self._closed = True
             self._may_begin.notify_all()
+            for unit in self._units.in_line:
+                unit.work.answered.set()
             deadline = Deadline(within_s)
             self._emptied.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
@@ -180,6 +216,7 @@ class Groups:
                 return None
             self._running = group = GroupRun(self._name, self._units.take(self._limits.units))
             self._begun.append(group)
+            self._admit()
             return group
 
     def _run_here(self, future: Future[Any]) -> None:
@@ -217,6 +254,7 @@ class Groups:
             self._begun.append(group)
             self._running = group
             self._units.take_lone()
+            self._admit()
 
     def _end_alone(self, mine: list[GroupRun], error: BaseException | None = None) -> None:
         with self._lock:
@@ -234,6 +272,7 @@ class Groups:
                 self._wake()
 
     def _run(self, group: GroupRun) -> None:
+        note_running(self)
         told = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
         self._let_next_run(group)
         if group.begun:

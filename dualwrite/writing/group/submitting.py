@@ -74,6 +74,8 @@ class Submitting:
     def submit(self, work: Callable[[Transaction], Any] | RowUnit, *, key: Hashable | None = None) -> Future[Any]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
 
+        Only if as many units wait as `GroupLimits.waiting`, it waits for a place, first come, first served.
+
         A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
         nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the
         writer, with the context variables of its caller; one that is alone runs without a savepoint, and in the thread that
@@ -102,6 +104,8 @@ class Submitting:
         Raises:
             IllegalStateError: The writer is not open; or this thread is inside a transaction or a unit of this writer, which
                 would wait for itself.
+            Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
+                thread runs an event loop, or calls back from a future of this writer. The work will not run.
         """
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)

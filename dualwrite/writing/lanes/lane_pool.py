@@ -84,7 +84,7 @@ class Lanes:
         self._make_lane = make_lane
         self.max_lanes = max_lanes
         self._timeout_s = timeout_s
-        self._lane_timeout_s = lane_timeout_s
+        self.lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
         self._turns: Turns[Kept] = Turns(on_freed=self._freed)
         self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -140,12 +140,12 @@ class Lanes:
             Unavailable: All lanes were in use until the end of the wait.
         """
         try:
-            kept = ticket.wait(Deadline(self._lane_timeout_s))
+            kept = ticket.wait(Deadline(self.lane_timeout_s))
         except NoTurn:
             if self.closed:
                 raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
             raise Unavailable(
-                f"all {self.max_lanes} lanes were busy for {self._lane_timeout_s:g} s",
+                f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s",
                 transactional_id=self._name,
                 next_step="raise max_lanes, or make transactions shorter",
             ) from None

@@ -8,7 +8,8 @@ from harness.served import TOPIC
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted
+from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.apps.async_groups import _Task
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
 from unit.apps.test_async_writer import in_writer, make, put  # noqa: F401 - fixtures
@@ -268,3 +269,113 @@ def test_a_closed_writer_takes_no_units(make):  # noqa: F811
             await writer.submit(unit(1))
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def in_few(in_writer):  # noqa: F811
+    """Runs a coroutine function with a writer that is in a group, where one unit waits, and what lets the group end."""
+
+    def run(work, **options):
+        async def main(writer):
+            begun, may_go = asyncio.Event(), asyncio.Event()
+
+            async def slow(tx):
+                await put(tx, 0)
+                begun.set()
+                await may_go.wait()
+
+            tasks = [asyncio.create_task(writer.submit(slow))]
+            await begun.wait()
+            tasks.append(asyncio.create_task(writer.submit(unit(1))))
+            await asyncio.sleep(0)
+            try:
+                await work(writer, may_go)
+            finally:
+                may_go.set()
+                await asyncio.gather(*tasks)
+
+        return in_writer(main, groups=GroupLimits(waiting=1), **options)
+
+    return run
+
+
+async def standing(writer, *works):
+    """Tasks whose units stand in line."""
+    tasks = [asyncio.create_task(writer.submit(work)) for work in works]
+    await asyncio.sleep(0)
+    assert len(writer._groups._units.in_line) == len(works)
+    return tasks
+
+
+def test_tasks_wait_for_a_place_first_come_first_served(in_few, shop):
+    async def work(writer, may_go):
+        runs = []
+        tasks = await standing(writer, *(unit(number, runs=runs) for number in range(2, 9)))
+        may_go.set()
+        assert await asyncio.gather(*tasks) == list(range(2, 9))
+        assert runs == list(range(2, 9))
+
+    in_few(work)
+    assert shop.both_have(*range(9))
+
+
+def test_a_task_that_finds_no_place_in_time_is_refused_and_its_unit_never_runs(in_few, shop):
+    async def work(writer, _):
+        with pytest.raises(Unavailable, match="1 units wait already.*in time"):
+            await asyncio.wait_for(writer.submit(unit(2)), 10)
+
+    in_few(work, lane_timeout_s=0.05)
+    assert shop.both_have(0, 1)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_task_that_is_cancelled_in_line_has_written_nothing(in_few, shop, placed):
+    async def work(writer, may_go):
+        runs = []
+        tasks = await standing(writer, unit(2, runs=runs), unit(3, runs=runs))
+        if placed:
+            taken = writer._groups._units.take(1)
+            [admitted] = writer._groups._units.admit()
+            admitted.work.answer()
+            writer._groups._units.end(taken, taken)
+        tasks[0].cancel()
+        may_go.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in found] == [asyncio.CancelledError, int]
+        assert runs == [3]
+
+    in_few(work)
+    assert shop.both_have(0, 1, 3)
+
+
+def test_a_task_that_is_cancelled_when_its_unit_runs_gets_it_after_the_commit(in_few, shop, monkeypatch):
+    """It stood in line, and the unit has begun before the task could see that it was added."""
+
+    async def work(writer, may_go):
+        async def cancels(tx):
+            await put(tx, 2)
+            waiter.cancel()
+
+        waiter = asyncio.create_task(writer.submit(cancels, key="k"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(_Task, "answer", lambda _: None)
+        may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        await asyncio.wait_for(writer.submit(unit(3), key="k"), 30)
+
+    in_few(work)
+    assert shop.both_have(0, 1, 2, 3)
+
+
+def test_close_refuses_those_in_line(in_few, shop):
+    async def work(writer, may_go):
+        [waiter] = await standing(writer, unit(2))
+        closing = asyncio.create_task(writer._groups.close(30))
+        with pytest.raises(IllegalStateError, match="closed before the unit began"):
+            await waiter
+        may_go.set()
+        await closing
+
+    in_few(work)
+    assert shop.both_have(0, 1)

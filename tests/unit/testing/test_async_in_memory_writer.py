@@ -13,7 +13,7 @@ from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriteError, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriteError, GroupLimits, TransactionAborted, Unavailable
 from dualwrite.testing import AsyncInMemoryWriter, InMemoryWriter
 from dualwrite.testing.memory.places import EFFECTS, Rows
 
@@ -172,3 +172,23 @@ def test_a_dual_write_takes_milliseconds():
         return sorted(took)[50]
 
     assert asyncio.run(main()) < 0.02, "the page on testing says milliseconds"
+
+
+def test_so_many_units_wait_as_the_limits_allow():
+    async def main():
+        async with AsyncInMemoryWriter(groups=GroupLimits(waiting=1), lane_timeout_s=0.05) as writer:
+            may_go = asyncio.Event()
+
+            async def slow(_):
+                await may_go.wait()
+
+            tasks = [asyncio.create_task(writer.submit(slow)) for _ in range(2)]
+            await asyncio.sleep(0.02)
+            tasks.append(asyncio.create_task(writer.submit(slow)))
+            tasks.append(asyncio.create_task(writer.submit(slow)))
+            done, _ = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert isinstance(done.pop().exception(), Unavailable)
+            may_go.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())

@@ -72,6 +72,63 @@ def test_units_that_run_again_come_before_the_others_of_their_key_and_before_oth
     assert works(units.take(64)) == [0, 3, 2]
 
 
+def offered(units, *numbers):
+    made = [Unit(number, number) for number in numbers]
+    return made, [units.offer(unit) for unit in made]
+
+
+def test_so_many_wait_and_the_others_stand_in_line():
+    units = Units(places=2)
+    made, added = offered(units, 1, 2, 3, 4)
+    assert added == [True, True, False, False]
+    assert units.admit() == []
+    taken = units.take(1)
+    assert works(taken) == [1]
+    assert units.admit() == [made[2]]
+    assert units.admit() == []
+    assert units.in_line == [made[3]]
+    assert works(units.take(64)) == [2, 3]
+
+
+def test_nobody_passes_those_in_line():
+    units = Units(places=1)
+    offered(units, 1, 2)
+    units.take(1)
+    assert offered(units, 3)[1] == [False]
+    assert works(units.admit()) == [2]
+
+
+def test_one_that_leaves_the_line_is_added_no_more():
+    units = Units(places=1)
+    made, _ = offered(units, 1, 2, 3)
+    assert units.withdraw(made[1])
+    assert not units.withdraw(made[1])
+    assert not units.withdraw(made[0])
+    units.take_lone()
+    assert units.admit() == [made[2]]
+
+
+def test_what_runs_again_needs_no_place_and_leaves_none():
+    units = Units(places=2)
+    offered(units, 1, 2)
+    taken = units.take(1)
+    assert offered(units, 3)[1] == [True]
+    units.end(taken, taken)
+    units.end(taken, taken)
+    assert works(units.take(1)) == [1]
+    assert offered(units, 4)[1] == [False]
+    units.drain()
+    assert works(units.admit()) == [4]
+
+
+def test_a_place_that_an_interruption_left_uncounted_is_free_again():
+    units = Units(places=1)
+    offered(units, 1)
+    units.take_lone()
+    units._at_most += 1
+    assert offered(units, 2)[1] == [True]
+
+
 def test_a_unit_that_must_be_alone_is():
     units = waiting("a", "b", "c")
     taken = units.take(64)
@@ -117,18 +174,20 @@ def test_what_is_drained_is_in_no_group():
             st.tuples(st.just(END), st.lists(st.booleans(), min_size=5, max_size=5)),
         ),
         max_size=60,
-    )
+    ),
+    st.integers(1, 6),
 )
-def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps):
-    units, groups, done, added, number = Units(), [], defaultdict(list), defaultdict(list), 0
+def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps, places):
+    units, groups, done, added, number = Units(places), [], defaultdict(list), defaultdict(list), 0
     for what, value in steps:
         if what == ADD:
             number += 1
             added[value].append(number)
-            units.add(Unit(number, value))
+            units.offer(Unit(number, value))
         elif what == TAKE:
             taken = units.take(value)
             assert len(taken) <= value
+            units.admit()
             keys = {unit.key for unit in taken}
             assert not keys & {unit.key for group in groups for unit in group}
             groups += [taken] if taken else []
@@ -137,7 +196,9 @@ def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps
     for group in groups:
         finish(units, group, [], done)
     while units.ready:
-        finish(units, units.take(3), [], done)
+        taken = units.take(3)
+        units.admit()
+        finish(units, taken, [], done)
     assert units.empty
     assert done == added
 
@@ -176,7 +237,7 @@ def test_a_group_takes_no_more_once_it_is_old_or_large(seconds, size, reached):
     assert GroupLimits(seconds=0.5, bytes=100).reached(seconds=seconds, size=size) is reached
 
 
-@pytest.mark.parametrize("wrong", [{"units": 0}, {"seconds": -0.1}, {"bytes": -1}])
+@pytest.mark.parametrize("wrong", [{"units": 0}, {"seconds": -0.1}, {"bytes": -1}, {"waiting": 0}])
 def test_limits_that_cannot_work_are_refused(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         GroupLimits(**wrong)

@@ -203,7 +203,7 @@ def test_an_interruption_at_any_line_leaves_nobody_waiting(monkeypatch):
     serve = Groups._serve
     monkeypatch.setattr(Groups, "_serve", lambda _: None)
     for line in itertools.count(1):
-        groups = Groups("orders", block, GroupLimits(units=1))
+        groups = Groups("orders", block, GroupLimits(units=1), place_timeout_s=30.0)
         future, interruption = groups.submit(lambda _: "done", "key"), Interruption(line)
         try:
             with interruption.armed():
