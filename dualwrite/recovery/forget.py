@@ -93,7 +93,7 @@ def forget(
         Unavailable: A server does not answer in time.
     """
     if transactional_id is not None and prefix is not None:
-        raise TypeError("transactional_id and prefix exclude each other")
+        raise TypeError("transactional_id and prefix cannot be combined")
     with opened(database, schema) as used:
         store, forgetting = used.store(), used.forgetting()
         now = forgetting.now()

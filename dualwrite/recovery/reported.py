@@ -33,7 +33,7 @@ def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]
     try:
         store.note_told(losses)
     except DualWriteError as error:
-        logger.warning("could not note which losses were reported, so they will be reported again: %s", error)
+        logger.warning("could not record which losses were reported; they will be reported again: %s", error)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def rows_of(store: StateStore, transactional_id: str | None, prefix: str | None)
     if transactional_id is None:
         return store.find(prefix or "")
     if prefix is not None:
-        raise TypeError("transactional_id and prefix exclude each other")
+        raise TypeError("transactional_id and prefix cannot be combined")
     return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 

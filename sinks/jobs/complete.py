@@ -60,7 +60,7 @@ def complete_handed_over(
     store.record_outcomes([(row, Outcome.COMMITTED, "committed by its decider") for row in completed])
     failpoints.hit("complete.recorded")
     if len(completed) < len(rows):
-        logger.info("%d of %d transactions are left to a claim", len(rows) - len(completed), len(rows))
+        logger.info("%d of %d transactions are left for a claim to complete", len(rows) - len(completed), len(rows))
     return completed
 
 

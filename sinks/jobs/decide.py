@@ -237,7 +237,7 @@ class Decision(Generic[P]):
                 rows, coordinator=self._context.coordinator, store=store, deadline=Deadline(self._timeout_s)
             )
         except DualWriteError as error:
-            logger.warning("%s: its slots are claimed to complete it: %s", self._batch.name, error)
+            logger.warning("%s: claiming its slots to complete it: %s", self._batch.name, error)
             return ()
         return [found[row.transactional_id] for row in completed]
 

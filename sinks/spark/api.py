@@ -204,7 +204,7 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
 def _require_classic(df: DataFrame) -> None:
     if type(df).__module__.startswith("pyspark.sql.connect"):
         raise ConfigurationError(
-            "Spark Connect does not tell how many partitions a DataFrame has",
+            "Spark Connect does not report how many partitions a DataFrame has",
             next_step='use format("dualwrite"), which writes whole batches; or run the job in a driver of its own '
             "(spark-submit, or a session with a master)",
         )

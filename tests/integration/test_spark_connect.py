@@ -52,6 +52,6 @@ def test_a_stream_writes_each_micro_batch_once_by_the_name_of_its_query(connecte
     "way", ["write_batch", "foreach_partition", pytest.param("foreach_batch", marks=pytest.mark.thorough)]
 )
 def test_what_needs_a_classic_session_says_so_and_writes_nothing(connected, numbers, source, tmp_path, way):
-    with pytest.raises(Failed, match="Spark Connect does not tell how many partitions.*format\\(.dualwrite.\\)"):
+    with pytest.raises(Failed, match="Spark Connect does not report how many partitions.*format\\(.dualwrite.\\)"):
         connected.run(refused, numbers, way, source, str(tmp_path / "checkpoint"))
     assert numbers.rows() == numbers.messages() == []

@@ -200,7 +200,7 @@ def test_rows_replace_those_of_the_same_key_and_others_are_added(spark, numbers,
 
 @pytest.mark.parametrize(
     ("unique", "says"),
-    [(True, "a key comes twice.*each key come once"), (False, "has no unique key of just the columns id")],
+    [(True, "a key occurs twice.*each key occur once"), (False, "has no unique key of just the columns id")],
 )
 def test_keys_that_do_not_name_one_row_are_refused(spark, numbers, write, unique, says):
     numbers.execute(

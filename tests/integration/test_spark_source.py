@@ -132,7 +132,7 @@ def test_rows_replace_those_of_the_same_key(spark, numbers, write):
     ("partitions", "says"),
     [
         pytest.param(1, "cannot affect row a second time", marks=pytest.mark.thorough),
-        (2, "(stored|took) (0 of 1|7 of 8) rows.*each key come once"),
+        (2, "(stored|took) (0 of 1|7 of 8) rows.*each key occur once"),
     ],
 )
 def test_a_key_that_comes_twice_in_a_batch_is_refused(spark, numbers, write, partitions, says):

@@ -133,7 +133,7 @@ class EndWatcher:
             try:
                 one.note(step)
             except Exception:
-                logger.exception("could not note how a transaction has ended")
+                logger.exception("could not record how a transaction has ended")
             self._let_go(one)
             if step is not EndStep.KNOWN:
                 self._on_unknown()

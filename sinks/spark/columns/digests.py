@@ -49,7 +49,7 @@ def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> Non
     """
     _require_deterministic(df._jdf.queryExecution().analyzed())  # noqa: SLF001 - Spark has no public way to it in Python
     if rows is not None and rows._jrdd.rdd().outputDeterministicLevel().toString() == _INDETERMINATE:  # noqa: SLF001 - as above
-        raise _not_repeatable("a shuffle deals its rows out in the order in which they come")
+        raise _not_repeatable("a shuffle distributes its rows in the order of their arrival")
 
 
 def require_deterministic_stream(df: DataFrame, query_id: str) -> bool:
@@ -86,7 +86,7 @@ def _not_repeatable(why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the DataFrame may give other rows when it is computed again: {why}. Partition by partition, a batch that is run "
         "again would mix the rows of two runs",
-        next_step='use format("dualwrite"), which writes whole batches; or write the DataFrame down first (a table, '
+        next_step='use format("dualwrite"), which writes whole batches; or materialize the DataFrame first (a table, '
         "df.checkpoint()) and write that; or set allow_nondeterministic=True if you know that the rows are the same each time",
     )
 
@@ -188,7 +188,7 @@ def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> Configurati
         f"{name}: the partition is written already with {theirs.rows} rows, and {found}: the DataFrame has changed, or gives "
         "other rows when it is computed again",
         next_step="nothing more of the batch is written: run it with the rows of its first run; or undo what is written, and "
-        'use a new batch id with a DataFrame that is written down first, or with format("dualwrite")',
+        'use a new batch id with a DataFrame that is materialized first, or with format("dualwrite")',
     )
 
 

@@ -318,7 +318,7 @@ def rows_lost(staged: Staged, held: int) -> TransactionAborted:
 
 
 KEY_TWICE_STEP: Final = (
-    "nothing of the batch was written on either side: let each key come once in the batch, also in two partitions, and filter "
+    "nothing of the batch was written on either side: let each key occur once in the batch, also in two partitions, and filter "
     "out the rows that a trigger skips"
 )
 

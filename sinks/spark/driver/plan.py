@@ -184,7 +184,7 @@ class DriverSide:
         try:
             self._ledger.fail(self._engine, self._options.sink, self._batch_id)
         except DualWriteError as error:
-            logger.warning("%s: failed, and that could not be noted in the ledger: %s", self.name, error)
+            logger.warning("%s: could not record its failure in the ledger: %s", self.name, error)
 
     def _settle(self) -> Sequence[StateRow]:
         """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left.
@@ -229,7 +229,7 @@ class DriverSide:
         try:
             self._ledger.complete(self._engine, sink, batch_id, partition_id, decided_ago_s=decided_ago_s)
         except DualWriteError as error:
-            logger.warning("%s: completed, and that could not be noted in the ledger: %s", self.name, error)
+            logger.warning("%s: could not record its completion in the ledger: %s", self.name, error)
 
     def _incidents(self) -> list[Incident]:
         return list(self._store.incidents(f"{self._pool.pool}#"))

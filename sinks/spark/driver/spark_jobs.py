@@ -59,7 +59,9 @@ class SparkJobs:
                     return
                 pause(_LOOKS_AGAIN_S)
         except Py4JError as error:  # usually, because Spark itself has ended
-            logger.warning("%s: Spark does not tell whether its tasks have ended: %s", name, type(error).__name__)
+            logger.warning(
+                "%s: cannot find out from Spark whether its tasks have ended: %s", name, type(error).__name__
+            )
 
     def _running(self) -> int:
         # Not PySpark's own tracker: it knows no tags, and makes a list for each stage.

@@ -78,7 +78,7 @@ def without_cause() -> Generator[None, None, None]:
     try:
         yield
     except JobFailed as error:
-        logger.exception("where the error comes from that the stream shows")
+        logger.exception("traceback of the error that the stream shows")
         raise error from None
 
 

@@ -96,7 +96,7 @@ def _message(given: Given) -> type[Message]:
         ) from error
     except TypeError as error:
         raise ConfigurationError(
-            f"the descriptor set is not whole: {error}", next_step="make it with protoc --include_imports"
+            f"the descriptor set is incomplete: {error}", next_step="make it with protoc --include_imports"
         ) from error
 
 

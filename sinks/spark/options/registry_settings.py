@@ -87,7 +87,7 @@ class RegistrySettings:
             and given.get("auto.register.schemas") is not None
             and flags["auto.register.schemas"]
         ):
-            raise ConfigurationError("use.latest.version and auto.register.schemas exclude each other")
+            raise ConfigurationError("use.latest.version and auto.register.schemas cannot be combined")
         strategy = _text(_STRATEGY, given.get(_STRATEGY, "topic")).lower()
         if strategy not in STRATEGIES:
             raise ConfigurationError(f"{_STRATEGY} must be one of {', '.join(STRATEGIES)}")

@@ -216,7 +216,7 @@ class SinkOptions:
         if schema is not None and part_format not in {Format.AVRO, Format.JSON_SCHEMA}:
             raise ConfigurationError(f"{part}_schema is for {part}_format avro and jsonschema")
         if (message is not None) != (part_format is Format.PROTOBUF):
-            raise ConfigurationError(f"{part}_message and {part}_format protobuf need each other")
+            raise ConfigurationError(f"{part}_message and {part}_format protobuf must be given together")
         if part_format is Format.PROTOBUF and self.descriptor is None:
             raise ConfigurationError(
                 f"{part}_format protobuf needs a descriptor",
@@ -229,7 +229,7 @@ class SinkOptions:
         if settings.use_latest and self.topic is None:
             raise ConfigurationError("use.latest.version needs one topic for all messages, and topic_column has many")
         if settings.use_latest and (self.key_schema is not None or self.value_schema is not None):
-            raise ConfigurationError("use.latest.version and a schema of your own exclude each other")
+            raise ConfigurationError("use.latest.version and a schema of your own cannot be combined")
 
     @property
     def format_of_value(self) -> Format:

@@ -121,7 +121,7 @@ def _told() -> Generator[None, None, None]:
         yield
     except SchemaRegistryError as error:
         if error.http_status_code >= _SERVER or error.http_status_code in _BUSY:
-            raise Unavailable(f"the schema registry does not answer as it should: {error}") from error
+            raise Unavailable(f"the schema registry returned an unexpected answer: {error}") from error
         raise ConfigurationError(
             f"the schema registry refuses: {error}",
             next_step=_advice(error.http_status_code),

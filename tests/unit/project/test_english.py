@@ -47,6 +47,7 @@ BANNED = {
     _SO_MANY: ("this many, that many", "A lease ends after so many seconds."),
     _TIME_OUT: ("timeout", "It waits without a time-out."),
     _FOR_EVER: ("forever", "The table would grow for ever."),
+    r"\bexclude each other\b": ("cannot be combined", "The two settings exclude each other."),
     r"\bseldom\b": ("rarely, too rare", "A heartbeat is too seldom."),
     r"\bsomebody\b": ("the process, or another process", "Somebody else has claimed the id."),
 }

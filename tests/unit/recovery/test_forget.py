@@ -79,7 +79,7 @@ def test_a_writer_whose_name_begins_alike_is_another_one(call):
 
 
 def test_one_id_and_a_prefix_exclude_each_other(call):
-    with pytest.raises(TypeError, match="exclude each other"):
+    with pytest.raises(TypeError, match="cannot be combined"):
         call("orders", prefix="o")
 
 

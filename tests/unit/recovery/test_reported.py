@@ -1,4 +1,4 @@
-"""Which losses were reported: each once to a caller, and again if that could not be noted."""
+"""Which losses were reported: each once to a caller, and again if that could not be recorded."""
 
 import logging
 from datetime import datetime, timezone

@@ -160,7 +160,7 @@ def _refuse_keys_twice(
     twice = execute(connection, f"SELECT 1 FROM ({every}) AS every_key GROUP BY {keys} HAVING count(*) > 1 LIMIT 1")
     if twice.first() is not None:
         raise TransactionAborted(
-            f"table {target[1]!r} cannot take the batch: a key comes twice in it",
+            f"table {target[1]!r} cannot take the batch: a key occurs twice in it",
             next_step=KEY_TWICE_STEP,
             retryable=False,
         )

@@ -113,7 +113,7 @@ def take_over(
         raise rows_lost(part, held)
     if moved != rows and upsert:
         raise TransactionAborted(
-            f"table {target[1]!r} took {moved} of {rows} rows of a partition: a key comes twice in the batch, or a trigger "
+            f"table {target[1]!r} took {moved} of {rows} rows of a partition: a key occurs twice in the batch, or a trigger "
             "leaves rows out",
             transactional_id=staged.transactional_id,
             next_step=KEY_TWICE_STEP,
