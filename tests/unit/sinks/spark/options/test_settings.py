@@ -229,7 +229,7 @@ def test_a_registrys_setting_that_cannot_be_is_refused_without_showing_a_secret(
         ),
         (
             {"value_schema": '"long"', "schema_registry": {**REGISTRY, "use.latest.version": True}},
-            "of your own exclude",
+            "of your own cannot be combined",
         ),
     ],
 )
