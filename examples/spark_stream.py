@@ -22,8 +22,8 @@ from dualwrite import migrations
 from dualwrite.sinks.spark import foreach_batch
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
-STREAMED = 40_000
-"""Number of flights, in five files, each a micro-batch."""
+STREAMED = 30_000
+"""Number of flights, in three files, each a micro-batch."""
 
 
 def run_query(bootstrap_servers: str, url: str, topic: str, directory: str) -> None:
@@ -53,7 +53,7 @@ def run_query(bootstrap_servers: str, url: str, topic: str, directory: str) -> N
 
 
 def main() -> None:
-    """Run the query in a process that dies in its third micro-batch, run it again, and look at both sides."""
+    """Run the query in a process that dies in its second micro-batch, run it again, and look at both sides."""
     with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres, tempfile.TemporaryDirectory() as directory:
         topic = kafka.create_topic(f"flights-{secrets.token_hex(4)}", partitions=4)
         url = postgres.create_database()
@@ -61,11 +61,11 @@ def main() -> None:
         with engine.begin() as connection:
             migrations.upgrade(connection)
             connection.execute(text(TABLE))
-        write_parquet(read_flights().slice(0, STREAMED), Path(directory) / "source", files=5)
+        write_parquet(read_flights().slice(0, STREAMED), Path(directory) / "source", files=3)
         arguments = [sys.executable, __file__, kafka.bootstrap_servers, url, topic, directory]
 
-        # The fail point makes the driver send SIGKILL to itself after the third micro-batch, before Spark has recorded it.
-        first = subprocess.run(arguments, env={**os.environ, "DUALWRITE_FAILPOINT": "spark.driver_done:3"}, check=False)
+        # The fail point makes the driver send SIGKILL to itself after the second micro-batch, before Spark has recorded it.
+        first = subprocess.run(arguments, env={**os.environ, "DUALWRITE_FAILPOINT": "spark.driver_done:2"}, check=False)
         assert first.returncode == -signal.SIGKILL
         with engine.connect() as connection:
             print(f"killed: {connection.scalar(text('SELECT count(*) FROM flights'))} rows")

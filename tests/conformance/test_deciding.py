@@ -471,7 +471,13 @@ def die_quietly(*_: object) -> None:
 
 
 @pytest.mark.parametrize("place", [name for name in THERE if not KINDS[name].dies], indirect=True)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [
+        point if point in {"decided", "committed"} else pytest.param(point, marks=pytest.mark.thorough)
+        for point in POINTS
+    ],
+)
 def test_an_owner_that_is_killed_leaves_both_or_nothing_and_no_lock(place, point):
     if place.kind.alone:
         place.database.close()

@@ -148,7 +148,7 @@ def test_without_java_the_error_says_what_to_install(monkeypatch, tmp_path):
         EmbeddedKafka().start()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_that_fetch_the_jars_at_once_both_get_all_of_them(monkeypatch, tmp_path):
     monkeypatch.setenv("DUALWRITE_CACHE", str(tmp_path))
     both = [

@@ -51,7 +51,8 @@ def test_an_executor_dies_and_its_worker_wakes_up_too_late(cluster, numbers, tmp
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("way", ["write_batch", thorough("staging"), thorough("prepared")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["write_batch", "staging", "prepared"])
 def test_an_executor_dies_with_shuffle_files_that_others_need(cluster, numbers, tmp_path, way):
     """Spark computes them again, and restarts the writing stage: its partitions are written by another run of it."""
     running = cluster.start(

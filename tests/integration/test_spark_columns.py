@@ -92,7 +92,7 @@ before_the_ways_part = pytest.mark.parametrize(
 staged = pytest.mark.parametrize("write", ["data source", *thorough("write_batch", "foreach_partition")], indirect=True)
 
 
-@pytest.fixture(params=["write_batch", *thorough("foreach_partition"), "data source"])
+@pytest.fixture(params=["write_batch", *thorough("foreach_partition", "data source")])
 def write(request):
     def run(df, **settings):
         if request.param == "write_batch":

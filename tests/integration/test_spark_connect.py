@@ -39,6 +39,7 @@ def test_an_option_that_is_wrong_is_told_to_the_client(connected, numbers):
         connected.run(write, numbers, batchId="1", topik="x")
 
 
+@pytest.mark.thorough
 def test_a_stream_writes_each_micro_batch_once_by_the_name_of_its_query(connected, numbers, source, tmp_path):
     queries = {connected.run(stream, numbers, source, str(tmp_path / "checkpoint")) for _ in range(2)}
     numbers.verify()

@@ -18,8 +18,8 @@ second run: 0 rows written, 336776 in all
 rows: 336776, messages: 336776, equal: True
 """,
     "spark_stream.py": """\
-killed: 24000 rows
-started again: 40000 rows, 40000 messages, equal: True
+killed: 20000 rows
+started again: 30000 rows, 30000 messages, equal: True
 """,
 }
 

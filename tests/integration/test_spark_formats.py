@@ -152,29 +152,19 @@ def test_every_type_comes_back_as_it_was(spark, numbers, registry, value_format,
     assert len(numbers.execute("SELECT * FROM everything")) == len(found)
 
 
-def test_a_stream_in_avro_both_ways(spark, numbers, registry, tmp_path):
+@pytest.mark.parametrize("by", ["data source", pytest.param("foreach_batch", marks=pytest.mark.thorough)])
+def test_a_stream_in_avro(spark, numbers, registry, tmp_path, by):
     register(spark)
     source = tmp_path / "in"
     numbered(spark, 10, 1).write.parquet(str(source))
-    stream = spark.readStream.schema("id long, name string").parquet(str(source))
+    stream = spark.readStream.schema("id long, name string").parquet(str(source)).writeStream
     settings = with_registry(numbers, registry, "avro")
-    query = (
-        stream.writeStream.format("dualwrite")
-        .options(**options_of(settings))
-        .option("checkpointLocation", str(tmp_path / "a"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
-    assert len(values(numbers, registry, "avro")) == 10
-    query = (
-        stream.writeStream.foreachBatch(foreach_batch(**settings))
-        .option("checkpointLocation", str(tmp_path / "b"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
-    assert sorted(value["id"] for value in values(numbers, registry, "avro")) == sorted([*range(10)] * 2)
+    if by == "foreach_batch":
+        stream = stream.foreachBatch(foreach_batch(**settings))
+    else:
+        stream = stream.format("dualwrite").options(**options_of(settings))
+    stream.option("checkpointLocation", str(tmp_path / "a")).trigger(availableNow=True).start().awaitTermination()
+    assert sorted(value["id"] for value in values(numbers, registry, "avro")) == [*range(10)]
     assert len(registry.subjects[f"{numbers.topic}-value"]) == 1
 
 

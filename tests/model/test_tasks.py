@@ -12,7 +12,7 @@ from dualwrite.apps.task_writer import THREADS
 from model import tasks
 
 FIRST = 1_000_000
-EVERY_TIME = 50
+EVERY_TIME = 30
 SOON = 10
 
 pytest.importorskip("aiosqlite")
