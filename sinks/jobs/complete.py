@@ -54,8 +54,9 @@ def complete_handed_over(
     failpoints.hit("complete.before")
     named = {row.kafka_id(row.incarnation): row.prepared for row in rows}
     native = {kafka_id: state for kafka_id, state in named.items() if state.is_native}
+    shared = {kafka_id: state for kafka_id, state in named.items() if not state.is_native}
     done = _complete_native(native, coordinator, deadline)
-    done |= _complete_shared({key: named[key] for key in named.keys() - native.keys()}, coordinator, deadline)
+    done |= _complete_shared(shared, coordinator, deadline)
     completed = [row for row in rows if row.kafka_id(row.incarnation) in done]
     store.record_outcomes([(row, Outcome.COMMITTED, "committed by its decider") for row in completed])
     failpoints.hit("complete.recorded")

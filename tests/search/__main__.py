@@ -14,6 +14,9 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
+from search.batches.configurations import BATCHES
+from search.batches.mistakes import BATCH_MISTAKES
+from search.batches.world import BatchWorld
 from search.configurations import CONFIGURATIONS
 from search.explore import Found, explore
 from search.levels import explore_levels
@@ -29,10 +32,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="stop the last one then, unfinished (default: 60)")
     parser.add_argument("--list", action="store_true", help="list what there is")
     arguments = parser.parse_args()
-    if unknown := set(arguments.names) - CONFIGURATIONS.keys() - MISTAKES.keys():
+    every = {**MISTAKES, **BATCH_MISTAKES, **BATCHES, **CONFIGURATIONS}
+    if unknown := set(arguments.names) - every.keys():
         parser.error(f"neither a configuration nor a mistake: {', '.join(sorted(unknown))}")
     if arguments.list:
-        for name, one in {**CONFIGURATIONS, **MISTAKES}.items():
+        for name, one in every.items():
             print(f"{name}: {one.sentence}")
         return 0
     logging.disable(logging.ERROR)  # the product's words about losses, by the million
@@ -40,13 +44,21 @@ def main() -> int:
     faults = 0
     if not arguments.names:
         FIGURES.unlink(missing_ok=True)  # the whole search keeps nothing of former ones
-    for name in arguments.names or [*MISTAKES, *CONFIGURATIONS]:
+    for name in arguments.names or every:
         left_s = until - time.monotonic()
         if name in MISTAKES:
             mistake = MISTAKES[name]
             found = explore(mistake.world(), longest_s=left_s)
             faults += bool(found.wrong) is not mistake.caught
             keep("mistakes", name, found)
+        elif name in BATCH_MISTAKES:
+            found = explore_batch(BATCH_MISTAKES[name].world(), left_s)
+            faults += not found.wrong
+            keep("batch_mistakes", name, found)
+        elif name in BATCHES:
+            found = explore_batch(BatchWorld(BATCHES[name].bounds), left_s)
+            faults += bool(found.wrong)
+            keep("batches", name, found, peak_mib=peak_mib())
         else:
             bounds, compared = CONFIGURATIONS[name].bounds, CONFIGURATIONS[name].compared
             found = explore_levels(World(bounds), longest_s=left_s, on_level=told)
@@ -58,6 +70,14 @@ def main() -> int:
         end = found.wrong or ("nothing wrong" if found.whole else "not finished")
         print(f"{name}: {found.states:,} states, {found.seconds:,.1f} s: {end}", flush=True)
     return 1 if faults else 0
+
+
+def explore_batch(world: BatchWorld, longest_s: float) -> Found:
+    """Go through all states of a batch."""
+    try:
+        return explore(world, longest_s=longest_s)
+    finally:
+        world.close()
 
 
 def told(found: Found, waiting: int) -> None:

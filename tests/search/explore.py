@@ -4,8 +4,32 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from search.world import State, World
+from search.world import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class World(Protocol):
+    """Whatever has states."""
+
+    def first(self) -> State:
+        """The state in which nothing has happened."""
+        ...
+
+    def following(self, state: State) -> Iterator[tuple[int, State, str | None]]:
+        """Every step from a state: its words, where it leads, and what is wrong with it at once."""
+        ...
+
+    def wrong(self, state: State) -> str | None:
+        """The fault of a state; None if there is none."""
+        ...
+
+    def text(self, number: int) -> str:
+        """The words of a step."""
+        ...
 
 
 @dataclass

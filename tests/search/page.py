@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dualwrite.protocol.prepared_state import Engine
+from search.batches.configurations import BATCHES
+from search.batches.mistakes import BATCH_MISTAKES
+from search.batches.world import BatchBounds
 from search.configurations import CONFIGURATIONS
 from search.mistakes import MISTAKES
 from search.values import Budgets
@@ -28,8 +31,9 @@ answers in `dualwrite.kafka.producer.native` (`wire.answers`, `failures`). The b
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
 
-Batches of several participants are not searched: no step here decides or completes one. [The model](proof-model.md) shows
-them, at random, by the product's own code of the decision.
+Of batches that a driver decides for several participants, nothing is retold. The product's own recipes run:
+`dualwrite.sinks.jobs.decide.Decision` with all that it calls, claims and settling, the participants' lanes and producers. They are
+stopped before each request and each statement, and go on from there with every answer that there can be.
 
 A process may stop anywhere and for ever: that is a crash, and also a pause, if it goes on later. **Every state** is held
 against the same demands as the real runs: it is settled to the end by a fresh process, then settled again, then everything
@@ -71,7 +75,9 @@ FOOT = """\
   one is taken for the other, happens in one of some ten thousand searches.
 - Where markers are skipped, ids are not forgotten, and no request is late by which settlers end what is not a decided native
   transaction: [limits](limits.md#markers-that-a-broker-forgets). An undecided transaction whose abort was skipped unnoticed is ended as an operator does.
-- Lanes, slots and Spark are not in it; nor is a database that loses commits.
+- Slots, their leases and Spark are not in it; nor is a database that loses commits. Lanes are only those of a batch's participants.
+- A batch has two participants with one message each. A recipe's time does not pass, except that a missing answer takes a second:
+  no deadline comes before the recipe has ended. A recipe that asks the same as before its pause is taken to stand where it stood.
 - A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out; except for an owner with
   one native transaction, which reads the log when it closes.
 """
@@ -98,6 +104,7 @@ _WORDS = {
     "marker": "marker by a tool",
     "retention": "deletion by retention",
     "forgotten": "skipped marker",
+    "session": "session that the database ends",
 }
 
 
@@ -118,9 +125,19 @@ def render(seen: Mapping[str, Any]) -> str:
             name for name, one in CONFIGURATIONS.items() if name in runs and set(one.bounds.of_processes) == engines
         ]
         lines += [f"### {title}", "", *_COLUMNS, *(_run(name, runs[name]) for name in names), ""]
-    peak_mib = max((run["peak_mib"] for run in runs.values()), default=0)
-    total = sum(run["states"] for run in runs.values())
-    caught = [name for name in MISTAKES if name in mistakes and mistakes[name]["wrong"]]
+    batches, of_batches = seen.get("batches", {}), seen.get("batch_mistakes", {})
+    lines += ["### Batches of two participants", "", *_COLUMNS]
+    lines += [
+        _row(BATCHES[name].sentence, _batch_bounds(BATCHES[name].bounds), batches[name])
+        for name in BATCHES
+        if name in batches
+    ]
+    lines.append("")
+    peak_mib = max((run["peak_mib"] for run in (*runs.values(), *batches.values())), default=0)
+    total = sum(run["states"] for run in (*runs.values(), *batches.values()))
+    sentences = {name: one.sentence for name, one in (*MISTAKES.items(), *BATCH_MISTAKES.items())}
+    mistakes = {name: found for name in sentences if (found := mistakes.get(name) or of_batches.get(name)) is not None}
+    caught = [name for name in mistakes if mistakes[name]["wrong"]]
     lines += [
         f"{total:,} states in all. *Longest*: steps to the state that is farthest away. Run by `make search`: one process, at most "
         f"{peak_mib / 1024:.1f} GiB, {seen['machine']}, other work beside it.",
@@ -130,27 +147,30 @@ def render(seen: Mapping[str, Any]) -> str:
         "",
         "## Planted mistakes",
         "",
-        "A search that finds nothing might be blind. So one rule is broken at a time, in the rules that the search goes by (never "
-        f"in the product), and it must find what that does. {len(caught)} of {len(mistakes)} show; *steps* is the length of the "
-        "shortest way to the fault.",
+        "A search that finds nothing might be blind. So one rule is broken at a time, in the rules that the search goes by, or, for "
+        f"a batch, in the recipes that it runs, and it must find what that does. {len(caught)} of {len(mistakes)} show; *steps* is the "
+        "length of the shortest way to the fault.",
         "",
         "| mistake | steps | what becomes of it |",
         "|---|--:|---|",
     ]
-    lines += [_mistake(name, mistakes[name]) for name in MISTAKES if name in mistakes]
+    lines += [_mistake(name, sentences[name], found) for name, found in mistakes.items()]
     lines += ["", FOOT, "## The shortest way to each fault", ""]
     for name in caught:
-        lines += [f"### {name.replace('_', ' ').capitalize()}", "", MISTAKES[name].sentence, "", "```text"]
+        lines += [f"### {name.replace('_', ' ').capitalize()}", "", sentences[name], "", "```text"]
         lines += [f"{number:2} {step}" for number, step in enumerate(mistakes[name]["trace"], 1)]
         lines += [f"=> {mistakes[name]['wrong']}", "```", ""]
     return "\n".join(lines)
 
 
 def _run(name: str, run: Mapping[str, Any]) -> str:
-    configuration = CONFIGURATIONS[name]
+    return _row(CONFIGURATIONS[name].sentence, _bounds(CONFIGURATIONS[name].bounds), run)
+
+
+def _row(sentence: str, bounds: str, run: Mapping[str, Any]) -> str:
     verdict = run["wrong"] or ("nothing wrong" if run["whole"] else "not finished, nothing wrong so far")
     return (
-        f"| {configuration.sentence} | {_bounds(configuration.bounds)} | {run['states']:,} | {run['steps']:,} | {run['depth']} | "
+        f"| {sentence} | {bounds} | {run['states']:,} | {run['steps']:,} | {run['depth']} | "
         f"{run['seconds']:,.0f} | {run['date']} | {verdict} |"
     )
 
@@ -176,8 +196,16 @@ def _bounds(bounds: Bounds) -> str:
     return "; ".join(words)
 
 
-def _mistake(name: str, found: Mapping[str, Any]) -> str:
-    what = f"`{name}`<br>{MISTAKES[name].sentence}"
+def _batch_bounds(bounds: BatchBounds) -> str:
+    processes = ["2 participants", "a driver", *(f"a {name}" for name in bounds.others)]
+    words = [", ".join(processes), bounds.engine.value]
+    words += [] if bounds.markers_late else ["markers at once"]
+    words += [f"{count} x {_WORDS[what]}" for what, count in bounds.budgets._asdict().items() if count]
+    return "; ".join(words)
+
+
+def _mistake(name: str, sentence: str, found: Mapping[str, Any]) -> str:
+    what = f"`{name}`<br>{sentence}"
     if not found["wrong"]:
         return f"| {what} | | nothing, in {found['states']:,} states |"
     return f"| {what} | {len(found['trace'])} | {found['wrong']} |"

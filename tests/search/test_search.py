@@ -74,14 +74,11 @@ def test_the_page_has_all_that_is_searched(figures):
     assert figures["mistakes"].keys() == MISTAKES.keys()
 
 
-def test_a_search_without_traces_sees_the_same_states():
-    bounds = CONFIGURATIONS["in_doubt_with_a_verdict"].bounds
-    one_by_one, by_levels = explore(World(bounds)), explore_levels(World(bounds))
-    assert (by_levels.states, by_levels.steps, by_levels.depth) == (
-        one_by_one.states,
-        one_by_one.steps,
-        one_by_one.depth,
-    )
+def test_a_search_without_traces_sees_the_same_states(figures):
+    """As many as the one with traces, which the first test here holds to the same figures."""
+    by_levels = explore_levels(World(CONFIGURATIONS["in_doubt_with_a_verdict"].bounds))
+    known = figures["configurations"]["in_doubt_with_a_verdict"]
+    assert (by_levels.states, by_levels.steps, by_levels.depth) == (known["states"], known["steps"], known["depth"])
     assert by_levels.whole
     assert by_levels.wrong is None
 
