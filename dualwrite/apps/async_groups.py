@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime.deadline import now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.places import full_error
-from dualwrite.writing.group.results import GroupRun, closed_error, fail_left
+from dualwrite.writing.group.results import GroupRun, Told, closed_error, fail_left
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s
@@ -35,9 +37,12 @@ class _Task:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
         self.begun = False
+        self._given_up = False
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> bool:
+        if self._given_up:  # while an earlier group ran it, or after that
+            self.future.cancel()
         self.begun = not self.future.cancelled()
         return self.begun
 
@@ -55,6 +60,8 @@ class _Task:
     async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
         """Wait for the result. A cancellation drops work that has not begun; later it is raised after the group's end.
 
+        Work whose group was aborted does not run again then.
+
         Args:
             cancelled: A cancellation that came before this call.
         """
@@ -65,6 +72,7 @@ class _Task:
                 await asyncio.wait([self.future])
             except asyncio.CancelledError as error:
                 cancelled = cancelled or error
+                self._given_up = True
                 if not self.begun:
                     self.future.cancel()
         if cancelled is not None and (self.future.cancelled() or not self._says_more()):
@@ -159,10 +167,11 @@ class AsyncGroups:
             # Its own context: the units have theirs.
             task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._serve(token))
             self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(partial(self._ended, token))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, token: object, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._let_next_run(token)  # the task may have been cancelled before its first step
         self._start()
 
     def _let_next_run(self, token: object) -> None:
@@ -171,21 +180,30 @@ class AsyncGroups:
             self._start()
 
     async def _serve(self, token: object) -> None:
+        """Run one group. An event loop that ends cancels this task, too, at any await: the units still get their answers."""
         group = GroupRun(self._name, self._units.take(self._limits.units))
         for unit in self._units.admit():
             unit.work.answer()
-        if group.taken:
-            told = await run(
-                self._pool(),
-                lambda: run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token)),
-            )
-            self._grouped(group.begun)
-            for tell in told:
-                tell()
+        try:
+            if group.taken:
+                told = await self._run(group, token)
+                self._grouped(group.begun)
+                for tell in told:
+                    tell()
+                self._let_next_run(token)
+                await asyncio.sleep(pause_after_s(group.failures))
+        finally:
+            self._units.end(group.taken, group.again)
             self._let_next_run(token)
-            await asyncio.sleep(pause_after_s(group.failures))
-        self._units.end(group.taken, group.again)
-        self._let_next_run(token)
+
+    async def _run(self, group: GroupRun, token: object) -> Sequence[Told]:
+        try:
+            pool = self._pool()
+        except IllegalStateError as closed:  # while the units waited to run again
+            return group.failed(closed)
+        return await run(
+            pool, lambda: run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token))
+        )
 
     def _call(self, task: _Task, transaction: Transaction) -> object:
         work = task.work

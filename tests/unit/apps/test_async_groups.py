@@ -9,6 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.apps import async_groups
 from dualwrite.apps.async_groups import _Task
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
@@ -164,6 +165,69 @@ def test_a_task_that_is_cancelled_later_gets_it_after_the_commit(in_writer, shop
 
     in_writer(work)
     assert shop.rows == ["1", "2"]
+
+
+def others():
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+def test_an_event_loop_that_cancels_all_its_tasks_leaves_none_waiting(in_writer, shop, monkeypatch):  # noqa: F811
+    """As asyncio.run() does at its end. Here the unit waits to run again: the server is away."""
+    runs, paused = [], []
+
+    def pause_s(failures):
+        if not failures:
+            return 0.0
+        paused[0].set()
+        return 3600.0
+
+    async def work(writer):
+        paused.append(asyncio.Event())
+        task = asyncio.create_task(writer.submit(unit(1, error=Unavailable("away"), runs=runs), key="k"))
+        await paused[0].wait()
+        await asyncio.sleep(0)
+        for one in others():
+            one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 30)
+        assert await asyncio.wait_for(writer.submit(unit(2), key="k"), 30) == 2
+
+    monkeypatch.setattr(async_groups, "pause_after_s", pause_s)
+    in_writer(work)
+    assert runs == [1]
+    assert shop.both_have(2)
+
+
+def test_a_group_that_is_cancelled_before_its_first_step_is_run_by_the_next_task(in_writer, shop):  # noqa: F811
+    async def work(writer):
+        before = others()
+        task = asyncio.create_task(writer.submit(unit(1)))
+        serving = set()
+        for _ in range(100):
+            if not serving:
+                await asyncio.sleep(0)
+                serving = others() - before - {task}
+        serving.pop().cancel()
+        assert await asyncio.wait_for(task, 30) == 1
+
+    in_writer(work)
+    assert shop.both_have(1)
+
+
+def test_units_that_would_run_again_fail_once_the_writer_is_closed(in_writer, shop, monkeypatch):  # noqa: F811
+    async def work(writer):
+        async def slow(_):
+            monkeypatch.setattr(writer._groups, "_pool", closed)
+            raise Unavailable("away")
+
+        with pytest.raises(IllegalStateError, match="is closed"):
+            await asyncio.wait_for(writer.submit(slow), 30)
+
+    def closed():
+        raise IllegalStateError("the writer is closed")
+
+    in_writer(work)
+    assert shop.rows == []
 
 
 def test_a_unit_that_cancels_itself_is_rolled_back(in_writer, shop):  # noqa: F811
