@@ -37,7 +37,7 @@ class Settled(Protocol):
         ...
 
     @property
-    def mended(self) -> Sequence[str]:
+    def repaired(self) -> Sequence[str]:
         """The transactional ids for which markers were written that a broker had forgotten."""
         ...
 

@@ -119,6 +119,14 @@ class LogProof(Enum):
     OPEN = "open"
     UNKNOWABLE = "unknowable"
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome of a decided transaction with this proof; None while its log shows none.
+
+        ``PARTLY`` is a commit: settling writes the markers that are missing.
+        """
+        return _OUTCOMES.get(self)
+
 
 class Outcome(Enum):
     """The outcome of a decided transaction in Kafka, as recorded in its row."""
@@ -126,3 +134,11 @@ class Outcome(Enum):
     COMMITTED = "committed"
     LOST = "lost"
     UNVERIFIABLE = "unverifiable"
+
+
+_OUTCOMES = {
+    LogProof.COMMITTED: Outcome.COMMITTED,
+    LogProof.PARTLY: Outcome.COMMITTED,
+    LogProof.ABORTED: Outcome.LOST,
+    LogProof.UNKNOWABLE: Outcome.UNVERIFIABLE,
+}

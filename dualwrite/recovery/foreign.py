@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.protocol.naming import is_drawn, parsed
 from dualwrite.protocol.observations import TransactionStatus
@@ -36,7 +36,7 @@ def terminate_without_row(
         IllegalStateError: The id is one of this library's, so that the row of another database may name the transaction.
         Unavailable: No answer in time.
     """
-    view = KeptTransaction(coordinator, kafka_id).look(deadline)
+    view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
     step = step_without_row(view.status, is_ours=_is_ours(kafka_id), lose_decided=lose_decided)
     if step is TerminateStep.REFUSE:
         raise IllegalStateError(
@@ -83,7 +83,7 @@ def complete_prepared(
         if coordinator.describe([kafka_id], deadline)[kafka_id].status is TransactionStatus.NO_SUCH_ID:
             return None
         natively = coordinator.transaction_version(deadline) >= 2  # noqa: PLR2004 - the version's own number
-        done = KeptTransaction(coordinator, kafka_id, natively=natively).complete(state, deadline)
+        done = AbandonedTransaction(coordinator, kafka_id, natively=natively).complete(state, deadline)
         coordinator.retire([kafka_id], deadline)
         return done
 

@@ -87,6 +87,11 @@ class Deadline:
         return now_s() >= self._at
 
 
+FIRST_PAUSE_S: Final = 0.002
+LONGEST_PAUSE_S: Final = 0.2
+"""Between polls of a broker: it answers many within milliseconds, and a long wait must not load it."""
+
+
 class GrowingPause:
     """Waits between polls of something that may take a moment or a long while: each is twice as long as the one before.
 
@@ -95,7 +100,7 @@ class GrowingPause:
         longest_s: The longest wait, in seconds.
     """
 
-    def __init__(self, first_s: float = 0.002, longest_s: float = 0.2) -> None:
+    def __init__(self, first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> None:
         self._next_s = first_s
         self._longest_s = longest_s
 

@@ -107,7 +107,7 @@ class Instruments:
         for name, count in (
             ("rolled forward", len(report.rolled_forward)),
             ("retired", report.retired),
-            ("repaired", len(report.mended)),
+            ("repaired", len(report.repaired)),
         ):
             if count:
                 self._settled.add(count, {names.SETTLEMENT: name})

@@ -41,7 +41,7 @@ class _SettleSpan(SettleObserver):
             {
                 names.ROLLED_FORWARD: len(report.rolled_forward),
                 names.RETIRED: report.retired,
-                names.REPAIRED: len(report.mended),
+                names.REPAIRED: len(report.repaired),
             }
         )
 

@@ -11,7 +11,7 @@ from harness.forking import processes
 from harness.patience import PATIENCE_S
 
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
-from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState
@@ -229,7 +229,7 @@ def test_initialising_without_keeping_aborts_what_is_there(left, ready, next_eng
 def kept(left, coordinator, kafka_id, producer_engine):
     """A prepared transaction, with the view of it while it is ongoing, and its state."""
     state = left()
-    kept = KeptTransaction(coordinator, kafka_id, natively=producer_engine == "native")
+    kept = AbandonedTransaction(coordinator, kafka_id, natively=producer_engine == "native")
     return kept, kept.look(Deadline(30)), state
 
 

@@ -15,7 +15,7 @@ from harness.patience import wait_until
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends, know_end
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.observations import (
@@ -197,7 +197,7 @@ def test_a_forgotten_marker_keeps_the_end_from_being_known(stage):
 def test_an_abandoned_transaction_is_completed_by_its_state(stage):
     made = stage()
     state = made.state({number: made.producer.produce(made.topic, number, f"a/{number}") for number in (0, 1)})
-    kept = KeptTransaction(made.coordinator, made.kafka_id)
+    kept = AbandonedTransaction(made.coordinator, made.kafka_id)
     assert kept.complete(state, Deadline(60)) is Completion.COMMITTED
     assert made.view().epoch == 1
     made.producer.produce(made.topic, 0, "b/0", epoch=1)
@@ -210,7 +210,7 @@ def test_a_decided_transaction_left_open_is_committed(stage):
     made = stage()
     made.decide(made.state({number: made.producer.produce(made.topic, number, f"a/{number}") for number in (0, 1)}))
     report = made.settle()
-    assert (report.rolled_forward, report.mended, report.losses) == ([made.row.transactional_id], [], [])
+    assert (report.rolled_forward, report.repaired, report.losses) == ([made.row.transactional_id], [], [])
     row = made.now()
     assert (row.completed, row.settled_incarnation, row.settle_fence) == (Outcome.COMMITTED, 1, 2)
     assert made.visible() == ["a/0", "a/1"]
@@ -259,7 +259,7 @@ def test_what_the_broker_has_forgotten_is_repaired_with_commit(stage):
     made = stage()
     hung(made)
     report = made.settle()
-    assert (report.mended, report.losses) == ([made.row.transactional_id], [])
+    assert (report.repaired, report.losses) == ([made.row.transactional_id], [])
     assert made.visible() == ["a/0", "a/1"]
     assert made.now().completed is Outcome.COMMITTED
 
@@ -272,7 +272,7 @@ def test_an_undecided_transaction_that_the_broker_has_forgotten_is_found_in_the_
     made.producer.produce(made.topic, 1, "undecided", epoch=1, version=UNVERIFIED)
     made.end_fully(1, committed=False)
     report = made.settle()
-    assert (report.mended, report.losses) == ([made.row.transactional_id], [])
+    assert (report.repaired, report.losses) == ([made.row.transactional_id], [])
     state = made.now().prepared
     assert made.coordinator.open_transactions([(state, ())], Deadline(60)) == [[]]
     assert made.visible() == ["decided"]
@@ -337,5 +337,5 @@ def test_a_partition_whose_broker_was_suspended_is_repaired(tmp_path):
         [found] = made.coordinator.open_transactions([(state, state.partitions)], Deadline(120))
         assert [one.partition for one in found] == [(topic, 1)]
         report = made.settle()
-        assert (report.mended, made.visible()) == ([made.row.transactional_id], ["a/0", "a/1"])
+        assert (report.repaired, made.visible()) == ([made.row.transactional_id], ["a/0", "a/1"])
         made.close()

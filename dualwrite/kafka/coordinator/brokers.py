@@ -20,12 +20,11 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
-from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.runtime.deadline import FIRST_PAUSE_S, LONGEST_PAUSE_S, Deadline, pause
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 _WINDOW: Final = 200  # requests of one call in flight: other users of the connection queue behind them
 _LANES: Final = 4  # connections to a broker for many requests: a broker serves one connection's requests in turn
 _SPREAD_FROM: Final = 32  # requests
@@ -53,7 +52,7 @@ def until_answered(
         Unavailable: Some keys had no answer in time.
     """
     asking = _Asking(keys, ask, deadline)
-    growing = wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
+    growing = wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)
     retrying = Retrying(
         retry=retry_if_exception_type(NotYet),
         wait=lambda state: min(growing(state), deadline.remaining_s()),

@@ -24,7 +24,7 @@ from dualwrite.errors import (
 )
 from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.protocol.identity import is_open, others_than, shows_same_transaction
-from dualwrite.protocol.observations import IN_TRANSITION, EndAnswer, LogProof, TransactionStatus, TransactionView
+from dualwrite.protocol.observations import IN_TRANSITION, EndAnswer, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime.deadline import Deadline, GrowingPause
 
@@ -37,8 +37,11 @@ class Completion(Enum):
     NOTHING_ONGOING = "nothing was ongoing"
 
 
-class KeptTransaction:
+class AbandonedTransaction:
     """A transaction left open by another producer, observed from outside.
+
+    No row of ours names it: nothing is claimed, fenced or recorded, and no partition is repaired. So a loop of its own ends it,
+    not settling's table, most of whose steps are these.
 
     Args:
         coordinator: The coordinator.
@@ -181,15 +184,15 @@ class KeptTransaction:
             error.outcome = "unknown"
             raise error
         [proof] = self._coordinator.prove([state], deadline)
-        if proof not in {LogProof.COMMITTED, LogProof.PARTLY}:
-            raise self._not_committed(proof, str(state))
+        if proof.outcome is not Outcome.COMMITTED:
+            raise self._not_committed(proof.outcome, str(state))
 
-    def _not_committed(self, proof: LogProof, state: str) -> DualWriteError:
-        if proof is LogProof.ABORTED:
+    def _not_committed(self, outcome: Outcome | None, state: str) -> DualWriteError:
+        if outcome is Outcome.LOST:
             return DecidedTransactionLost(
                 "the log shows that it was aborted, not committed", transactional_id=self._kafka_id, state=state
             )
-        if proof is LogProof.UNKNOWABLE:
+        if outcome is Outcome.UNVERIFIABLE:
             return OutcomeUnverifiable(
                 "its records are no longer in the log", transactional_id=self._kafka_id, state=state
             )

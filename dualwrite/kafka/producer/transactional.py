@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.kafka.producer.choice import EngineName, choose_engine, wanted_engine
 from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.kafka.producer.engine import Column, HeaderPairs, ProducerEngine, Text
@@ -99,7 +99,7 @@ class TransactionalProducer:
         self._wanted = wanted_engine(engine)
         self._make_handle = make_handle
         self._make_wire = make_wire
-        self._kept = KeptTransaction(self._coordinator, transactional_id)
+        self._kept = AbandonedTransaction(self._coordinator, transactional_id)
         self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
         self._chosen: ProducerEngine | None = None
         self._fork_guard = ForkGuard(transactional_id)
@@ -517,7 +517,7 @@ class TransactionalProducer:
 
     def _choose(self, deadline: Deadline) -> None:
         engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
-        self._kept = KeptTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
+        self._kept = AbandonedTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
         self._chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
 
     def _make_native(self) -> ProducerEngine:

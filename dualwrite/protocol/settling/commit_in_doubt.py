@@ -62,6 +62,7 @@ _VERDICT = {
     DatabaseVerdict.UNKNOWN: DoubtStep.IN_DOUBT,
 }
 _INCIDENT = {Outcome.LOST: DoubtStep.LOST, Outcome.UNVERIFIABLE: DoubtStep.UNVERIFIABLE}
+# Not the outcome of a decided transaction: whether it was decided is the question, and here an abort is no loss.
 _PROOF = {
     LogProof.COMMITTED: DoubtStep.COMMITTED,
     LogProof.PARTLY: DoubtStep.COMMITTED,

@@ -182,6 +182,7 @@ class PendingStep(Enum):
     PENDING = "the next settler will commit it"
 
 
+# As the outcome of the proof with one exception: an owner that only looks leaves it to a settler to commit the rest.
 _TOLD_BY_THE_LOG = {
     LogProof.COMMITTED: PendingStep.COMMITTED,
     LogProof.PARTLY: PendingStep.PENDING,

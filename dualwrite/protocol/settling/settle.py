@@ -150,11 +150,10 @@ _MAY_BE_OPEN = frozenset({LogProof.OPEN, LogProof.PARTLY, LogProof.UNKNOWABLE})
 _LOG_IS_SILENT = frozenset({LogProof.OPEN, LogProof.UNKNOWABLE})
 
 _RECORD = {
-    LogProof.COMMITTED: SettleStep.RECORD_COMMITTED,
-    LogProof.PARTLY: SettleStep.RECORD_COMMITTED,
-    LogProof.ABORTED: SettleStep.RECORD_LOST,
-    LogProof.OPEN: SettleStep.WAIT,
-    LogProof.UNKNOWABLE: SettleStep.RECORD_UNVERIFIABLE,
+    Outcome.COMMITTED: SettleStep.RECORD_COMMITTED,
+    Outcome.LOST: SettleStep.RECORD_LOST,
+    Outcome.UNVERIFIABLE: SettleStep.RECORD_UNVERIFIABLE,
+    None: SettleStep.WAIT,
 }
 
 
@@ -278,7 +277,7 @@ def _step_for_decided(known: Knowledge, view: TransactionView) -> SettleStep:
             return step
     if _coordinator_says_committed(view, state) and known.proof in _LOG_IS_SILENT:
         return SettleStep.RECORD_COMMITTED
-    return _RECORD[known.proof]
+    return _RECORD[known.proof.outcome]
 
 
 def _step_for_unended(known: Knowledge, view: TransactionView, state: PreparedTxnState) -> SettleStep | None:

@@ -70,14 +70,14 @@ class SettleReport:
         incarnations: How many incarnations were settled.
         rolled_forward: The transactional ids whose decided transaction was committed now.
         retired: How many times an incarnation's Kafka id was made unusable.
-        mended: The transactional ids for which settling ended what the broker had forgotten to end in some partitions.
+        repaired: The transactional ids for which settling ended what the broker had forgotten to end in some partitions.
         losses: Decided transactions that Kafka does not have.
     """
 
     incarnations: int = 0
     rolled_forward: list[str] = field(default_factory=list)
     retired: int = 0
-    mended: list[str] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
 
     def raise_losses(self) -> None:
@@ -211,7 +211,7 @@ class _Settling(Inspection):
         finally:
             self._report.incarnations += len(items)
             self._report.rolled_forward += native.rolled_forward
-            self._report.mended += native.mended
+            self._report.repaired += native.repaired
             self._report.losses += [Loss(row, outcome, detail) for row, outcome, detail in native.losses]
 
     def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
@@ -309,7 +309,7 @@ class _Settling(Inspection):
 
     def _repair_markers(self, items: list[Unsettled]) -> None:
         mine = repair(items, to_end, self._end_repair, self._coordinator, deadline=self._deadline, logger=logger)
-        self._report.mended += [item.row.transactional_id for item in mine]
+        self._report.repaired += [item.row.transactional_id for item in mine]
         self._wait(items)
 
     def _end_repair(self, items: list[Unsettled], committed: bool) -> None:  # noqa: FBT001 - see `repair`

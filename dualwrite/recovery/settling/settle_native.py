@@ -68,7 +68,7 @@ class NativeSettling(NativeInspection):
         self._between = GrowingPause()
         self.rolled_forward: list[str] = []
         """The transactional ids whose decided transaction was committed now."""
-        self.mended: list[str] = []
+        self.repaired: list[str] = []
         """The transactional ids for which something that the broker had forgotten was ended."""
         self.losses: list[tuple[StateRow, Outcome, str]] = []
         """Decided transactions that Kafka does not have, with the evidence."""
@@ -147,7 +147,7 @@ class NativeSettling(NativeInspection):
 
     def _repair(self, items: list[UnsettledNative]) -> None:
         mine = repair(items, to_repair, self._end_repair, self._coordinator, deadline=self._deadline, logger=logger)
-        self.mended += [item.row.transactional_id for item in mine]
+        self.repaired += [item.row.transactional_id for item in mine]
         self._wait(items)
 
     def _end_repair(self, items: list[UnsettledNative], committed: bool) -> None:  # noqa: FBT001 - see `repair`

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.kafka.producer.abandoned_transaction import KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction
 from dualwrite.kafka.producer.native.coordinating import initialising, requests
 from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
@@ -45,13 +45,13 @@ def a_later_epoch_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
 )
 def native_ended_by_the_request_of_the_other_engine(patch: pytest.MonkeyPatch) -> None:
     """A successor ends an abandoned native transaction by the request that leaves the epoch as it is."""
-    real = KeptTransaction._end
+    real = AbandonedTransaction._end
 
     def end(self, view, deadline, *, committed, natively):
         del natively
         return real(self, view, deadline, committed=committed, natively=False)
 
-    patch.setattr(KeptTransaction, "_end", end)
+    patch.setattr(AbandonedTransaction, "_end", end)
 
 
 @mistake(

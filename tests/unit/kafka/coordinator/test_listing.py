@@ -292,7 +292,7 @@ def test_no_id_is_missing_however_partitions_move(earlier, during):
     cluster.events = [lambda cluster, events=events: happening(cluster, events) for events in during]
     cluster.events += [no_event] * 8 + [Cluster.settle]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(brokers, "_LONGEST_WAIT_S", 0.0)
+        patch.setattr(brokers, "LONGEST_PAUSE_S", 0.0)
         found = listing.list_ids(cluster, "p", Deadline(30))
     assert known <= set(found)
 

@@ -12,7 +12,7 @@ from harness.simulated_native import NativeOwner, settled
 from simulator.environment import time_out
 
 from dualwrite.errors import DecidedTransactionLost
-from dualwrite.kafka.producer.abandoned_transaction import Completion, KeptTransaction
+from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime.deadline import Deadline
@@ -30,9 +30,12 @@ def left(servers: Servers) -> NativeOwner:
     return owner
 
 
-def kept(servers: Servers, owner: NativeOwner, work: Callable[[KeptTransaction], Any], *, natively: bool = True) -> Any:
+def kept(
+    servers: Servers, owner: NativeOwner, work: Callable[[AbandonedTransaction], Any], *, natively: bool = True
+) -> Any:
     return servers.run(
-        lambda here: work(KeptTransaction(here.context.coordinator, owner.kafka_id, natively=natively)), "successor"
+        lambda here: work(AbandonedTransaction(here.context.coordinator, owner.kafka_id, natively=natively)),
+        "successor",
     )
 
 
@@ -82,7 +85,7 @@ def test_its_commit_may_be_repeated_and_is_never_taken_for_an_abort(
 ) -> None:
     state = left.state()
 
-    def work(one: KeptTransaction) -> None:
+    def work(one: AbandonedTransaction) -> None:
         view = one.look(Deadline(TIMEOUT_S))
         left.end(committed=committed)
         one.commit(view, state, Deadline(TIMEOUT_S))
@@ -99,7 +102,7 @@ def test_what_the_broker_has_timed_out_is_lost_even_without_a_witness(servers: S
     owner.produce("timed out")
     state = owner.state(witnesses=0)
 
-    def work(one: KeptTransaction) -> None:
+    def work(one: AbandonedTransaction) -> None:
         view = one.look(Deadline(TIMEOUT_S))
         servers.simulation.broker = time_out(servers.simulation.broker, owner.kafka_id)
         servers.simulation.write_markers()

@@ -199,7 +199,7 @@ def test_markers_that_the_broker_has_forgotten_are_written_by_settling(servers):
         servers.visible()
     report = servers.run(settling())
     assert servers.visible() == ["m1"]
-    assert report.mended == ["orders"]
+    assert report.repaired == ["orders"]
 
 
 def test_at_the_deadline_settling_says_how_far_it_came_and_what_is_done_stays_done(servers):

@@ -148,7 +148,7 @@ def test_a_forgotten_marker_is_written_under_the_fenced_epoch():
         "adds [('t', 1)] under 2",
         "commit 2: ended",
     ]
-    assert (report.mended, store.row.completed) == (["orders"], Outcome.COMMITTED)
+    assert (report.repaired, store.row.completed) == (["orders"], Outcome.COMMITTED)
     assert "S" in coordinator.state.logs[1].committed
 
 
@@ -178,7 +178,7 @@ def test_an_undecided_transaction_whose_marker_was_forgotten_is_found_in_the_top
     owner.end()
     owner.produce("undecided", 1)
     owner.end(committed=False, forgets=1)
-    assert settled_on(servers).mended == ["orders"]
+    assert settled_on(servers).repaired == ["orders"]
     assert (servers.visible(0), servers.visible(1)) == (["decided"], [])
 
 

@@ -115,7 +115,7 @@ def test_a_native_transaction_with_a_forgotten_marker_is_left_to_a_claim(servers
     native.end(forgets=1)
     assert servers.run(lambda here: completing(here, "native"), "D") == []
     assert servers.row("native").completed is None
-    assert settled(servers, "native").mended == ["native"]
+    assert settled(servers, "native").repaired == ["native"]
     assert servers.visible(0) == servers.visible(1) == ["n1"]
 
 
