@@ -221,9 +221,8 @@ def _unit(figures: Mapping[str, Any]) -> list[str]:
         f"By `make bench-spark ONLY=unit`: a batch of {figures['rows']:,} rows in {figures['transactions']:,} partitions, each a "
         f"transaction, by {figures['producers']} producers at a time on `local[8]`, [announced](units.md#a-spark-batch-visible-at-one-moment) "
         f"by `unit_topic`. Its driver was killed when {figures['decided before']:,} of the transactions had been decided: no reader "
-        f"saw anything of the batch. Run again, it took {figures['wrote_s']:.0f} s, Spark's start and a second, small batch included. "
-        "A reader was killed in the middle of the batch. The next one began again: it found each row once, each partition in "
-        "order, and then the second batch.",
+        "saw anything of the batch. It ran again, and wrote a second, small batch. A reader was killed in the middle of the batch. "
+        "The next one began again: it found each row once, each partition in order, and then the second batch.",
         "",
         f"- The reader of {figures['MiB']:,.0f} MiB of messages grew by **{figures['MiB of the reader']:.0f} MiB**, and read "
         f"{figures['per second']:,.0f} messages per second.",
