@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy.engine import URL
 
@@ -15,6 +15,8 @@ from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
 from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dualwrite.runtime.deadline import Deadline
     from dualwrite.testing.servers.server_process import ServerProcess
 
@@ -23,7 +25,7 @@ _DRIVER: Final = "mysql+pymysql"
 _USER: Final = "dualwrite"
 _PLACES: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/bin")
 _STEP: Final = "install MariaDB's server: apt install mariadb-server (its service need not run)"
-_SETTINGS: Final = {
+_SETTINGS: Final[Mapping[str, str]] = {
     # Small, so that it starts at once and leaves little on the disk.
     "innodb-buffer-pool-size": "32M",
     "innodb-log-file-size": "16M",
@@ -59,6 +61,7 @@ class EmbeddedMariaDB(EmbeddedDatabase):
     _SOFTWARE = "MariaDB"
     _VARIABLE = SERVER_VARIABLE
     _DEFAULT_PORT = 3306
+    _USUAL: ClassVar = _SETTINGS
 
     @property
     def url(self) -> str:
@@ -82,6 +85,10 @@ class EmbeddedMariaDB(EmbeddedDatabase):
         arguments += ["--auth-root-authentication-method=normal", "--innodb-log-file-size=16M"]
         # It need not wait for the disk, since the directory is deleted on exit; the server itself does.
         self._make_data(process, [install, *arguments, "--innodb-flush-log-at-trx-commit=0"])
+        self._write_first(process)
+
+    def _write_first(self, process: ServerProcess) -> None:
+        """Write what the server executes at each start: our user."""
         first = process.directory / "first.sql"
         first.touch(mode=0o600)
         first.write_text(
@@ -101,7 +108,7 @@ class EmbeddedMariaDB(EmbeddedDatabase):
             "socket": str(directory / "socket"),
             "pid-file": str(directory / "pid"),
             "init-file": str(directory / "first.sql"),
-            **_SETTINGS,
+            **self._USUAL,
             **self._settings,
         }
         options = [f"--{name}={value}" for name, value in settings.items()]

@@ -63,7 +63,8 @@ def read_table(connection: Connection, name: str) -> Table:
             f"{name!r} is in the engine {engine}, whose rows do not belong to the transaction",
             next_step=f"ALTER TABLE {name} ENGINE=InnoDB",
         )
-    if not any("insert" in str(column.privileges) for column in columns):
+    # By its place: MySQL names its catalog's columns in capitals.
+    if not any("insert" in str(column[-1]) for column in columns):
         raise ConfigurationError(
             f"rows may not be inserted into {name!r}",
             next_step=f"as its owner: GRANT INSERT ON {name} TO the user {connection.engine.url.username!r}",
