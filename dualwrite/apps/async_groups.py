@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -201,9 +201,15 @@ class AsyncGroups:
             pool = self._pool()
         except IllegalStateError as closed:  # while the units waited to run again
             return group.failed(closed)
-        return await run(
-            pool, lambda: run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token))
-        )
+        told: list[Sequence[Told]] = []
+        with suppress(asyncio.CancelledError):  # it comes after the group, whose units have their answers
+            await run(
+                pool,
+                lambda: told.append(
+                    run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token))
+                ),
+            )
+        return told[0] if told else group.failed(asyncio.CancelledError())
 
     def _call(self, task: _Task, transaction: Transaction) -> object:
         work = task.work

@@ -198,6 +198,21 @@ def test_an_event_loop_that_cancels_all_its_tasks_leaves_none_waiting(in_writer,
     assert shop.both_have(2)
 
 
+def test_a_cancellation_that_was_put_off_to_the_end_of_a_group_takes_no_answer(in_writer, shop, monkeypatch):  # noqa: F811
+    real = async_groups.run
+
+    async def run(pool, work):
+        await real(pool, work)
+        raise asyncio.CancelledError
+
+    async def work(writer):
+        monkeypatch.setattr(async_groups, "run", run)
+        assert await asyncio.wait_for(writer.submit(unit(1)), 30) == 1
+
+    in_writer(work)
+    assert shop.both_have(1)
+
+
 def test_a_group_that_is_cancelled_before_its_first_step_is_run_by_the_next_task(in_writer, shop):  # noqa: F811
     async def work(writer):
         before = others()
