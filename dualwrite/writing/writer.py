@@ -144,7 +144,7 @@ class DualWriter(Submitting):
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
         self._unobserve: Callable[[], None] | None = None
-        traits = self._database.traits
+        self._traits = traits = self._database.traits
         self._group_runners = runners_for(traits, max_lanes)
         self._groups = Groups(
             transactional_id,

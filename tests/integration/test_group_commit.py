@@ -9,7 +9,9 @@ import pytest
 from harness.checker import Case
 from harness.orders import Order, on_both, on_each, on_postgresql
 from harness.page_examples import Base, example, run_example
-from sqlalchemy import create_engine, insert, select, text
+from harness.patience import wait_until
+from sqlalchemy import bindparam, create_engine, insert, select, text, update
+from sqlalchemy.event import listen
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from dualwrite import (
@@ -270,6 +272,33 @@ def test_a_serialization_failure_runs_its_unit_again(kafka, url, dualwrite_topic
         assert all(future.exception() is None for future in futures)
     serializable.dispose()
     assert both() == ([1, 11], [11])
+
+
+@on_postgresql
+def test_units_of_rows_survive_a_deadlock(kafka, engine_of, url, engine, dualwrite_topic, orders, both):
+    """Another transaction locks the same rows in the opposite order; the server ends the statement of the group."""
+    change = update(orders).where(orders.c.id == bindparam("old")).values(id=bindparam("new"))
+    mine, executed = engine_of(url, connect_args={"options": "-c deadlock_timeout=2s"}), []
+    listen(mine, "before_cursor_execute", lambda *args: executed.append(args[5]) if "UPDATE orders" in args[2] else 0)
+
+    def unit(old, new):
+        return RowUnit(change, {"old": old, "new": new}, messages=[ProducerRecord(dualwrite_topic, str(new))])
+
+    with engine.begin() as connection:
+        connection.execute(insert(orders), [{"id": number} for number in (1, 2, 3)])
+    limits = GroupLimits(seconds=60)
+    with DualWriter("orders", kafka=kafka, database=mine, groups=limits) as writer, engine.connect() as other:
+        other.execute(text("SET deadlock_timeout = '1h'"))  # so that it is never the victim
+        other.execute(change, {"old": 2, "new": 2})
+        with together(writer):
+            futures = [writer.submit(unit(number, 10 + number), key=number) for number in (1, 2, 3)]
+        with engine.connect() as looking:
+            wait_until(lambda: looking.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")))
+        other.execute(change, {"old": 1, "new": 1})
+        other.rollback()
+        assert [future.result(60) for future in futures] == [None] * 3
+    assert executed == [True, False, False, False]
+    assert both() == ([11, 12, 13], [11, 12, 13])
 
 
 @on_both

@@ -86,7 +86,7 @@ OF_TASKS = """\
 ## Tasks of an event loop
 
 In schedules of their own, three to eight tasks share the one to three lanes of an `AsyncDualWriter`: blocks, bound `AsyncSession`s and units of
-`submit`; in three of ten schedules also the bound sessions of a `DualWriter`, side by side. Each request, each statement and each call of a
+`submit`, as code or as a `RowUnit`; in three of ten schedules also the bound sessions of a `DualWriter`, side by side. Each request, each statement and each call of a
 thread takes a time that the seed draws. Every second work is cancelled at some `await`, and fail points raise. SQLAlchemy, aiosqlite and SQLite
 are the real ones; what they do in threads, tasks of the loop do, so that a seed runs the same again. At the end a next owner settles, and:
 
@@ -285,7 +285,7 @@ def _tasks(run: Mapping[str, Any]) -> list[str]:
         "|---|--:|",
         *(f"| {what.removeprefix('told: ')} | {times:,} |" for what, times in told),
         "",
-        "With `MISTAKE=cancelled_after_the_decision` some ten schedules find it.",
+        "With `MISTAKE=cancelled_after_the_decision` some fifty schedules find it.",
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""One work of a task in a random schedule: a block, a bound session, a unit of a group; how it ended, and what both sides have of it."""
+"""One work of a task in a random schedule: a block, a bound session, a unit of a group as code or as rows; how it ended, and what both sides have of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 from harness.bound import Order
 from harness.served import SETTINGS, TOPIC
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import AsyncDualWriter, DualWriter
+from dualwrite import AsyncDualWriter, DualWriter, ProducerRecord, RowUnit
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime.failpoints import FailpointError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import async_sessionmaker
 
-WAYS: Final = ("block", "session", "session", "unit", "unit")
+WAYS: Final = ("block", "session", "session", "unit", "rows", "rows", "rows")
+_INSERT: Final = text("INSERT INTO orders (id) VALUES (:id)")
 _ENDED = {WriteState.ABORTED, WriteState.COMPLETED}
 
 
@@ -55,7 +57,8 @@ class Work:
         state = None if self.transaction is None else self.transaction.state
         if error is None:
             self.told = "committed"
-        elif isinstance(error, ZeroDivisionError):
+        elif isinstance(error, (ZeroDivisionError, IntegrityError)):
+            _demand(self.fails, f"{self}: failed by itself: {error}")
             self.told = "failed"
         elif isinstance(error, asyncio.CancelledError):
             self.told = "cancelled"
@@ -102,6 +105,8 @@ class Ways:
             return self._session(work)
         if work.way == "unit":
             return self._writer.submit(partial(self._unit, work))
+        if work.way == "rows":
+            return self._writer.submit(_row_unit(work))
         assert self._plain is not None
         return self._plain.write(work)
 
@@ -124,8 +129,14 @@ class Ways:
             await session.commit()
 
 
+def _row_unit(work: Work) -> RowUnit:
+    """To fail, its row comes twice."""
+    rows = [{"id": work.number}] * (2 if work.fails else 1)
+    return RowUnit(_INSERT, rows, messages=[ProducerRecord(TOPIC, str(work.number), partition=0)])
+
+
 async def _put(tx: Any, work: Work) -> None:
-    await tx.connection.execute(text("INSERT INTO orders (id) VALUES (:id)"), {"id": work.number})
+    await tx.connection.execute(_INSERT, {"id": work.number})
     await tx.produce(TOPIC, str(work.number), partition=0)
     if work.fails:
         raise ZeroDivisionError

@@ -1,6 +1,6 @@
 """Random schedules of the tasks of an event loop: ``make tasks N=10000 SEED=0``. Exit code 0: clean; 1: something was found.
 
-A seed draws how many lanes there are, what each task does (blocks, bound sessions, units of groups; in some schedules also plain sessions of a
+A seed draws how many lanes there are, what each task does (blocks, bound sessions, units of groups as code or as rows; in some schedules also plain sessions of a
 second writer), how long each request and each statement takes, at which await a task is cancelled and which fail point raises. Nothing
 of it depends on time or threads: a seed runs the same again. The SQL, SQLAlchemy, its drivers and the file are real.
 

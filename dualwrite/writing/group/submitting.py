@@ -6,8 +6,11 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from dualwrite.errors import IllegalStateError
+from dualwrite.ports.database import SQL, Traits
 from dualwrite.writing import entered
 from dualwrite.writing.group.groups import Groups
+from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.redo import Patience, run_again
 
 if TYPE_CHECKING:
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dualwrite.writing.blocks.transaction import Transaction
-    from dualwrite.writing.group.row_unit import RowUnit
 
 Result = TypeVar("Result")
 
@@ -27,6 +29,7 @@ class Submitting:
 
     transactional_id: str
     _groups: Groups
+    _traits: Traits = SQL
 
     def run(
         self,
@@ -103,12 +106,18 @@ class Submitting:
 
         Raises:
             IllegalStateError: The writer is not open; or this thread is inside a transaction or a unit of this writer, which
-                would wait for itself.
+                would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
             Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
                 thread runs an event loop, or calls back from a future of this writer. The work will not run.
         """
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)
+        if isinstance(work, RowUnit) and self._traits.gives != SQL.gives:
+            raise IllegalStateError(
+                f"a RowUnit writes rows of SQL, and this writer's database is {self._traits.name}",
+                transactional_id=self.transactional_id,
+                next_step=f"submit a function instead, which has tx.{self._traits.gives}",
+            )
         return self._groups.submit(work, key)
 
     def transaction(

@@ -13,6 +13,7 @@ from harness.places import ROOT
 from harness.served import TOPIC
 from harness.user_view import WAYS, Base, View, rows_of
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import StaticPool
 
 from dualwrite import (
@@ -23,6 +24,8 @@ from dualwrite import (
     DualWriter,
     Fenced,
     OutcomeUnverifiable,
+    ProducerRecord,
+    RowUnit,
     TransactionAborted,
     TransactionalProducer,
     TransactionInDoubt,
@@ -371,3 +374,15 @@ def test_a_dual_write_takes_milliseconds(engine):
                 tx.produce(TOPIC, str(number))
             took.append(time.process_time() - began)
     assert sorted(took)[50] < 0.01, "the page on testing says milliseconds"
+
+
+def test_units_of_rows_are_whole_or_nowhere(engine):
+    add = text("INSERT INTO orders (id) VALUES (:id)")
+    with InMemoryWriter(database=engine) as writer:
+        numbers = [1, 2, 1, 3]
+        units = [RowUnit(add, {"id": number}, messages=[ProducerRecord("t", str(number))]) for number in numbers]
+        errors = [future.exception(30) for future in [writer.submit(unit) for unit in units]]
+        assert [type(error) for error in errors] == [type(None), type(None), IntegrityError, type(None)]
+        assert [record.value for record in writer.messages_of("t")] == [b"1", b"2", b"3"]
+    with engine.connect() as connection:
+        assert connection.scalars(text("SELECT id FROM orders ORDER BY id")).all() == [1, 2, 3]

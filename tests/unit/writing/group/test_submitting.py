@@ -3,8 +3,10 @@
 import contextvars
 
 import pytest
+from harness.served import SETTINGS
+from sqlalchemy import text
 
-from dualwrite import IllegalStateError
+from dualwrite import DualWriter, IllegalStateError, RowUnit, ZooKeeperDatabase
 
 NAME = contextvars.ContextVar("name")
 
@@ -52,3 +54,12 @@ def test_work_that_would_not_run_is_refused(shop, held):
 def test_a_writer_that_is_not_open_takes_no_units(shop):
     with pytest.raises(IllegalStateError, match="not open"):
         shop.writer().submit(lambda _: None)
+
+
+def test_rows_are_refused_where_there_is_no_sql(shop, monkeypatch):
+    writer = DualWriter("orders", kafka=SETTINGS, database=ZooKeeperDatabase("nowhere:2181", root="/orders"))
+    monkeypatch.setattr(writer, "_require_open", lambda: None)
+    with pytest.raises(
+        IllegalStateError, match=r"database is ZooKeeper.*submit a function instead, which has tx\.multi"
+    ):
+        writer.submit(RowUnit(text("INSERT INTO orders (id) VALUES (1)")))
