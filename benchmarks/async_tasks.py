@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeAlias
 
 from confluent_kafka.aio import AIOProducer
@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import Ground
-from benchmarks.threads import LANES, Measured, slice_of_threads
+from benchmarks.threads import LANES, Measured, Window, slice_of_threads
 from benchmarks.ways import ENGINES, METADATA, NATIVE, QUIET, ROWS, UNSAFE, ours
 from dualwrite import AsyncDualWriter
 
@@ -75,6 +75,9 @@ def run(
             create_async_engine(ground.url, pool_size=LANES, max_overflow=0, pool_timeout=120) for _ in "ab"
         )
         async with AsyncExitStack() as stack:
+            in_thread = stack.enter_context(
+                ours(ground.kafka, engine, topic, NATIVE, lanes=LANES, lane_timeout_s=120.0)
+            )
             ways: dict[str, Write] = {}
             for name in ENGINES:
                 ways[name] = await stack.enter_async_context(ours_in_tasks(ground.kafka, ours_, topic, name))
@@ -85,30 +88,33 @@ def run(
                 for count in tasks:
                     for name, write in ways.items():
                         await slice_of_tasks(write, count, slice_s, warm_up_s, found[count][name])
+                    measured = found[count][THREADS]
+                    await asyncio.to_thread(slice_of_threads, in_thread, count, slice_s, warm_up_s, measured)
         await ours_.dispose()
         await others.dispose()
 
     asyncio.run(in_tasks())
-    with ExitStack() as stack:
-        write = stack.enter_context(ours(ground.kafka, engine, topic, NATIVE, lanes=LANES, lane_timeout_s=120.0))
-        for _ in range(rounds):
-            for count in tasks:
-                slice_of_threads(write, count, slice_s, warm_up_s, found[count][THREADS])
     engine.dispose()
     return {str(count): {name: one.figures() for name, one in by_way.items()} for count, by_way in found.items()}
 
 
 async def slice_of_tasks(write: Write, tasks: int, seconds: float, warm_up_s: float, measured: Measured) -> None:
-    """Let the tasks write; what began after the warm-up is measured."""
-    begin = time.perf_counter() + warm_up_s
-    end = begin + seconds
+    """Let the tasks write; what begins in the window is measured."""
+    window = Window(tasks, seconds, warm_up_s)
 
-    async def work() -> list[float]:
-        samples = []
-        while (started := time.perf_counter()) < end:
+    async def work() -> tuple[int, list[float]]:
+        calls, samples = 1, []
+        try:
             await write()
-            if started >= begin:
+        finally:
+            window.has_written()
+        while (started := time.perf_counter()) < window.end:
+            await write()
+            calls += 1
+            if started >= window.begin:
                 samples.append(1000 * (time.perf_counter() - started))
-        return samples
+        return calls, samples
 
-    measured.note(await asyncio.gather(*(work() for _ in range(tasks))), seconds)
+    processor_s = time.process_time()
+    done = await asyncio.gather(*(work() for _ in range(tasks)))
+    measured.note(done, seconds, time.process_time() - processor_s)

@@ -28,6 +28,7 @@ GROUP_OF_TEXT = "group commit, INSERT as text"
 GROUP_OF_ROWS = "group commit, RowUnit"
 CALLERS = (1, 64)
 INSERT, INSERT_AS_TEXT = "insert(table)", "text, by exec_driver_sql"
+_ROW = insert(ROWS)
 _TEXT = "INSERT INTO bench_rows (note) VALUES (%s)"
 
 Figures = dict[str, dict[str, dict[str, float]]]
@@ -46,7 +47,7 @@ class Sizes(Observer):
 
 
 class Sliced:
-    """The measurements of all ways, with Python's processor time and the numbers of units.
+    """The measurements of all ways, with the numbers of units.
 
     Args:
         counts: The numbers of callers.
@@ -56,16 +57,13 @@ class Sliced:
     def __init__(self, counts: Sequence[int], ways: Sequence[str], sizes: Sizes) -> None:
         self._sizes = sizes
         self._found = {count: {name: Measured() for name in ways} for count in counts}
-        self._processor_s: dict[tuple[int, str], float] = {}
         self._units: dict[tuple[int, str], list[int]] = {}
 
     @contextmanager
     def slice(self, count: int, name: str) -> Iterator[Measured]:
         """Measure one slice of a way."""
         self._sizes.noted.clear()
-        began = time.process_time()
         yield self._found[count][name]
-        self._processor_s[count, name] = self._processor_s.get((count, name), 0.0) + time.process_time() - began
         self._units.setdefault((count, name), []).extend(self._sizes.noted)
 
     def figures(self) -> Figures:
@@ -75,7 +73,6 @@ class Sliced:
             found[str(count)] = {}
             for name, measured in ways.items():
                 found[str(count)][name] = figures = measured.figures()
-                figures["processor"] = 1000 * self._processor_s[count, name] / len(measured.samples)
                 if units := self._units[count, name]:
                     figures["units of a group"] = statistics.median(units)
         return found
@@ -116,7 +113,7 @@ def grouped_rows(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Si
 
 
 def _row_unit(topic: str, notes: Sequence[str]) -> RowUnit:
-    return RowUnit(insert(ROWS), {"note": notes[0]}, messages=[ProducerRecord(topic, note) for note in notes])
+    return RowUnit(_ROW, {"note": notes[0]}, messages=[ProducerRecord(topic, note) for note in notes])
 
 
 @asynccontextmanager

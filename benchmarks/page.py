@@ -224,7 +224,13 @@ def _requests(ways: Mapping[str, Mapping[str, Mapping[str, float]]], when: str) 
 
 def _async(counts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     rows = [
-        [tasks, name, f"{way['per second']:.0f}", *(f"{way[figure]:.1f}" for figure in ("p50", "p99", "longest"))]
+        [
+            tasks,
+            name,
+            f"{way['per second']:.0f}",
+            *(f"{way[figure]:.1f}" for figure in ("p50", "p99", "longest")),
+            f"{way['fewest of a thread']:.0f} to {way['most of a thread']:.0f}",
+        ]
         for tasks, ways in counts.items()
         for name, way in ways.items()
     ]
@@ -234,9 +240,9 @@ def _async(counts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]
         "Each task does one dual write after another, each with one message and one row, through `AsyncDualWriter`. "
         "Milliseconds, including the wait for a lane. The unsafe way commits an `AsyncConnection`, then produces and flushes by "
         f"one `AIOProducer` of all tasks, and has {LANES} database connections. The last way is `DualWriter` with as many "
-        "threads as there are tasks.",
+        "threads as there are tasks. The ways take turns, and each is measured once all its tasks or threads have written.",
         "",
-        *_table(("tasks", "way", "per second", "p50", "p99", "longest"), rows),
+        *_table(("tasks", "way", "per second", "p50", "p99", "longest", "writes of one"), rows),
         *(
             f"- {tasks} tasks: **{ways[NATIVE]['per second'] / ways[THREADS]['per second']:.2f}** times as many dual writes per "
             f"second as threads, **{ways[NATIVE]['per second'] / ways[UNSAFE]['per second']:.2f}** times as many as the unsafe way."

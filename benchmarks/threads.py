@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -31,7 +32,7 @@ class Measured:
     Attributes:
         samples: Milliseconds of each call.
         rates: Calls per second of each slice.
-        processor: Milliseconds of the process's processor time for each call, of each slice of threads.
+        processor: Milliseconds of the process's processor time for each call, of each slice.
         counts: Calls of each thread, by its place among those that start.
     """
 
@@ -40,11 +41,19 @@ class Measured:
     processor: list[float] = field(default_factory=list)
     counts: Counter[int] = field(default_factory=Counter)
 
-    def note(self, took: Sequence[Sequence[float]], seconds: float) -> None:
-        """Take the milliseconds of each call, by thread, of a slice that was so long."""
+    def note(self, done: Sequence[tuple[int, list[float]]], seconds: float, processor_s: float) -> None:
+        """Take what the workers have done in a slice.
+
+        Args:
+            done: How many calls each has made, and the milliseconds of those in the window.
+            seconds: The length of the window.
+            processor_s: The processor time of all calls.
+        """
+        took = [samples for _, samples in done]
         self.samples += [sample for mine in took for sample in mine]
         self.rates.append(sum(map(len, took)) / seconds)
         self.counts.update({number: len(mine) for number, mine in enumerate(took)})
+        self.processor.append(1000 * processor_s / sum(calls for calls, _ in done))
 
     def figures(self) -> dict[str, float]:
         """Those of the page."""
@@ -55,8 +64,37 @@ class Measured:
             "per second": p50(self.rates),
             "fewest of a thread": min(self.counts.values()),
             "most of a thread": max(self.counts.values()),
-            **({"processor": p50(self.processor)} if self.processor else {}),
+            "processor": p50(self.processor),
         }
+
+
+class Window:
+    """The time in which calls are measured: it begins once each worker has written, so that none is measured while others start.
+
+    Args:
+        workers: How many threads or tasks there are.
+        seconds: How long it is.
+        warm_up_s: It begins no earlier than this, in seconds.
+
+    Attributes:
+        begin: When it begins, by ``time.perf_counter``; infinite until that is known.
+        end: When it ends, likewise.
+    """
+
+    def __init__(self, workers: int, seconds: float, warm_up_s: float) -> None:
+        self._left = workers
+        self._seconds = seconds
+        self._not_before = time.perf_counter() + warm_up_s
+        self._lock = threading.Lock()
+        self.begin = self.end = math.inf
+
+    def has_written(self) -> None:
+        """Note that one more worker has written for the first time."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.begin = max(time.perf_counter(), self._not_before)
+                self.end = self.begin + self._seconds
 
 
 @contextmanager
@@ -125,22 +163,23 @@ def run(
 
 
 def slice_of_threads(write: Write, threads: int, seconds: float, warm_up_s: float, measured: Measured) -> None:
-    """Let the threads write; what began after the warm-up is measured."""
-    begin = time.perf_counter() + warm_up_s
-    end = begin + seconds
+    """Let the threads write; what begins in the :class:`Window` is measured."""
+    window = Window(threads, seconds, warm_up_s)
 
     def work() -> tuple[int, list[float]]:
-        calls, samples = 0, []
-        while (started := time.perf_counter()) < end:
+        calls, samples = 1, []
+        try:
+            write(["x"])
+        finally:
+            window.has_written()  # else the others would never end
+        while (started := time.perf_counter()) < window.end:
             write(["x"])
             calls += 1
-            if started >= begin:
+            if started >= window.begin:
                 samples.append(1000 * (time.perf_counter() - started))
         return calls, samples
 
     processor_s = time.process_time()
     with ThreadPoolExecutor(threads) as pool:
         done = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
-    processor_s = time.process_time() - processor_s
-    measured.note([samples for _, samples in done], seconds)
-    measured.processor.append(1000 * processor_s / sum(calls for calls, _ in done))
+    measured.note(done, seconds, time.process_time() - processor_s)
