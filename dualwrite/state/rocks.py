@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -56,17 +56,10 @@ class Rocks:
         return cast("bytes | None", self._db.get(key))
 
     def entries(self, lower: bytes | None, upper: bytes | None, *, reverse: bool = False) -> Iterator[Entry]:
-        """The entries with ``lower <= key < upper`` as they are at the first step. Keeps the database open until dropped."""
+        """The entries with ``lower <= key < upper`` as they are now. Keeps the database open until dropped."""
+        # Begun here, not at the first step: a scan must not show what is written in between.
         found = cast("Iterator[Entry]", self._db.items(backwards=reverse, from_key=upper if reverse else lower))
-        for key, value in found:
-            if reverse:
-                if lower is not None and key < lower:
-                    return
-                if key == upper:  # RocksDB's bound belongs to the range
-                    continue
-            elif upper is not None and key >= upper:
-                return
-            yield key, value
+        return _within(found, lower, upper, reverse=reverse)
 
     def note(self) -> bytes | None:
         """The note; None if there is none."""
@@ -114,3 +107,17 @@ def put_all(batch: WriteBatch, changes: list[Change]) -> None:
             batch.delete(key)
         else:
             batch.put(key, value)
+
+
+def _within(
+    found: Iterator[Entry], lower: bytes | None, upper: bytes | None, *, reverse: bool
+) -> Generator[Entry, None, None]:
+    for key, value in found:
+        if reverse:
+            if lower is not None and key < lower:
+                return
+            if key == upper:  # RocksDB's bound belongs to the range
+                continue
+        elif upper is not None and key >= upper:
+            return
+        yield key, value
