@@ -64,7 +64,10 @@ class Task:
         """See :class:`dualwrite.writing.group.results.Task`."""
         if self.future.running():
             return True
-        return not self.future.done() and self.future.set_running_or_notify_cancel()
+        if self.future.done() and not self.future.cancelled():
+            return False
+        # concurrent.futures.wait() counts a cancelled one from then on.
+        return self.future.set_running_or_notify_cancel()
 
     def succeed(self, result: object) -> None:
         """See :class:`dualwrite.writing.group.results.Task`."""

@@ -27,7 +27,10 @@ class Task(Protocol):
     rows: RowUnit | None
 
     def begin(self) -> bool:
-        """Note that the work begins. Returns False if the caller has cancelled it; from then on it no longer can."""
+        """Note that the work begins. Returns False if the caller has cancelled it; from then on it no longer can.
+
+        Not to be called again after False.
+        """
         ...
 
     def succeed(self, result: Any) -> None:
@@ -112,7 +115,7 @@ class GroupRun:
 
     def begins(self, unit: Unit[Any]) -> bool:
         """Note that a unit is about to begin, unless its caller has given it up, or one of its key must come first."""
-        if unit.key in self._postponed:
+        if unit.key in self._postponed or unit in self._dropped:
             return False
         if unit not in self._begun:
             if not unit.work.begin():

@@ -19,6 +19,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing import writer as writer_module
+from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.lanes.lane import Lane
 from unit.writing.group.held import Held, Refused
 
@@ -113,6 +114,27 @@ def test_a_group_whose_units_are_all_cancelled_writes_nothing(shop, held):
     with held.together():
         assert held.put(1).cancel()
         assert held.put(2).cancel()
+    held.put(3).result(30)
+    assert shop.both_have(3)
+
+
+def test_who_waits_for_many_does_not_wait_for_the_cancelled_ones(held):
+    with held.together():
+        futures = [held.put(1), held.put(2), held.put(3)]
+        assert futures[1].cancel()
+    assert wait(futures, 30).not_done == set()
+
+
+def test_a_cancelled_unit_is_dropped_once_if_its_group_also_fails(shop, held, monkeypatch):
+    def fails(_):
+        raise TransactionAborted("all were dropped, and the abort has failed")
+
+    monkeypatch.setattr(GroupRun, "require_any", fails)
+    with held.together():
+        futures = [held.put(1), held.put(2)]
+        assert all(future.cancel() for future in futures)
+    assert wait(futures, 30).not_done == set()
+    monkeypatch.undo()
     held.put(3).result(30)
     assert shop.both_have(3)
 
