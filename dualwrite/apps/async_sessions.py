@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util.concurrency import await_only
 
 from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne
-from dualwrite.apps.greenlets import run
+from dualwrite.apps.greenlets import enter, run
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.writing.joining import Joining, Kind, two_phase
 
@@ -172,7 +172,7 @@ class _Awaited(AbstractContextManager["Transaction"]):
         self._turns = turns
 
     def __enter__(self) -> Transaction:
-        entered: Transaction = await_only(run(self._pool, self._block.__enter__))
+        entered: Transaction = await_only(enter(self._pool, self._block))
         return entered
 
     def __exit__(

@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying
 
 from dualwrite.apps.async_sessions import AsyncBoundSessions
 from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne, session_of_block
-from dualwrite.apps.greenlets import run
+from dualwrite.apps.greenlets import enter, run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
@@ -212,7 +212,7 @@ class AsyncDualWriter:
         pool = self._opened()
         block = self._writer.transaction(None if connection is None else _sync_connection_of(connection))
         turns = OneByOne()
-        transaction = AsyncTransaction(await run(pool, block.__enter__), self._engine, pool, turns)
+        transaction = AsyncTransaction(await enter(pool, block), self._engine, pool, turns)
 
         def leave(
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -10,7 +10,8 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from greenlet import getcurrent, greenlet
@@ -42,6 +43,18 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
         else:
             given = worker.switch(value)
     return cast("T", given)
+
+
+async def enter(pool: ThreadPoolExecutor, block: AbstractContextManager[T]) -> T:
+    """Enter a block as :func:`run` does. A cancellation that is raised after it was entered leaves it again."""
+    entered: list[T] = []
+    try:
+        await run(pool, lambda: entered.append(block.__enter__()))
+    except BaseException as error:
+        if entered:
+            await run(pool, partial(block.__exit__, type(error), error, error.__traceback__), interruptible=False)
+        raise
+    return entered[0]
 
 
 def awaited(awaitable: Awaitable[T]) -> T:
