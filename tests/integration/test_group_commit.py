@@ -24,6 +24,7 @@ from dualwrite import (
     Unavailable,
     recover,
 )
+from dualwrite.stores.sql.dialects.savepoints import _UNIT
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
@@ -111,14 +112,12 @@ def test_a_unit_that_swallows_a_failed_statement_fails_alone(writer, submit, bot
 
 
 @on_postgresql
-@pytest.mark.parametrize(
-    "past", ["ROLLBACK TO SAVEPOINT dualwrite_unit", "SAVEPOINT own; SELECT 1; ROLLBACK TO SAVEPOINT own"]
-)
+@pytest.mark.parametrize("past", ["ROLLBACK TO SAVEPOINT {unit}", "SAVEPOINT own; SELECT 1; ROLLBACK TO SAVEPOINT own"])
 def test_what_a_unit_does_past_the_library_concerns_it_alone(writer, submit, both, past):
     """Whether a message belongs to rows that are gone can be found out, or the unit is rolled back."""
 
     def undo(tx):
-        for statement in past.split("; "):
+        for statement in past.format(unit=_UNIT).split("; "):
             tx.connection.connection.dbapi_connection.execute(statement)
 
     with together(writer):

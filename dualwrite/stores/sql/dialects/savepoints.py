@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -27,7 +28,8 @@ _STEP: Final = (
     "use connection.begin_nested() or session.begin_nested(), or execute SAVEPOINT, RELEASE and ROLLBACK TO one by one through "
     "the SQLAlchemy connection"
 )
-_UNIT: Final = "dualwrite_unit"
+# No unit has one of this name: of several, only the innermost could be rolled back.
+_UNIT: Final = f"dualwrite_unit_{secrets.token_hex(4)}"
 _NO_SAVEPOINT: Final = 1305  # on MariaDB and MySQL
 
 _watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()

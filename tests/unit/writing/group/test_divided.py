@@ -8,6 +8,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite.stores.sql.dialects.savepoints import _UNIT
 from unit.writing.group.held import Refused
 
 
@@ -157,13 +158,13 @@ def test_a_unit_that_ends_the_transaction_fails_and_the_others_run_again(shop, h
     assert shop.both_have(1, 3)
 
 
-@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK", "RELEASE dualwrite_unit"])
+@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK", "RELEASE {unit}"])
 def test_a_unit_that_ends_it_past_the_library_leaves_all_in_doubt(shop, held, statement):
     """The rows may be committed: what has run may not run again."""
 
     def unit(tx):
         shop.put(tx, 2)
-        tx.connection.connection.dbapi_connection.execute(statement)
+        tx.connection.connection.dbapi_connection.execute(statement.format(unit=_UNIT))
 
     with held.together():
         futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
@@ -171,6 +172,21 @@ def test_a_unit_that_ends_it_past_the_library_leaves_all_in_doubt(shop, held, st
     assert [type(error) for error in errors[:2]] == [TransactionInDoubt] * 2
     assert errors[2] is None  # it had not begun
     assert shop.messages == ["3"]
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_a_unit_with_a_savepoint_of_a_likely_name_is_rolled_back_whole(shop, held, past):
+    def unit(tx):
+        shop.put(tx, 2)
+        connection = tx.connection.connection.dbapi_connection if past else tx.connection
+        (connection.execute if past else connection.exec_driver_sql)("SAVEPOINT dualwrite_unit")
+        raise Refused
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
+    assert isinstance(futures[1].exception(30), Refused)
+    wait(futures, 30)
+    assert shop.both_have(1, 3)
 
 
 def test_a_refused_message_concerns_its_unit_alone(shop, held):
