@@ -118,7 +118,7 @@ def test_a_dataframe_that_gives_other_rows_each_time_is_refused_unless_it_is_all
     shuffled = df.groupBy("name").agg(functions.max("id").alias("id")).select("id", "name")
     spark.conf.set("spark.sql.execution.sortBeforeRepartition", "false")
     try:
-        with pytest.raises(ConfigurationError, match="in the order in which they come"):
+        with pytest.raises(ConfigurationError, match="in the order of their arrival"):
             write_batch(shuffled.repartition(2), batch_id="1", **numbers.settings)
     finally:
         spark.conf.unset("spark.sql.execution.sortBeforeRepartition")
