@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -144,16 +145,25 @@ def run(
     warm_up_s: float = 1.0,
     inserts: int = 1000,
 ) -> dict[str, Any]:
-    """Measure in slices, the ways in turn; and Python's processor time for an INSERT alone, in milliseconds."""
+    """Measure in slices, the ways in turn; and Python's processor time for an INSERT alone, in milliseconds.
+
+    What has been imported is left to no garbage collection, as ``docs/group-commit.md`` advises: else each full one stops all
+    threads for some 45 ms, and whether p99 holds these pauses is chance.
+    """
     engine = create_engine(ground.url, pool_size=2 * LANES, max_overflow=0)
     METADATA.create_all(engine)
     alone = _inserts_alone(engine, inserts)
     engine.dispose()
-    return {
-        "insert": alone,
-        "threads": _by_threads(ground, callers, rounds, slice_s, warm_up_s),
-        "tasks": asyncio.run(_by_tasks(ground, callers, rounds, slice_s, warm_up_s)),
-    }
+    gc.collect()
+    gc.freeze()
+    try:
+        return {
+            "insert": alone,
+            "threads": _by_threads(ground, callers, rounds, slice_s, warm_up_s),
+            "tasks": asyncio.run(_by_tasks(ground, callers, rounds, slice_s, warm_up_s)),
+        }
+    finally:
+        gc.unfreeze()
 
 
 def _inserts_alone(engine: Engine, count: int) -> dict[str, float]:

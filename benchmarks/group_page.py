@@ -29,7 +29,7 @@ def section(
         "[`writer.submit`](group-commit.md) by threads that each wait for their unit, one message and one row, before the next; "
         f"against a block for each, and against the unsafe way with one producer and {LANES} database connections for all. The "
         "ways take turns. Milliseconds; *processor* is that of the Python process for each dual write; the median number of "
-        "units in a group.",
+        "units in a group. After the imports the process calls `gc.freeze()`, for all ways.",
         "",
         *table(("threads", *_HEAD), _rows(threads)),
         *_ratios(threads, "threads"),
