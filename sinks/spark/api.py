@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.columns.digests import (
-    left_out,
     may_mix,
     require_deterministic,
     require_deterministic_stream,
-    with_digest,
 )
 from dualwrite.sinks.spark.columns.from_arrow import without_unused
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
 
-    from dualwrite.sinks.spark.columns.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +38,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     After any failure, call it again with the same batch id until it returns: partitions that are already written are skipped.
     This needs the same partitions each time: the same rows in the partition of the same number. A DataFrame whose plan Spark
     knows to be nondeterministic is refused. Before anything is written, the number of partitions, and the rows of partitions
-    already written, are compared with the ledger's record. A warning names columns that cannot be compared.
+    already written, are compared with the ledger's record.
 
     Args:
         df: The rows to write. Its lineage runs again when a partition is retried.
@@ -78,7 +75,6 @@ def _write(
         rows = without_unused(df, task.layout)
         if not options.allow_nondeterministic:
             require_deterministic(df)
-            rows = with_digest(rows, df.schema, task.layout)
         reports = rows.mapInArrow(task.run_arrow, REPORT_SCHEMA).rdd
         # Through the RDD: adaptive execution may choose another number of partitions for every query. Here the shuffles run
         # now, and the same plan then runs to its end.
@@ -87,9 +83,9 @@ def _write(
             require_deterministic(df, reports)
         job.begin(partition_count)
         written = job.written_partitions()
-        if warn and not options.allow_nondeterministic:
-            for what in _unseen(df, task.layout, stream_shown=stream_shown):
-                _warn(job.name, what, partition_count, len(written))
+        if warn and not stream_shown:
+            what = "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
+            _warn(job.name, what, partition_count, len(written))
         with job.progress(partition_count):
             missing = sorted({*range(partition_count)}.difference(written))
             if missing and not options.allow_nondeterministic:
@@ -97,14 +93,6 @@ def _write(
             done = _run(reports, missing)
             job.record_empty(partition_count, done)
         return job.finish(partition_count, done)
-
-
-def _unseen(df: DataFrame, layout: Layout, *, stream_shown: bool) -> Iterator[str]:
-    """Yield the reasons why the next run might write other rows without this library noticing."""
-    if columns := left_out(df.schema, layout):
-        yield f"the rows are compared without {', '.join(map(repr, columns))}"
-    if not stream_shown:
-        yield "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
 
 
 def _warn(name: str, what: str, partition_count: int, written: int, remedy: str = "") -> None:

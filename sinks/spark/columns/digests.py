@@ -6,32 +6,34 @@ sides end up with a mixture of two runs: some rows twice, others nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
 from py4j.protocol import Py4JError
-from pyspark.sql import functions
-from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.columns.layout import WHOLE_ROW
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from numpy.typing import NDArray
     from py4j.java_gateway import JavaObject
     from pyspark import RDD
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
     from dualwrite.sinks.spark.columns.layout import Layout
 
-_DIGEST: Final = "digest"
-_HASHED: Final = (
-    spark.BooleanType, spark.ByteType, spark.ShortType, spark.IntegerType, spark.LongType, spark.FloatType, spark.DoubleType,
-    spark.DecimalType, spark.StringType, spark.BinaryType, spark.DateType, spark.TimestampType, spark.TimestampNTZType,
-    spark.DayTimeIntervalType,
-)  # fmt: skip
-"""The types that ``xxhash64`` accepts in every version of Spark."""
+_NULL: Final = np.uint64(0x6E756C6C6E756C6C)
+_ALL_BITS: Final = (1 << 64) - 1
+_FORM_BITS: Final = 0xFFFF
+_FORM: Final = 2
+"""Stands in the lowest bits of a digest. Raise it when the same rows get other digests: those of another form, which a batch
+that an earlier version has begun holds, say nothing. (Form 1 was a sum of hashes of 64 bits and bears no mark.)
+"""
 _SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
 """Raised if a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
 _INDETERMINATE: Final = "INDETERMINATE"
@@ -91,55 +93,80 @@ def _not_repeatable(why: str) -> ConfigurationError:
     )
 
 
-def with_digest(df: DataFrame, schema: spark.StructType, layout: Layout) -> DataFrame:
-    """Add a column to the DataFrame: a hash of each row's written columns, as far as they can be hashed.
+def hashed_columns(layout: Layout) -> Sequence[int]:
+    """The projected columns that tell one row from another: all, less those whose values the message's JSON shows anyway.
 
     Args:
-        df: Has the columns of the schema, in its order.
-        schema: The DataFrame's own schema.
         layout: Which column goes where.
     """
-    forms = [(name, hashed_form(schema[number].dataType)) for number, name in _written(df.columns, layout)]
-    hashed = [form(df[name]) for name, form in forms if form is not None]
-    # If no column can be hashed, only the number of rows is compared.
-    return df.withColumn(_DIGEST, functions.xxhash64(*hashed or [functions.lit(0)]))
+    whole = any(column.source == WHOLE_ROW for column in layout.projected)
+    shown = {number for number, _ in layout.json_columns} if whole else set()
+    return [place for place, column in enumerate(layout.projected) if column.source not in shown]
 
 
-def left_out(schema: spark.StructType, layout: Layout) -> Sequence[str]:
-    """The written columns that the digest leaves out.
+def row_hashes(columns: Sequence[pa.Array], length: int) -> NDArray[np.uint64]:
+    """A hash of each row, which depends on the order of its columns.
 
-    Args:
-        schema: The DataFrame's own schema.
-        layout: Which column goes where.
+    Two CRCs, of different polynomials, cost a third of a cryptographic hash (``hashlib.blake2b``) of a value. The steps between
+    them are not linear, as CRCs are: values that rows exchange among each other do not cancel out in a sum.
     """
-    return [name for number, name in _written(schema.names, layout) if hashed_form(schema[number].dataType) is None]
+    found = np.zeros(length, np.uint64)
+    for column in columns:
+        found = _mixed(found ^ _hashes(column))
+    return found
 
 
-def _written(names: Sequence[str], layout: Layout) -> Sequence[tuple[int, str]]:
-    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
-    return [(number, name) for number, name in enumerate(names) if number in used]
+def _hashes(array: pa.Array) -> NDArray[np.uint64]:
+    kind = array.type
+    if pa.types.is_null(kind) or not len(array):
+        return np.full(len(array), _NULL)
+    if pa.types.is_struct(kind):
+        found = row_hashes([array.field(number) for number in range(kind.num_fields)], len(array))
+    elif pa.types.is_map(kind):
+        found = _list_hashes(array, [array.keys, array.items])
+    elif pa.types.is_list(kind):
+        found = _list_hashes(array, [array.values])
+    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+        values = array.fill_null("" if pa.types.is_string(kind) else b"").cast(pa.binary())
+        values = values.to_numpy(zero_copy_only=False)
+        low, high = (np.fromiter(map(crc, values), np.uint64, len(array)) for crc in (crc32c, zlib.crc32))
+        found = low | high << np.uint64(32)
+    else:
+        found = _word_hashes(array)
+    # A null counts, too: otherwise a value that moves to another column, whose null moves here, would not be seen.
+    return np.where(array.is_null().to_numpy(zero_copy_only=False), _NULL, found) if array.null_count else found
 
 
-def hashed_form(data_type: spark.DataType) -> Callable[[Column], Column] | None:
-    """The conversion of a type for ``xxhash64``, so that equal values have equal hashes; None if it cannot be hashed."""
-    if _can_hash(data_type):
-        return lambda column: column
-    if isinstance(data_type, spark.MapType) and _can_hash(data_type.keyType) and _can_hash(data_type.valueType):
-        # Equal maps may have their entries in different orders.
-        return lambda column: functions.sort_array(functions.map_entries(column))
-    if isinstance(data_type, spark.VariantType):
-        return functions.to_json
-    if type(data_type).__name__ == "TimeType":  # PySpark 4.0 has none
-        return lambda column: column.cast(spark.StringType())
-    return None
+def _list_hashes(array: pa.Array, inner: Sequence[pa.Array]) -> NDArray[np.uint64]:
+    offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths, first = np.diff(offsets), offsets[0]
+    entries = [values.slice(first, offsets[-1] - first) for values in inner]
+    places = (np.arange(offsets[-1] - first) - np.repeat(offsets[:-1] - first, lengths)).astype(np.uint64)
+    hashes = _mixed(row_hashes(entries, len(places)) ^ _mixed(places))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])[offsets - first]
+    return _mixed(np.diff(sums) ^ lengths.astype(np.uint64))
 
 
-def _can_hash(data_type: spark.DataType) -> bool:
-    if isinstance(data_type, spark.ArrayType):
-        return _can_hash(data_type.elementType)
-    if isinstance(data_type, spark.StructType):
-        return all(_can_hash(field.dataType) for field in data_type.fields)
-    return isinstance(data_type, _HASHED)
+def _word_hashes(array: pa.Array) -> NDArray[np.uint64]:
+    """Of numbers and times: their bits, of which decimals have two words."""
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.int8())
+    width = array.type.bit_width // 8
+    size = min(width, 8)
+    words = np.frombuffer(array.buffers()[1], f"<u{size}")[array.offset * width // size :][: len(array) * width // size]
+    found = np.zeros(len(array), np.uint64)
+    for word in words.reshape(len(array), -1).T:
+        found = _mixed(found ^ word.astype(np.uint64))
+    return found
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Spread every bit over all others (the finalizer of splitmix64)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: NDArray[np.uint64] = words ^ words >> np.uint64(31)
+    return found
 
 
 @dataclass(frozen=True)
@@ -148,7 +175,7 @@ class Fingerprint:
 
     Attributes:
         rows: Their number.
-        digest: The sum of their hashes, 64 bits with a sign; None if it is not known.
+        digest: The sum of their hashes, 64 bits with a sign, the lowest of which say how it was made; None if it is not known.
     """
 
     rows: int
@@ -156,9 +183,11 @@ class Fingerprint:
 
     def differs_from(self, other: Fingerprint) -> bool:
         """Whether the two are certain to be of different rows."""
-        if self.digest is None or other.digest is None:
+        if self.rows != other.rows:
+            return True
+        if self.digest is None or other.digest is None or (self.digest ^ other.digest) & _FORM_BITS:
             return False
-        return self != other
+        return self.digest != other.digest
 
 
 def may_mix(what: str, partition_count: int, written: int, remedy: str = "") -> str | None:
@@ -193,33 +222,34 @@ def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> Configurati
 
 
 class Fingerprinted:
-    """Passes a partition's batches on and takes their fingerprint.
+    """Passes a partition's projected batches on and takes their fingerprint.
 
     Args:
-        batches: As Spark gives them: the DataFrame's columns, and the hashes if :func:`with_digest` has added them.
-        columns: The number of the DataFrame's columns.
+        batches: The projected batches: what is hashed is what both sides get.
+        hashed: The positions of the columns that tell rows apart; None to count the rows only.
     """
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], columns: int) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch], hashed: Sequence[int] | None) -> None:
         self._batches = batches
-        self._columns = columns
+        self._hashed = hashed
         self._rows = 0
-        self._sum: np.uint64 | None = np.uint64(0)
+        self._sum = 0
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for batch in self._batches:
             self._rows += batch.num_rows
-            if batch.num_columns > self._columns:
-                hashes = batch.column(self._columns).to_numpy(zero_copy_only=False)
-                with np.errstate(over="ignore"):
-                    self._sum = None if self._sum is None else self._sum + hashes.view(np.uint64).sum(dtype=np.uint64)
-            else:
-                self._sum = None
+            if self._hashed is not None:
+                hashes = row_hashes([batch.column(number) for number in self._hashed], batch.num_rows)
+                # A sum, so that the order of the rows does not matter; how often a row comes does.
+                self._sum += int(hashes.sum(dtype=np.uint64))
             yield batch
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of all batches passed on so far."""
-        return Fingerprint(self._rows, None if self._sum is None else int(self._sum.astype(np.int64)))
+        if self._hashed is None:
+            return Fingerprint(self._rows, None)
+        unsigned = (self._sum & _ALL_BITS & ~_FORM_BITS) | _FORM
+        return Fingerprint(self._rows, unsigned - (1 << 64) if unsigned >> 63 else unsigned)
 
     def take_all(self) -> Fingerprint:
         """Consume the remaining batches, and return the fingerprint of all."""

@@ -22,7 +22,7 @@ from dualwrite.errors import (
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, other_rows
+from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
 from dualwrite.sinks.spark.columns.from_arrow import awaited, projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
 from dualwrite.sinks.spark.worker.attempt import Attempt
@@ -89,8 +89,9 @@ class PartitionTask:
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
-        taken = Fingerprinted(whole_input(batches), len(self.schema.fields))
-        report = self._run(projected_batches(taken, self.schema, self.layout), taken)
+        projected = projected_batches(whole_input(batches), self.schema, self.layout)
+        taken = Fingerprinted(projected, None if self.options.allow_nondeterministic else hashed_columns(self.layout))
+        report = self._run(taken, taken)
         yield pa.RecordBatch.from_pylist([asdict(report)])
 
     def run_rows(self, rows: Iterator[Row]) -> None:
@@ -118,7 +119,7 @@ def write_partition(
         partition: Number of the partition.
         attempt: Number of the attempt, for people.
         batches: The projected rows; its normal end means that the partition is complete.
-        taken: The source rows, compared with those of an earlier run if the partition is already written; the driver then
+        taken: The same rows, compared with those of an earlier run if the partition is already written; the driver then
             records partitions without rows. None to compare nothing: the task records partitions without rows, and takes
             nothing from ``batches`` if the partition is already written.
 
@@ -189,7 +190,7 @@ class _Writing:
         if written is None:
             return False
         taken = None if self._task.options.allow_nondeterministic else self._taken
-        if taken is not None and written.rows_digest is not None:
+        if taken is not None:
             ours, theirs = taken.take_all(), Fingerprint(written.rows, written.rows_digest)
             if ours.differs_from(theirs):
                 raise other_rows(self._attempt.name, ours, theirs)
