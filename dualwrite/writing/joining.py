@@ -17,10 +17,10 @@ from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event, exc
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.stores.sql.dialects.savepoints import watch_sessions
 from dualwrite.stores.sql.drivers.listening import listens
-from dualwrite.writing.blocks.sending import raise_aborted
+from dualwrite.writing.blocks.sending import as_value, raise_aborted
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction
@@ -118,7 +118,7 @@ class Joining:
         joined = self._open(session)
         if joined is not None and joined.connection is not connection:
             joined.refusal = _several()
-            raise joined.refusal
+            raise _several()
 
     def _created(self, session: Session, transaction: SessionTransaction) -> None:
         if not transaction.nested:
@@ -157,14 +157,14 @@ class _Joined:
     Attributes:
         sessions: Of which sessions the connection is one.
         connection: The connection.
-        refusal: The first error after which the transaction must not commit.
+        refusal: The first error after which the transaction must not commit, as a value.
         is_open: Whether the transaction has not ended.
     """
 
     def __init__(self, sessions: Joining, connection: Connection) -> None:
         self.sessions = sessions
         self.connection = connection
-        self.refusal: BaseException | None = None
+        self.refusal: DualWriteError | None = None
         self.is_open = True
         self._pooled = connection.connection
         self._block: AbstractContextManager[Transaction] | None = None
@@ -202,7 +202,7 @@ class _Joined:
             block = self.sessions.block_of(session, self.connection)
             self._transaction = block.__enter__()
         except BaseException as error:
-            self.refusal = error
+            self.refusal = as_value(error)
             raise
         self._block = block
 
@@ -217,7 +217,7 @@ class _Joined:
             IllegalStateError: Always.
         """
         error = IllegalStateError(what, transactional_id=self.sessions.transactional_id, next_step=next_step)
-        self.refusal = self.refusal or error
+        self.refusal = self.refusal or as_value(error)
         raise error
 
     def commit(self) -> None:
@@ -266,7 +266,7 @@ class _Joined:
         _joined.pop(self.connection, None)
         self.leave_to_owner()
 
-    def _raise_aborted(self, refusal: BaseException) -> NoReturn:
+    def _raise_aborted(self, refusal: DualWriteError) -> NoReturn:
         raise_aborted(refusal, self.sessions.transactional_id, "the session")
 
 

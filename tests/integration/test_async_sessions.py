@@ -1,12 +1,16 @@
 """Asynchronous sessions, bound to an ``AsyncDualWriter`` on real servers: their commit is the dual write."""
 
 import asyncio
+import gc
+import weakref
+from contextlib import suppress
 from typing import Annotated
 
 import pytest
 from fastapi import Depends, FastAPI
 from harness.asgi import ask
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
+from harness.engines import ENGINES
 from harness.orders import Order, on_postgresql
 from sqlalchemy import exc, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -218,3 +222,30 @@ def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_c
     committed = [-1, *in_app(work, max_lanes=1)]
     assert both() == (committed, committed)
     assert SqlStateStore(engine).incidents("orders") == []
+
+
+@on_postgresql
+@pytest.mark.parametrize("producer_engine", ENGINES)
+def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(in_app, both, producer_engine):
+    dropped = []
+
+    async def work(app):
+        async def request():
+            session = app.sessions()
+            dropped.append(weakref.ref(session.sync_session))
+            await app.put(session, 1)
+            await app.messages.produce(session, app.topic, b"x" * 2_000_000)
+
+        async def next_one():
+            async with app.sessions.begin() as session:
+                await app.put(session, 1)
+
+        with suppress(TransactionAborted):
+            await asyncio.create_task(request())
+        await asyncio.sleep(0)  # the event loop holds the result that it has just told
+        gc.collect()
+        assert dropped[0]() is None
+        await asyncio.create_task(next_one())  # it waits for the lane, and for the lock of its row
+
+    in_app(work, max_lanes=1, producer_engine=producer_engine)
+    assert both() == ([1], [1])

@@ -1,5 +1,8 @@
 """Sessions that frameworks make, bound to a writer on real servers: their commit is the dual write."""
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import Annotated
 
 import pytest
@@ -7,8 +10,9 @@ from fastapi import Depends, FastAPI
 from flask import Flask
 from flask_sqlalchemy import SQLAlchemy
 from harness.asgi import answer
+from harness.engines import ENGINES
 from harness.orders import Order, on_postgresql
-from sqlalchemy import create_engine, exc, select, text
+from sqlalchemy import create_engine, exc, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 from sqlmodel import Field, SQLModel
 from sqlmodel import Session as SQLModelSession
@@ -240,3 +244,35 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(
         through.dispose()
     expected = [2] if fault == "reset_request" else [1, 2]
     assert both() == (expected, expected)
+
+
+@pytest.mark.parametrize("producer_engine", ENGINES)
+def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(
+    kafka, engine, dualwrite_topic, both, producer_engine
+):
+    factory = sessionmaker(engine)
+    dropped = []
+
+    def request(bound):
+        session = factory()
+        dropped.append(weakref.ref(session))
+        session.execute(update(Order).values(note="sold"))
+        bound.produce(session, dualwrite_topic, "2")
+        bound.produce(session, dualwrite_topic, b"x" * 2_000_000)
+
+    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine=producer_engine) as writer:
+        bound = writer.bind(factory)
+        with factory() as session:
+            session.add(Order(id=1))
+            bound.produce(session, dualwrite_topic, "1")
+            session.commit()
+        with suppress(TransactionAborted):
+            request(bound)
+        gc.collect()
+        assert dropped[0]() is None
+        assert (writer.health().used, engine.pool.checkedout()) == (0, 0)
+        with factory() as session:  # the lane and the row are free
+            session.execute(update(Order).values(id=3))
+            bound.produce(session, dualwrite_topic, "3")
+            session.commit()
+        assert both() == ([3], [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
@@ -35,7 +36,7 @@ class Sending:
 
     def refuse(self, error: DualWriteError) -> None:
         """Note an error that must abort the block even if it continues; the first one counts."""
-        self.refusal = self.refusal or error
+        self.refusal = self.refusal or as_value(error)
 
     def hold(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> int:
         """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
@@ -103,7 +104,18 @@ class Sending:
             raise_aborted(self.refusal, self._id, "the block")
 
 
-def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -> NoReturn:
+def as_value(error: BaseException) -> DualWriteError:
+    """An error to keep until the end of a dual write: what it says, without its traceback and its causes.
+
+    Their frames hold what the caller has open. Through them, a session that was dropped after the error would stay alive as
+    long as its dual write, which ends when the session is collected: neither would ever end.
+    """
+    if isinstance(error, DualWriteError):
+        return copy(error)
+    return TransactionAborted(type(error).__name__, retryable=getattr(error, "retryable", False))
+
+
+def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
     """Abort a dual write that continued after an error that it must not survive.
 
     Args:
@@ -115,13 +127,10 @@ def raise_aborted(refusal: BaseException, transactional_id: str, subject: str) -
         TransactionAborted, Fenced: Always.
     """
     if isinstance(refusal, Fenced):
-        raise refusal
-    what, next_step = type(refusal).__name__, None
-    if isinstance(refusal, DualWriteError):
-        what, next_step = refusal.what, refusal.next_step
+        raise copy(refusal)  # raised itself, the kept one would get this traceback
     raise TransactionAborted(
-        f"{subject} continued after an error: {what}",
+        f"{subject} continued after an error: {refusal.what}",
         transactional_id=transactional_id,
-        next_step=next_step,
+        next_step=refusal.next_step,
         retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
     ) from refusal

@@ -12,7 +12,7 @@ from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAbort
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.writing.arguments import conflicts_named
-from dualwrite.writing.blocks.sending import raise_aborted
+from dualwrite.writing.blocks.sending import as_value, raise_aborted
 from dualwrite.writing.blocks.transaction import Transaction, unit_of, write_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class UnitWrite:
         self.dropped = False
 
     def _refuse(self, error: DualWriteError) -> None:
-        self._refusal = self._refusal or error
+        self._refusal = self._refusal or as_value(error)
 
     @property
     def transactional_id(self) -> str:

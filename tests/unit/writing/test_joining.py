@@ -2,6 +2,8 @@
 
 import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 from harness.bound import Order
@@ -13,12 +15,14 @@ from sqlalchemy.pool import QueuePool
 
 from dualwrite import (
     CompletionPending,
+    DualWriteError,
     Fenced,
     IllegalStateError,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
@@ -487,6 +491,52 @@ def test_a_session_that_is_dropped_gives_its_lane_back(shop, put):
 
         drop()
         gc.collect()
+        with factory() as session:
+            session.add(Order(id=2))
+            bound.produce(session, TOPIC, "2", partition=0)
+            session.commit()
+    assert shop.both_have(2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "error"),
+    [
+        (TransactionalProducer, "produce", TransactionAborted),
+        (Lanes, "take", Unavailable),
+        (JoinedStore, "read_incarnation", Fenced),
+        (JoinedStore, "read_incarnation", ZeroDivisionError),
+    ],
+)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back(
+    shop, monkeypatch, owner, call, error, times
+):
+    """An error that is kept until the end would keep its traceback's frames, and so the session, and so its dual write."""
+    dropped = []
+
+    def refuse(*_, **_options):
+        raise error("refused")
+
+    def request(factory, bound):
+        session = factory()
+        dropped.append(weakref.ref(session))
+        session.add(Order(id=1))
+        session.flush()
+        for _ in range(times):
+            with suppress(DualWriteError, ZeroDivisionError):
+                bound.produce(session, TOPIC, "1", partition=0)
+        bound.produce(session, TOPIC, "1", partition=0)
+
+    with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer, monkeypatch.context() as patch:
+        factory = sessionmaker(shop.engine)
+        bound = writer.bind(factory)
+        patch.setattr(owner, call, refuse)
+        with pytest.raises((DualWriteError, ZeroDivisionError)) as raised:
+            request(factory, bound)
+        del raised
+        gc.collect()
+        assert dropped[0]() is None
+        patch.undo()
         with factory() as session:
             session.add(Order(id=2))
             bound.produce(session, TOPIC, "2", partition=0)
