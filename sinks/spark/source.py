@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 SHORT_NAME: Final = "dualwrite"
 _QUERY_ID: Final = "sql.streaming.queryId"
 _BATCH_NUMBER: Final = "streaming.sql.batchId"
+_TESTED: Final = "use a version of PySpark that this library is tested with"
+_NOT_CONTINUOUS: Final = (
+    "trigger(continuous=...) does that: stop the query, and start it with another trigger and a new checkpoint; this one may "
+    "hold offsets whose rows were never written"
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ class _BatchWriter(DataSourceArrowWriter):
         log_to_stderr()
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
-            batch.decide(self._layout, _undecided(messages), truncate=self._overwrite, upsert=options.upsert_keys)
+            undecided = _undecided(_complete(messages, batch.name, _TESTED))
+            batch.decide(self._layout, undecided, truncate=self._overwrite, upsert=options.upsert_keys)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -210,7 +216,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         if query is None or number is None:
             raise IllegalStateError(
                 "Spark does not tell the task which query and micro-batch it belongs to",
-                next_step="use a version of PySpark that this library is tested with",
+                next_step=_TESTED,
             )
         batches = _stream_batches(whole_input(iterator), self._schema, self._layout)
         return _write(self._options, self._layout, f"{query}/{number}", batches, run=self._run, staging=self._staging)
@@ -219,17 +225,18 @@ class _StreamWriter(DataSourceStreamArrowWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, after all tasks of the micro-batch have succeeded: decide."""
         log_to_stderr()
-        batch_id = _batch_of(messages, batchId)
+        written = _complete(messages, f"sink {self._options.sink.sink!r} micro-batch {batchId}", _NOT_CONTINUOUS)
+        batch_id = _batch_of(written, batchId)
         if batch_id is None:
             return  # no partitions, no rows
         with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
-            batch.decide(self._layout, _undecided(messages), truncate=False, upsert=self._options.upsert_keys)
+            batch.decide(self._layout, _undecided(written), truncate=False, upsert=self._options.upsert_keys)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when the micro-batch has failed."""
         log_to_stderr()
-        batch_id = _batch_of(messages, batchId)
+        batch_id = _batch_of(_own(messages), batchId)
         if batch_id is None:  # no task has succeeded
             if self._options.stream is None:
                 return  # the next run of the micro-batch settles what the tasks left
@@ -261,16 +268,32 @@ def _write(
     return TaskMessage(batch_id, prepared)
 
 
-def _undecided(messages: Sequence[WriterCommitMessage | None]) -> list[PreparedPartition]:
-    return [message.prepared for message in _own(messages) if message.prepared is not None]
+def _undecided(messages: Iterable[TaskMessage]) -> list[PreparedPartition]:
+    return [message.prepared for message in messages if message.prepared is not None]
 
 
-def _batch_of(messages: Sequence[WriterCommitMessage | None], number: int) -> str | None:
+def _batch_of(messages: Iterable[TaskMessage], number: int) -> str | None:
     """The name of the micro-batch, as its tasks know it: Spark tells the driver only its number."""
-    names = {message.batch_id for message in _own(messages)}
+    names = {message.batch_id for message in messages}
     if len(names) > 1 or any(name.rpartition("/")[2] != str(number) for name in names):
         raise IllegalStateError(f"the tasks of micro-batch {number} belong to {sorted(names)}")
     return next(iter(names), None)
+
+
+def _complete(messages: Sequence[WriterCommitMessage | None], name: str, next_step: str) -> list[TaskMessage]:
+    """The messages of all tasks.
+
+    Raises:
+        ConfigurationError: Spark takes a task for done that has never run this library. With the continuous trigger no task
+            does: Spark discards the rows, and commits. Nothing is written.
+    """
+    own = _own(messages)
+    if lost := len(messages) - len(own):
+        raise ConfigurationError(
+            f"{name}: Spark discarded the rows of {lost} of {len(messages)} partitions; nothing is written",
+            next_step=next_step,
+        )
+    return own
 
 
 def _own(messages: Sequence[WriterCommitMessage | None]) -> list[TaskMessage]:

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dualwrite.sinks.spark import foreach_batch, write_batch
+from dualwrite.sinks.spark import foreach_batch, register, write_batch
 from dualwrite.sinks.spark.per_partition import job
 from harness.spark import ArmedTask, numbers, session
 from harness.spark_source import ArmedSource
@@ -57,6 +57,15 @@ def _write_armed(spark, document, rows, name="armed"):
     query.awaitTermination()
 
 
+def continuous(spark, document):
+    """Start a stream of the Data Source with the continuous trigger, which does not end by itself."""
+    register(spark)
+    rows = spark.readStream.format("rate").load().selectExpr("value AS id", "'x' AS name")
+    stream = rows.writeStream.format("dualwrite").options(**document["options"])
+    stream = stream.option("checkpointLocation", document["checkpoint"]).trigger(continuous="100 milliseconds")
+    stream.start().awaitTermination()
+
+
 def source(spark, document):
     """Write the numbers by the Data Source, without registering it."""
     numbers(spark).write.format("dualwrite").mode("append").options(**document["options"]).save()
@@ -67,6 +76,7 @@ _DOES = {
     "stream": stream,
     "source": source,
     "source_stream": source_stream,
+    "continuous": continuous,
     "kafka_stream": kafka_stream,
 }
 

@@ -2,20 +2,24 @@
 
 import json
 import os
+from functools import partial
 
 import psutil
 import pytest
 from confluent_kafka import Producer
 from harness.drivers import Drivers, as_installed, kill_group, paused_below, phases_of
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, wait_until
 from harness.spark import HAS_CONNECTOR, ROWS, connector_jars
 from harness.spark import numbers as numbered
 from harness.spark_job import kafka_stream
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions
+from pyspark.sql.types import StructType
 
-from dualwrite.sinks.spark import foreach_batch, register
+from dualwrite import ConfigurationError
+from dualwrite.sinks.spark import DualWriteDataSource, foreach_batch, register
+from dualwrite.sinks.spark.source import TaskMessage
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -135,6 +139,45 @@ def die(drivers, **document):
         kill_group(driver)
     # Spark's daemon is in a group of its own, and ends what it has started when the driver is gone.
     assert not psutil.wait_procs([deciding], timeout=PATIENCE_S)[1]
+
+
+@pytest.mark.parametrize("numbers", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_commit_is_refused_if_a_task_has_handed_nothing_over(numbers, monkeypatch, done):
+    """Spark has counted that task as done, so its rows would be gone; where it has counted none, there are none."""
+    monkeypatch.setenv("SPARK_HIDE_TRACEBACK", "")  # a refusal sets it
+    handed_over, schema = [TaskMessage("query/0", None)] * done, StructType().add("id", "long").add("name", "string")
+    batch = DualWriteDataSource(options(numbers, batchId="1")).writer(schema, overwrite=False)
+    stream = DualWriteDataSource(options(numbers)).streamWriter(schema, overwrite=False)
+    discarded = f"discarded the rows of 1 of {done + 1} partitions; nothing is written"
+    for commit, advice in ((batch.commit, "version of PySpark"), (partial(stream.commit, batchId=0), "new checkpoint")):
+        with pytest.raises(ConfigurationError, match=f"{discarded}.*{advice}"):
+            commit([*handed_over, None])
+    assert [seen.phase for seen in numbers.batches()] == ["writing"]
+    batch.abort([*handed_over, None])
+    stream.abort([*handed_over, None], 0)
+    stream.commit([], 0)
+    nothing_is_left(numbers)
+
+
+def test_a_stream_with_the_continuous_trigger_commits_nothing_and_its_driver_says_why(numbers, tmp_path):
+    """Spark gives the rows of such a stream to no task of the library's."""
+    drivers, checkpoint = Drivers(tmp_path), tmp_path / "checkpoint"
+    driver = drivers.start(do="continuous", options=options(numbers), checkpoint=str(checkpoint))
+    commits = checkpoint / "commits"
+
+    def told():
+        assert driver.poll() is None, drivers.log.read_text()[-3000:]
+        return (commits / "0").exists() or "discarded the rows of 2 of 2 partitions" in drivers.log.read_text()
+
+    try:
+        wait_until(told)
+        wait_until((checkpoint / "offsets" / "5").exists)  # Spark goes on
+        assert not [path.name for path in commits.iterdir()]
+    finally:
+        kill_group(driver)
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
 
 
 # In every run the stream that reads Kafka loses its driver so.
