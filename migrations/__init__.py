@@ -53,6 +53,9 @@ BASE: Final = "base"
 _LOCK: Final = 0x6475616C77726974  # "dualwrit": one migration at a time
 _LOCK_NAME: Final = "dualwrite migrate"  # of the whole server, where the database has no such number
 _LOCK_S: Final = 600
+_FIND: Final = text(
+    "SELECT nspname FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace WHERE pg_class.oid = to_regclass(:name)"
+)
 
 
 def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None = None) -> None:
@@ -84,7 +87,7 @@ def downgrade(connection: Connection, revision: str, *, schema: str | None = Non
 
 def current_revision(connection: Connection, *, schema: str | None = None) -> str | None:
     """The database's current revision; None if there are no tables yet."""
-    return _context(connection, schema).get_current_revision()
+    return _context(connection, _found_in(connection, schema)).get_current_revision()
 
 
 def sql_script(
@@ -133,6 +136,7 @@ def include_own_name(name: str | None, type_: str, parent_names: ParentNames) ->
 
 def _migrate(connection: Connection, direction: Direction, revision: str, schema: str | None) -> None:
     with _mapped_errors(connection.engine, schema), _in_transaction(connection), _one_at_a_time(connection):
+        schema = _found_in(connection, schema)
         if schema is not None and schema not in inspect(connection).get_schema_names():
             if connection.dialect.name == "sqlite":
                 raise ConfigurationError(
@@ -141,6 +145,19 @@ def _migrate(connection: Connection, direction: Direction, revision: str, schema
             connection.execute(CreateSchema(schema))
         context = _context(connection, schema, fn=_steps(direction, revision))
         context.run_migrations(op=operations_in(context, schema), schema=schema)
+
+
+def _found_in(connection: Connection, schema: str | None) -> str | None:
+    """The schema of tables that are there already; the given one for tables that are not.
+
+    On PostgreSQL ``search_path`` may find them in another schema than the one in which it has new tables made: without this,
+    an upgrade would add its tables there.
+    """
+    translated = "schema_translate_map" in connection.get_execution_options()
+    if schema is not None or translated or connection.dialect.name != "postgresql":
+        return schema
+    found: str | None = connection.scalar(_FIND, {"name": VERSION_TABLE})
+    return found
 
 
 @contextmanager

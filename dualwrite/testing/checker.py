@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, text
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.follower import Follower
 from dualwrite.testing.journal import History, Journal
 from dualwrite.testing.reading import Record, read_committed, stable_ends
@@ -148,7 +148,7 @@ class Checker:
         }
         with engine.connect() as connection:
             rows = [str(row[0]) for row in connection.execute(text(self._query))]
-        store = SqlStateStore(engine, schema=self._schema)
+        store = SqlDatabase(engine, self._schema).store()
         return _Sight(rows, messages, store.find(self._prefix), store.incidents(self._prefix))
 
     def _second_settling(self, engine: Engine, first: _Sight) -> list[Finding]:

@@ -279,7 +279,7 @@ class DualWriter(Submitting):
         """For sessions: see :class:`dualwrite.writing.joining.Joining`."""
         sql = sql_of(self._database, "sessions")
         store = sql.joined_store(paused_owner_timeout_s=self._paused_owner_timeout_s)
-        return sql.joins_first, lambda _, connection: self._block(connection, store)
+        return sql.joins_first, lambda _, connection: self._block(connection, store())
 
     @contextmanager
     def _block(

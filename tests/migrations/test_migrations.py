@@ -267,7 +267,8 @@ class TestCheckSchema:
 
     def test_the_right_version(self, engine: Engine, connection: Connection, schema: str | None) -> None:
         migrations.upgrade(connection, schema=schema)
-        check_schema(engine, schema)
+        default = {"postgresql": "public", "mysql": engine.url.database, "sqlite": None}[engine.dialect.name]
+        assert check_schema(engine, schema) == (schema or default)
 
 
 def assert_names_command(error: ConfigurationError, engine: Engine, schema: str | None) -> None:

@@ -201,7 +201,7 @@ class Member:
         coordinator = KafkaCoordinator(KafkaConfig.parse(self._kafka))
         later.callback(coordinator.close)
         sql = sql_of(self._database, 'consumed offsets in the database (offsets="database")')
-        rows = ConsumedOffsets(sql.engine, sql.schema, self._group, self.transactional_id)
+        rows = ConsumedOffsets(sql.engine, sql.tables_schema, self._group, self.transactional_id)
         return RowOffsets(rows, coordinator)
 
     @contextmanager

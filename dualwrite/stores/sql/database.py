@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
@@ -13,7 +14,7 @@ from dualwrite.stores.sql.forgetting import Forgetting
 from dualwrite.stores.sql.joined import JoinedStore
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
 from dualwrite.stores.sql.schema import check_schema
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.state import SqlStateStore, listen_to
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -37,6 +38,8 @@ class SqlDatabase(Database):
         self.engine = engine
         self._schema = schema
         self._blocks = blocks or engine
+        self._found: str | None = None
+        self._checked = False
 
     @property
     def traits(self) -> Traits:
@@ -50,6 +53,19 @@ class SqlDatabase(Database):
         return self._schema
 
     @property
+    def tables_schema(self) -> str | None:
+        """The schema in which the library's tables are, for statements of the library: see :func:`check_schema`.
+
+        The first call asks the database, unless :meth:`check` has.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`check`.
+        """
+        if not self._checked:
+            self.check()
+        return self._found
+
+    @property
     def joins_first(self) -> Engine | None:
         """See :class:`dualwrite.writing.joining.Joining`."""
         return self._blocks if self._is_sqlite else None
@@ -60,15 +76,27 @@ class SqlDatabase(Database):
 
     def check(self) -> None:
         """See :meth:`Database.check`. The durability of commits is checked where one begins."""
-        check_schema(self.engine, self._schema)
+        self._found = check_schema(self.engine, self._schema)
+        self._checked = True
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> SqlStateStore:
         """See :meth:`Database.store`."""
-        return SqlStateStore(self.engine, schema=self._schema, paused_owner_timeout_s=paused_owner_timeout_s)
+        return SqlStateStore(self.engine, schema=self.tables_schema, paused_owner_timeout_s=paused_owner_timeout_s)
 
-    def joined_store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> JoinedStore:
-        """The same rows, for dual writes in transactions that other code begins and ends."""
-        return JoinedStore(self.engine, schema=self._schema, paused_owner_timeout_s=paused_owner_timeout_s)
+    def joined_store(
+        self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S
+    ) -> Callable[[], JoinedStore]:
+        """Gives the same rows, for dual writes in transactions that other code begins and ends, from the first one on.
+
+        Not earlier: sessions may be bound while the database is away, or has no tables yet.
+        """
+        listen_to(self.engine)
+
+        @cache
+        def made() -> JoinedStore:
+            return JoinedStore(self.engine, schema=self.tables_schema, paused_owner_timeout_s=paused_owner_timeout_s)
+
+        return made
 
     @contextmanager
     def connect(self) -> Generator[Connection, None, None]:
@@ -94,22 +122,22 @@ class SqlDatabase(Database):
 
     def leases(self, fleet: str) -> Leases:
         """See :meth:`Database.leases`."""
-        return Leases(self.engine, fleet, schema=self._schema)
+        return Leases(self.engine, fleet, schema=self.tables_schema)
 
     def living(self, names: Collection[str]) -> set[str]:
         """See :meth:`Database.living`. Includes slots, which the tasks of a job hold."""
         from dualwrite.stores.sql.jobs.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
-        slots = living_leases(self.engine, names, schema=self._schema)
-        return slots | living_members(self.engine, names, schema=self._schema)
+        slots = living_leases(self.engine, names, schema=self.tables_schema)
+        return slots | living_members(self.engine, names, schema=self.tables_schema)
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
         """See :meth:`Database.lease_list`."""
-        return read_leases(self.engine, transactional_id, prefix=prefix, schema=self._schema)
+        return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
 
     def forgetting(self) -> Forgetting:
         """See :meth:`Database.forgetting`."""
-        return Forgetting(self.engine, self._schema)
+        return Forgetting(self.engine, self.tables_schema)
 
 
 def sql_of(database: Database, what: str) -> SqlDatabase:

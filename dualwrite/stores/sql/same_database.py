@@ -35,7 +35,7 @@ class SameDatabase:
         """Refuse a connection to another database. A transaction that it is in continues.
 
         Raises:
-            ConfigurationError: It leads to another database, or its ``search_path`` finds other tables there.
+            ConfigurationError: It leads to another database, or to other tables there.
             Unavailable: A database does not answer.
         """
         if connection.engine.pool is self._engine.pool:

@@ -77,9 +77,7 @@ class SqlStateStore:
     ) -> None:
         self._owns_engine = isinstance(engine, str)
         self._engine = engine_of(engine)
-        roll_back_before_closing(self._engine)
-        for listeners in (committing.LISTENERS, savepoints.LISTENERS):
-            listeners.expect(self._engine)
+        listen_to(self._engine)
         self._schema = schema
         self._dialect = dialect_of(self._engine, paused_owner_timeout_s)
         self._tables = declare_tables(schema)
@@ -382,6 +380,13 @@ class SqlStateStore:
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
+
+
+def listen_to(engine: Engine) -> None:
+    """Have the library notice what happens on the engine's connections. Call it before others use them; may be repeated."""
+    roll_back_before_closing(engine)
+    for listeners in (committing.LISTENERS, savepoints.LISTENERS):
+        listeners.expect(engine)
 
 
 def refuse_transaction(connection: Connection) -> None:
