@@ -1,15 +1,16 @@
 """Messages of every producer engine on a real broker: where they land, what of them arrives, what their sender is told."""
 
 from contextlib import closing
+from functools import partial
 from itertools import groupby
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
-from harness.engines import ENGINES, quick
+from harness.engines import ENGINES, answered, quick
 from harness.patience import PATIENCE_S, wait_until
 
-from dualwrite.errors import IllegalStateError
+from dualwrite.errors import IllegalStateError, TransactionAborted
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState
 from dualwrite.runtime.deadline import Deadline
@@ -230,6 +231,73 @@ def test_a_delivery_callback_gets_every_message_before_prepare_returns(ready, du
         assert offsets == sorted(offsets)
 
 
+@pytest.mark.parametrize("linger", [{}, {"linger.ms": 5}], ids=["at-once", "collected"])
+def test_what_delivery_callbacks_produce_at_the_end_is_a_part_of_the_transaction(ready, dualwrite_topic, kafka, linger):
+    producer = ready(linger)
+    producer.begin_transaction()
+
+    def produce(generation):
+        for _ in range(2):  # the callbacks of these produce again, into another partition
+            told = partial(follow, generation) if generation < 3 else None
+            producer.produce(dualwrite_topic, str(generation), partition=generation % 2, on_delivery=told)
+
+    def follow(generation, error, message):
+        assert error is message.error() is None
+        produce(generation + 1)
+
+    produce(0)
+    state = producer.prepare_transaction()
+    producer.commit_transaction()
+    records = read_committed(kafka, dualwrite_topic)
+    assert sorted(record.value for record in records) == [b"0"] * 2 + [b"1"] * 4 + [b"2"] * 8 + [b"3"] * 16
+    assert offsets_of(state) == first_by_partition(records)
+
+
+def test_nothing_can_be_produced_while_the_transaction_gets_its_name(
+    ready, dualwrite_topic, kafka, consumer, coordinator, monkeypatch
+):
+    producer, refused = ready(), []
+    describe = coordinator.describe
+
+    def produce_and_describe(*arguments):
+        # Another task of the block, while prepare_transaction waits for an answer.
+        with pytest.raises(IllegalStateError, match="produce is not allowed while the producer is flushed") as raised:
+            producer.produce(dualwrite_topic, b"late", partition=1)
+        refused.append(raised.value)
+        return describe(*arguments)
+
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"1", partition=0)
+    producer.send_offsets_to_transaction(
+        [TopicPartition(dualwrite_topic, 0, 5)], consumer.consumer_group_metadata()
+    )  # for these the coordinator is asked
+    monkeypatch.setattr(coordinator, "describe", produce_and_describe)
+    state = producer.prepare_transaction()
+    assert refused
+    assert {first.partition for first in state.first_offsets if first.topic == dualwrite_topic} == {0}
+    monkeypatch.undo()
+    producer.commit_transaction()
+    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"1"]
+
+
+def test_a_delivery_callback_cannot_produce_into_an_abort(ready, dualwrite_topic, values):
+    producer, refused = ready({"linger.ms": 60_000}), []
+    producer.begin_transaction()
+
+    def follow(*_):
+        with pytest.raises(IllegalStateError, match="abort the transaction") as raised:
+            producer.produce(dualwrite_topic, b"2")
+        refused.append(raised.value)
+
+    for _ in range(3):
+        producer.produce(dualwrite_topic, b"1", on_delivery=follow)
+    producer.abort_transaction()
+    assert len(refused) == 3
+    assert producer.take_callback_error() is None
+    assert producer.state is ProducerState.READY
+    assert values() == []
+
+
 def test_an_abort_leaves_no_delivery_callback_uncalled(ready, dualwrite_topic, values, producer_engine):
     producer, seen = ready({"linger.ms": 60_000}), []
     producer.begin_transaction()
@@ -269,6 +337,43 @@ def test_what_a_delivery_callback_raises_comes_out_of_prepare_and_the_transactio
     assert producer.state is ProducerState.BEGUN
     producer.abort_transaction()
     assert producer.state is ProducerState.READY
+    assert values() == []
+
+
+def test_an_abort_does_not_raise_what_a_delivery_callback_raises(ready, dualwrite_topic, values):
+    producer, raised = ready({"linger.ms": 60_000}), LookupError("the user's mistake")
+    producer.begin_transaction()
+
+    def callback(error, sent):
+        raise raised
+
+    producer.produce(dualwrite_topic, b"1", on_delivery=callback)
+    producer.abort_transaction()
+    assert producer.take_callback_error() is raised
+    assert producer.take_callback_error() is None
+    assert values() == []
+
+
+def test_a_message_that_fails_outweighs_what_its_delivery_callback_raises(
+    ready, dualwrite_topic, values, producer_engine
+):
+    producer = ready(quick(producer_engine))
+    raised = LookupError("as in most examples: if error is not None, raise")
+
+    def callback(error, sent):
+        if error is not None:
+            raise raised
+
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"1", on_delivery=callback)
+    answered(producer)
+    with pytest.raises(
+        TransactionAborted, match="misspelt"
+    ):  # the native engine finds it at once, librdkafka at the end
+        producer.produce(f"{dualwrite_topic}-misspelt", b"2", on_delivery=callback)
+        producer.prepare_transaction()
+    producer.abort_transaction()
+    assert producer.take_callback_error() is (raised if producer_engine == "librdkafka" else None)
     assert values() == []
 
 

@@ -88,7 +88,7 @@ class Writing(Owning):
             else:
                 sent = sent._replace(
                     doing="update",
-                    producer=self.life(_E.PRODUCE, _E.PREPARE),
+                    producer=self.life(_E.PRODUCE, _E.PREPARE, _E.NAME),
                     write=self.writes(_W.PRODUCE, _W.PREPARE),
                 )
                 sent = sent._replace(ours=prepared_state(sent), firsts=(-1, -1))

@@ -103,7 +103,7 @@ class NativeWriting(Owning):
         if number == 0:
             return sent._replace(firsts=firsts, producer=self.life(_E.PRODUCE))
         prepared = sent._replace(
-            doing="update", firsts=firsts, producer=self.life(_E.PRODUCE, _E.PREPARE),
+            doing="update", firsts=firsts, producer=self.life(_E.PRODUCE, _E.PREPARE, _E.NAME),
             write=self.writes(_W.PRODUCE, _W.PREPARE),
         )  # fmt: skip
         return prepared._replace(ours=prepared_state(prepared, witnesses=self.walk.witnesses), firsts=(-1, -1))

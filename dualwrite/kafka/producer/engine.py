@@ -103,6 +103,10 @@ class Transaction:
         """The partitions that its messages may have been sent to."""
         return frozenset()
 
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a delivery callback raised; None if there is none, or if it was taken before."""
+        return None
+
     def note_write(self) -> None:
         """Note the time of the first message or offset."""
         if self.first_write_at is None:

@@ -260,8 +260,9 @@ class TransactionalProducer:
             partition: Partition number.
             headers: Record headers.
             timestamp_ms: Record timestamp in ms since 1970; the current time if not given.
-            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. That call
-                re-raises the callback's exceptions.
+            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. What it produces is a part
+                of the transaction, until `prepare_transaction` has every acknowledgement; an abort refuses it. `poll` and
+                `prepare_transaction` re-raise the first exception of a callback, unless they fail themselves.
 
         Raises:
             IllegalStateError: No transaction is open, or it is prepared.
@@ -361,6 +362,13 @@ class TransactionalProducer:
             self._check(ProducerEvent.PRODUCE)
         return 0 if self._chosen is None else self._chosen.serve(timeout_s)
 
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a delivery callback of the current or last transaction raised, and no call has re-raised.
+
+        Each is returned once: call it after an abort, or after a call that failed for another reason.
+        """
+        return None if self._chosen is None else self._chosen.transaction.take_callback_error()
+
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets as part of the transaction. They are in the broker's log on return, undecided.
 
@@ -381,6 +389,8 @@ class TransactionalProducer:
     def prepare_transaction(self) -> PreparedTxnState:
         """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
 
+        Also waits for what delivery callbacks produce meanwhile.
+
         On return all messages are in the brokers' logs, undecided. They survive this process: until the broker's
         transaction timeout, another process can commit them by ``init_transactions(keep_prepared_txn=True)`` and
         ``complete_transaction`` with the state.
@@ -394,6 +404,7 @@ class TransactionalProducer:
             Fenced: Another owner took over.
             Unavailable: Not everything was delivered by the deadline; the producer is doubtful.
             IllegalStateError: No transaction is open.
+            Exception: What a delivery callback raised, if nothing else fails. Abort.
         """
         self._check(ProducerEvent.PREPARE)
         return self._instance.prepare(Deadline(self._call_timeout_s))

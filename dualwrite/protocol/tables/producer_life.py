@@ -1,9 +1,12 @@
 """The life of one transactional producer, with KIP-939's gating.
 
-After ``prepare_transaction`` only commit, abort and complete are allowed. ``init_transactions(keep_prepared_txn=True)`` keeps
-an open transaction until one of the three is called. A request that may have been sent twice, or whose answer is missing,
-leaves the producer *doubtful*: a delayed copy of the request may still be on its way and would end the next transaction of
-the same producer (KAFKA-17754), so there must be no next transaction.
+``prepare_transaction`` waits until every message is acknowledged, those too that delivery callbacks produce meanwhile. The
+producer is *flushed* then, and nothing more may be produced: the name of the transaction lists what it wrote. Once it has its
+name it is prepared, and only commit, abort and complete are allowed.
+
+``init_transactions(keep_prepared_txn=True)`` keeps an open transaction until one of the three is called. A request that may
+have been sent twice, or whose answer is missing, leaves the producer *doubtful*: a delayed copy of the request may still be on
+its way and would end the next transaction of the same producer (KAFKA-17754), so there must be no next transaction.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class ProducerState(Enum):
     KEPT = "kept"
     READY = "ready"
     BEGUN = "begun"
+    FLUSHED = "flushed"
     PREPARED = "prepared"
     FAILED = "failed"
     DOUBTFUL = "doubtful"
@@ -39,6 +43,7 @@ class ProducerEvent(Enum):
     PRODUCE = "produce"
     SEND_OFFSETS = "send_offsets_to_transaction"
     PREPARE = "prepare_transaction"
+    NAME = "the transaction has its name"
     COMMIT = "commit_transaction"
     ABORT = "abort_transaction"
     COMPLETE = "complete_transaction"
@@ -72,8 +77,15 @@ PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = M
         _S.BEGUN: {
             _E.PRODUCE: _S.BEGUN,
             _E.SEND_OFFSETS: _S.BEGUN,
-            _E.PREPARE: _S.PREPARED,
+            _E.PREPARE: _S.FLUSHED,
             _E.COMMIT: _S.READY,
+            _E.ABORT: _S.READY,
+            _E.FAIL: _S.FAILED,
+            _E.DOUBT: _S.DOUBTFUL,
+            _E.CLOSE: _S.CLOSED,
+        },
+        _S.FLUSHED: {
+            _E.NAME: _S.PREPARED,
             _E.ABORT: _S.READY,
             _E.FAIL: _S.FAILED,
             _E.DOUBT: _S.DOUBTFUL,
@@ -108,6 +120,7 @@ WAY_ON: Mapping[ProducerState, str] = MappingProxyType(
         _S.KEPT: "commit, abort or complete the transaction that was kept",
         _S.READY: "begin a transaction first",
         _S.BEGUN: "commit or abort the transaction first",
+        _S.FLUSHED: "the transaction is being prepared: wait until it is, or abort it",
         _S.PREPARED: "the transaction is prepared: commit, abort or complete it",
         _S.FAILED: "abort the transaction",
         _S.DOUBTFUL: "close this producer and make a new one: a request of this one may still be on its way",

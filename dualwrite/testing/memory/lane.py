@@ -148,13 +148,16 @@ class MemoryProducer:
     def prepare_transaction(self) -> PreparedTxnState:
         """See the real one."""
         self._planted.reach(Place.PREPARE)
-        undelivered, self._undelivered = self._undelivered, []
-        for deliver in undelivered:
-            deliver()
+        while self._undelivered:  # callbacks may produce more
+            self._undelivered.pop(0)()
         return PreparedTxnState(self._lane.number, 0, _INCARNATION)
 
     def require_still_open(self) -> None:
         """See the real one."""
+
+    @staticmethod
+    def take_callback_error() -> BaseException | None:
+        """None: a callback's exception comes out of the flush."""
 
     def abort_transaction(self) -> None:
         """See the real one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -114,6 +114,9 @@ def dual_write(
                 write.commit(permit=permit)
         else:
             write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
+    except BaseException as error:
+        _raise_from_callback(error, write.sending.take_callback_error())
+        raise
     finally:
         write.lent = False
         write.release()
@@ -122,3 +125,31 @@ def dual_write(
             # the old backend and settles.
             lane.discard()
             context.store.discard(handle)
+
+
+def _raise_from_callback(error: BaseException, raised: BaseException | None) -> None:
+    """Show what a delivery callback raised as the context of the block's own error, which outweighs it.
+
+    Callers and `run` decide by the block's error whether they run the work again. Only an interruption (``KeyboardInterrupt``,
+    a cancellation) is raised in its place: it must not get lost.
+    """
+    if raised is None or raised is error:
+        return
+    if isinstance(error, Exception) and not isinstance(raised, Exception):
+        raise raised from error
+    chain = list(_explained(error))
+    for one in _explained(raised):
+        if one.__context__ in chain or one.__cause__ in chain:
+            one.__context__ = one.__cause__ = None  # an abort has called it because of this error: no circle
+    if raised not in chain:
+        # ``raise ... from`` hides contexts, except at the end of the chain of causes.
+        chain[-1].__context__, chain[-1].__suppress_context__ = raised, False
+
+
+def _explained(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and, one by one, what a traceback shows above it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -275,7 +275,7 @@ class DualWrite:
         self.sending.finish()
         if run_deferred:
             self._context.store.run_deferred(self._handle, self.transactional_id)
-        state = self._lane.producer.prepare_transaction() if self.sending.begun else PreparedTxnState()
+        state = self.sending.prepare()
         self._machine.apply(WriteEvent.PREPARE)
         self.prepared = state
         failpoints.hit("write.prepared")

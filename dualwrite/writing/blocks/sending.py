@@ -7,6 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -74,7 +75,7 @@ class Sending:
             raise
 
     def finish(self) -> None:
-        """Hand over the messages that still wait. Nothing may be sent after that.
+        """Hand over the messages that still wait. From then on only delivery callbacks may produce.
 
         Raises:
             TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
@@ -82,11 +83,35 @@ class Sending:
         """
         self._require_no_refusal()
         if self.savepoints is not None:
-            self.savepoints.finish()
-            if waiting := self.savepoints.take():
+            watched, self.savepoints = self.savepoints, None
+            try:
+                watched.finish()
+            finally:
+                watched.stop()
+            # What delivery callbacks produce from here on goes to the producer at once: nobody watches savepoints any more.
+            if waiting := watched.take():
                 with self._producer.corked():
                     for message in waiting:
                         self._hand_over(message)
+
+    def prepare(self) -> PreparedTxnState:
+        """Prepare the Kafka transaction. Call :meth:`finish` first.
+
+        Raises:
+            DualWriteError: As :meth:`dualwrite.kafka.producer.transactional.TransactionalProducer.prepare_transaction`; or a
+                delivery callback has swallowed that a message of its own was refused.
+        """
+        if not self.begun:
+            return PreparedTxnState()
+        try:
+            return self._producer.prepare_transaction()
+        except IllegalStateError:
+            self._require_no_refusal()
+            raise
+
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception of a delivery callback that no call has raised, once."""
+        return self._producer.take_callback_error() if self.begun else None
 
     def stop(self) -> None:
         """Stop watching savepoints."""

@@ -173,8 +173,9 @@ class Transaction:
             partition: Partition number.
             headers: Record headers.
             timestamp_ms: Record timestamp in ms since 1970; the broker's or librdkafka's clock if not given.
-            on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. Not
-                offered by a writer in bulk mode.
+            on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. What it
+                produces there commits with the block. What it raises aborts both sides and leaves the block, or becomes the
+                context of the block's own error. Not offered by a writer in bulk mode.
 
         Raises:
             IllegalStateError: The block has ended.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dualwrite.kafka.producer import transactional
 from dualwrite.kafka.producer.engine import ProducerEngine
 from dualwrite.kafka.producer.native import evidence, instance
 from dualwrite.kafka.producer.native.coordinating.requests import Answered, CoordinatorRequests
@@ -16,6 +17,7 @@ from dualwrite.kafka.producer.native.wire.answers import Code, Meaning
 from dualwrite.kafka.producer.native.wire.core import ProduceCore
 from dualwrite.kafka.producer.native.wire.partition import Batch, PartitionQueue
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.recovery.settling.settle_native import NativeSettling
 from dualwrite.writing.lanes.lane import Lane
 from harness.mistakes.registry import Check, mistake
@@ -23,6 +25,10 @@ from harness.mistakes.registry import Check, mistake
 _INSTANCE = "unit/kafka/producer/native/test_instance.py::"
 _CORE = "unit/kafka/producer/native/wire/test_core.py::"
 _ENDED = frozenset({Code.INVALID_TXN_STATE, Code.PRODUCER_FENCED, Code.INVALID_PRODUCER_EPOCH})
+
+
+def _in_messages(test: str, shows: str) -> Check:
+    return Check("conformance/test_engines_messages.py::" + test, shows)
 
 
 def _in_instance(test: str, shows: str) -> Check:
@@ -86,6 +92,34 @@ def prepared_before_all_acknowledgements(patch: pytest.MonkeyPatch) -> None:
         return True
 
     patch.setattr(Sender, "flush", flush)
+
+
+@mistake(
+    _in_messages(
+        "test_what_delivery_callbacks_produce_at_the_end_is_a_part_of_the_transaction[native-collected]", "assert"
+    ),
+    Check(
+        "integration/test_delivery_callbacks.py"
+        "::test_what_callbacks_produce_at_the_end_of_a_block_commits_with_it[native-postgresql-block]",
+        "order 1",
+    ),
+)
+def prepared_before_what_callbacks_produce(patch: pytest.MonkeyPatch) -> None:
+    """A transaction is flushed once, and prepared: what its delivery callbacks have produced then is left out of it."""
+
+    def flush(self, deadline):
+        flushed = self._sender.flush(deadline)
+        self._report()
+        return flushed
+
+    patch.setattr(NativeInstance, "_flush", flush)
+
+
+@mistake(_in_messages("test_nothing_can_be_produced_while_the_transaction_gets_its_name[native]", "DID NOT RAISE"))
+def produced_after_the_last_flush(patch: pytest.MonkeyPatch) -> None:
+    """Messages are still taken while the transaction gets its name, which lists the partitions written so far."""
+    flushed = {**PRODUCER_LIFE[ProducerState.FLUSHED], ProducerEvent.PRODUCE: ProducerState.FLUSHED}
+    patch.setattr(transactional, "PRODUCER_LIFE", {**PRODUCER_LIFE, ProducerState.FLUSHED: flushed})
 
 
 @mistake(Check(_CORE + "test_the_first_batch_of_a_partition_goes_alone", "too many values"))

@@ -82,10 +82,14 @@ class Deliveries:
         """The partitions reported, for delivered and failed messages alike."""
         return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
 
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a callback raised, once."""
+        raised, self.callback_error = self.callback_error, None
+        return raised
+
     def raise_callback_error(self) -> None:
-        """Re-raise the exception of a user's callback, once."""
-        if self.callback_error is not None:
-            raised, self.callback_error = self.callback_error, None
+        """Re-raise the first exception that a callback raised, once."""
+        if (raised := self.take_callback_error()) is not None:
             raise raised
 
 

@@ -43,6 +43,10 @@ class OpenTransaction(Transaction):
         """The partitions of its delivered and failed messages."""
         return self.deliveries.partitions
 
+    def take_callback_error(self) -> BaseException | None:
+        """See :meth:`Transaction.take_callback_error`."""
+        return self.deliveries.take_callback_error()
+
 
 class JudgedProducer(ProducerEngine):
     """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
@@ -78,9 +82,13 @@ class JudgedProducer(ProducerEngine):
         """Take delivery reports and log lines; returns 0 if there is no instance yet."""
         if self._handle is None:
             return 0
-        served = self._served(self._raw.poll, timeout_s)
+        served = self._take_reports(timeout_s)
         self.transaction.deliveries.raise_callback_error()
         return served
+
+    def _take_reports(self, timeout_s: float) -> int:
+        """Take delivery reports. What a callback raises waits for the end: it must not hide why a message was refused."""
+        return self._served(self._raw.poll, timeout_s)
 
     def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
         """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""

@@ -195,13 +195,13 @@ class ProducerInstance(JudgedProducer):
             )
 
     def _serve_deliveries(self) -> None:
-        self.serve(0)
+        self._take_reports(0)
         if self.transaction.deliveries.failed:
             self._raise(self._delivery_failure())
 
     def _produce_when_there_is_room(self, message: _Message, deadline: Deadline) -> None:
         while True:
-            self.serve(min(0.1, deadline.remaining_s()))
+            self._take_reports(min(0.1, deadline.remaining_s()))
             try:
                 return self._raw.produce(*message)
             except BufferError:
@@ -218,7 +218,7 @@ class ProducerInstance(JudgedProducer):
     def _refused(self, error: KafkaException, topic: str) -> NoReturn:
         # "Erroneous state": the transaction failed before, and the caller must learn of that first failure.
         if kafka_error(error).code() == KafkaError._STATE:
-            self.serve(0)
+            self._take_reports(0)
             self._raise(self._delivery_failure())
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
@@ -242,9 +242,14 @@ class ProducerInstance(JudgedProducer):
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
         undelivered = self._served(self._raw.flush, deadline.remaining_s())
-        transaction.deliveries.raise_callback_error()
+        while not undelivered and len(self._raw) and not deadline.expired:
+            # Another task has produced after librdkafka was done. What delivery callbacks produce it waits for by itself.
+            undelivered = self._served(self._raw.flush, deadline.remaining_s())
         self._require_all_delivered(undelivered)
+        # After the failures of the transaction itself, which a callback may have raised for.
+        transaction.deliveries.raise_callback_error()
         self._require_no_late_init()
+        self.machine.apply(ProducerEvent.PREPARE)
         state = PreparedTxnState()
         if transaction.deliveries.produced or transaction.sent_offsets:
             try:
@@ -254,7 +259,7 @@ class ProducerInstance(JudgedProducer):
         looked_now = self._bulk or self.begun_for_s > OLD_S
         transaction.looked_at = now_s() if looked_now else transaction.first_write_at or now_s()
         self.prepared = state
-        self.machine.apply(ProducerEvent.PREPARE)
+        self.machine.apply(ProducerEvent.NAME)
         return state
 
     def _require_all_delivered(self, undelivered: int) -> None:
@@ -303,6 +308,9 @@ class ProducerInstance(JudgedProducer):
 
         An abort would then break librdkafka (4849), or crash this process if their produce request fails later.
         """
+        has_failed = self.machine.state is ProducerState.FAILED
+        if self.machine.allows(ProducerEvent.FAIL):
+            self.machine.apply(ProducerEvent.FAIL)  # so that no delivery callback can produce into what is ending
         if len(self._raw):
             self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
         if in_flight := len(self._raw):
@@ -316,7 +324,7 @@ class ProducerInstance(JudgedProducer):
         if self.transaction.deliveries.produced or self.transaction.sent_offsets:
             ended = self._evidence.ended(self.transaction, self.prepared, bulk=self._bulk, deadline=deadline)
             self.transaction.given_up = ended
-        self.epoch_may_rise |= self.machine.state is ProducerState.FAILED or bool(self.transaction.deliveries.failed)
+        self.epoch_may_rise |= has_failed or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)
         self._evidence.ids = None  # librdkafka raises the epoch after some errors
         self.machine.apply(event)

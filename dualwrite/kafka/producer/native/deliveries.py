@@ -85,10 +85,14 @@ class Deliveries:
             logger.exception("a delivery callback raised")
             self.callback_error = self.callback_error or raised
 
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a callback raised, once."""
+        raised, self.callback_error = self.callback_error, None
+        return raised
+
     def raise_callback_error(self) -> None:
-        """Re-raise the exception of a callback, once."""
-        if self.callback_error is not None:
-            raised, self.callback_error = self.callback_error, None
+        """Re-raise the first exception that a callback raised, once."""
+        if (raised := self.take_callback_error()) is not None:
             raise raised
 
 

@@ -40,6 +40,10 @@ class OpenTransaction(Transaction):
         """The partitions that a batch or consumed offsets were sent to."""
         return self.core.sent_to | self.offsets_in
 
+    def take_callback_error(self) -> BaseException | None:
+        """See :meth:`Transaction.take_callback_error`."""
+        return self.deliveries.take_callback_error()
+
     @property
     def first_offsets(self) -> dict[Partition, int | None]:
         """Its first offset in each partition, as far as answers have named it or may still come."""

@@ -350,9 +350,7 @@ class NativeInstance(ProducerEngine):
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Send what is left, wait until everything is acknowledged, and name the transaction."""
         transaction = self._open
-        flushed = self._sender.flush(deadline)
-        self._report()
-        transaction.deliveries.raise_callback_error()
+        flushed = self._flush(deadline)
         self._require_no_refusal(Phase.DELIVERY)
         if not flushed:
             error = Unavailable(
@@ -361,6 +359,9 @@ class NativeInstance(ProducerEngine):
                 next_step="nothing was decided: abort, and run the work again",
             )
             self._raise(Failure(error, ProducerEvent.FAIL))
+        # After the failures of the transaction itself, which a callback may have raised for.
+        transaction.deliveries.raise_callback_error()
+        self.machine.apply(ProducerEvent.PREPARE)
         try:
             state = self._evidence.state(transaction, self._own_ids, self._sender.topic_ids, deadline)
             transaction.looked_at = transaction.first_write_at or now_s()
@@ -370,8 +371,16 @@ class NativeInstance(ProducerEngine):
         except DualWriteError as error:
             self._raise(Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL))
         self.prepared = state
-        self.machine.apply(ProducerEvent.PREPARE)
+        self.machine.apply(ProducerEvent.NAME)
         return state
+
+    def _flush(self, deadline: Deadline) -> bool:
+        """Wait until every message is acknowledged; returns whether they are. Delivery callbacks may produce more."""
+        flushed = self._sender.flush(deadline)
+        while self._report() and flushed:
+            # Otherwise the commit would leave out, without an error, what the callbacks have produced just now.
+            flushed = self._sender.flush(deadline)
+        return flushed
 
     def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
         self._evidence.require_open(state, deadline)
@@ -389,6 +398,8 @@ class NativeInstance(ProducerEngine):
         """Abort, after a short wait for the answers to what was sent."""
         transaction = self._open
         core = transaction.core
+        if self.machine.allows(ProducerEvent.FAIL):
+            self.machine.apply(ProducerEvent.FAIL)  # so that no delivery callback can produce into what is ending
         self._sender.drain(Deadline(min(_DRAIN_S, deadline.remaining_s())))
         self._report()
         transaction.deliveries.failed(core.callbacks(), _PURGED)
@@ -402,7 +413,6 @@ class NativeInstance(ProducerEngine):
             )
             self._end(ended, deadline)
         self._note_ended(event)
-        transaction.deliveries.raise_callback_error()
 
     def _end(self, ended: Ended, deadline: Deadline) -> None:
         assert self._wire is not None
