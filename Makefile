@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars archive
+.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -35,19 +35,21 @@ check: lint types ## lint, types and the tests that need no server (a minute; tw
 
 # By a name of its own: `make -n` runs every line in which it finds $(MAKE).
 BESIDE = $(MAKE) --no-print-directory
-# A busy machine can be too slow for a test. At most that many run again: more of them have another cause.
+# At most that many failed tests run again: more of them have another cause than a busy machine.
 FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'
-# What the tests are compiled to, each worker would make at the same time, if a first look at them had not.
-test: venv $(OLDEST) ## all checks: lint, types, tests on real servers (twelve minutes on two quiet cores; THOROUGH=1: every one of them)
-	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; \
+LAST_WORDS := $(CURDIR)/.cache/last-words.json
+# Compile the tests once, before the workers start; otherwise every worker compiles them.
+test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (twelve minutes on two quiet cores; THOROUGH=1: every one of them)
+	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; rm -f $(LAST_WORDS); \
 	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; wait $$archive || exit; \
 	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$lint $$oldest' INT TERM; \
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
 	if [ $$all = 1 ] && $(FEW_FAILED); then echo "what failed beside $(WORKERS) workers runs once more, alone:"; \
-	$(PY) -m pytest -v --last-failed --last-failed-no-failures none $(if $(THOROUGH),--thorough); all=$$?; fi; \
+	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -v --last-failed --last-failed-no-failures none $(if $(THOROUGH),--thorough); all=$$?; fi; \
 	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; \
-	wait $$lint; lint=$$?; cat .cache/lint.log; exit $$((all + oldest + lint))
+	wait $$lint; lint=$$?; cat .cache/lint.log; echo; \
+	PYTHONPATH=tests $(PY) -m harness.last_words $(LAST_WORDS); exit $$((all + oldest + lint))
 
 lint: venv source ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -163,3 +165,7 @@ archive: jars
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'
+
+# Where Maven serves it; elsewhere its tests need an installed one.
+mariadb: venv
+	@$(PY) -c 'from dualwrite.testing.servers.mariadb import fetched_mariadb, is_fetched; is_fetched() and fetched_mariadb()'

@@ -1,7 +1,7 @@
 """Orders on MariaDB: DDL that would commit half of an order is refused, and an order whose process dies is completed.
 
-Run it without arguments: it starts a Kafka broker and a MariaDB server of its own (``apt install mariadb-server``), or uses
-those that ``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_MARIADB`` name.
+Run it without arguments: it starts a Kafka broker and a MariaDB server of its own, or uses those that
+``DUALWRITE_TEST_KAFKA`` and ``DUALWRITE_TEST_MARIADB`` name.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import groupby
@@ -13,7 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from harness import class_archive
+from harness import class_archive, last_words
 from harness.collected import COLLECTED
 from harness.databases import prepare_mariadb
 from harness.patience import patient
@@ -28,7 +29,7 @@ from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
-from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, mariadb_binary
+from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, installed_mariadb, is_fetched
 
 MARKS = {
     "dualwrite_kafka": pytest.mark.kafka,
@@ -42,6 +43,8 @@ COMPUTING = {"model", "search", "unit"}
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
 """Fixtures of servers that the tests of several modules share."""
 SHARED = pytest.StashKey[dict[str, Shared]]()
+THOROUGH = pytest.StashKey[int]()
+"""How many tests this run leaves to `--thorough`."""
 BEGUN = pytest.StashKey[bool]()
 """Whether this worker has begun its first test."""
 
@@ -70,6 +73,27 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput.update({name: shared.place for name, shared in stash[SHARED].items()})
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hear from a worker what it has left out: all of them collect the same."""
+    node.config.stash[THOROUGH] = getattr(node, "workeroutput", {}).get("thorough", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["thorough"] = session.config.stash.get(THOROUGH, 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    notes = os.environ.get(last_words.VARIABLE)
+    if notes:
+        found = terminalreporter.stats
+        failed = [report.nodeid for report in (*found.get("failed", ()), *found.get("error", ()))]
+        left_out = Counter(map(last_words.reason, found.get("skipped", ())))
+        run = last_words.Run(len(found.get("passed", ())), sorted(set(failed)), left_out, config.stash.get(THOROUGH, 0))
+        last_words.note(run, Path(notes))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     for shared in config.stash.get(SHARED, {}).values():
         shared.close()
@@ -85,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--thorough"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
+        config.stash[THOROUGH] = len(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     # A test that uses a server says so by its fixture, and needs no second mark.
     for item in items:
@@ -165,8 +190,8 @@ def _shared_servers(item: pytest.Item) -> list[bool]:
 @pytest.fixture(scope="session")
 def dualwrite_mariadb(request: pytest.FixtureRequest) -> Iterator[EmbeddedMariaDB]:
     """The server that all workers share; tests that need one of their own make it."""
-    if mariadb_binary("mariadbd") is None and not os.environ.get(SERVER_VARIABLE):
-        pytest.skip("MariaDB is not installed: apt install mariadb-server")
+    if not (is_fetched() or installed_mariadb("mariadbd") or os.environ.get(SERVER_VARIABLE)):
+        pytest.skip("MariaDB is not installed, and Maven serves it for Linux on x86-64 only")
     if hasattr(request.config, "workerinput"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(SERVER_VARIABLE, request.getfixturevalue("shared_mariadb_url"))

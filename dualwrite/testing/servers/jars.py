@@ -1,4 +1,4 @@
-"""Fetches jars, such as the broker's, once with Maven into the user's cache."""
+"""Fetches jars, such as the broker's, once with Maven into the user's cache; also servers that come packed in one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 from dualwrite.errors import ConfigurationError, Unavailable
@@ -42,7 +43,8 @@ def _program(name: str, what: str) -> str:
     if found is None:
         raise ConfigurationError(
             f"the embedded servers need {what}: {name!r} was not found",
-            next_step="install it, or name servers of your own by DUALWRITE_TEST_KAFKA and DUALWRITE_TEST_ZOOKEEPER",
+            next_step="install it, or name servers of your own by DUALWRITE_TEST_KAFKA, DUALWRITE_TEST_ZOOKEEPER and "
+            "DUALWRITE_TEST_MARIADB",
         )
     return found
 
@@ -52,7 +54,7 @@ def kafka_jars(pom: Path = POM) -> Path:
     return fetched_jars(pom, "kafka", "Apache Kafka")
 
 
-def fetched_jars(pom: Path, prefix: str, what: str) -> Path:
+def fetched_jars(pom: Path, prefix: str, what: str, unpack: Callable[[Path], None] | None = None) -> Path:
     """The directory with the jars that a ``pom.xml`` names; fetches them first if they are not in the cache.
 
     Several processes may ask at once: one fetches, the others wait. No process sees a half-fetched directory.
@@ -61,6 +63,7 @@ def fetched_jars(pom: Path, prefix: str, what: str) -> Path:
         pom: Names the jars. The cache has one directory for each content of it.
         prefix: The beginning of the directory's name.
         what: The product, for messages; its version is the first dependency's.
+        unpack: Called once with the directory of the jars just fetched, before anybody else can see it.
 
     Raises:
         ConfigurationError: Maven or Java is missing.
@@ -78,7 +81,7 @@ def fetched_jars(pom: Path, prefix: str, what: str) -> Path:
     with (cache / f"{target.name}.lock").open("w") as lock:
         _lock(lock.fileno(), target)
         if not target.is_dir():  # another process may have fetched them while we waited
-            _fetch(maven, pom, f"{what} {version}", target)
+            _fetch(maven, pom, f"{what} {version}", target, unpack)
     return target
 
 
@@ -90,10 +93,10 @@ def _lock(descriptor: int, target: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _fetch(maven: str, pom: Path, what: str, target: Path) -> None:
+def _fetch(maven: str, pom: Path, what: str, target: Path, unpack: Callable[[Path], None] | None) -> None:
     for stale in target.parent.glob(f"{target.name}.partial-*"):  # we hold the lock: its owner was killed
         shutil.rmtree(stale)
-    _say(f"fetching {what} with Maven, tens of MB, once, into {target}")
+    _say(f"fetching {what} with Maven, once, into {target}")
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     shutil.copy(pom, partial / "pom.xml")
     goal = ["dependency:copy-dependencies", f"-DoutputDirectory={partial}", "-DincludeScope=runtime"]
@@ -114,6 +117,8 @@ def _fetch(maven: str, pom: Path, what: str, target: Path) -> None:
             f"Maven could not fetch {what}:\n{''.join(output[-20:])}",
             next_step="see Maven's own message above; it reads the user's Maven settings",
         )
+    if unpack is not None:
+        unpack(partial)
     partial.chmod(0o755)
     partial.rename(target)
     _say(f"fetched {what}")

