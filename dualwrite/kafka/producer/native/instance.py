@@ -439,7 +439,8 @@ class NativeInstance(ProducerEngine):
             return 0
         self._sender.pump()
         told = self._report()
-        if timeout_s and not told and self.transaction.core.in_flight:
+        # Also if nothing is in flight: a message whose leader has moved waits until the new one is looked up.
+        if timeout_s and not told and not self.transaction.core.is_flushed:
             self._sender.wait(Deadline(timeout_s))
             told = self._report()
         self.transaction.deliveries.raise_callback_error()

@@ -42,7 +42,7 @@ from dualwrite.protocol.tables.producer_life import ProducerState
 
 KAFKA_ID = "orders.n.1"
 CONFIG = {"bootstrap.servers": "simulated:9092", "linger.ms": 0}
-MESSAGE_TOO_LARGE, COORDINATOR_LOADING, REBALANCE_IN_PROGRESS, OPERATION_FAILED = 10, 14, 27, -1
+NOT_LEADER, MESSAGE_TOO_LARGE, COORDINATOR_LOADING, REBALANCE_IN_PROGRESS, OPERATION_FAILED = 6, 10, 14, 27, -1
 CONCURRENT = ErrorCode.CONCURRENT_TRANSACTIONS
 _REFUSALS = {
     InitProducerId: InitProducerIdResponse,
@@ -489,6 +489,23 @@ def test_callbacks_get_the_offsets(kafka):
 
     kafka.run(work)
     assert told == [(None, 0), (None, 1)]
+
+
+def test_a_call_that_waits_for_callbacks_finds_the_leader_that_has_moved(kafka):
+    told = []
+
+    def work(sending):
+        sending.init_transactions()
+        kafka.answers(Produce, NOT_LEADER)
+        write(sending, "a", on_delivery=lambda error, _: told.append(error))
+        for _ in range(100):
+            if told:
+                break
+            sending.poll(1)
+        sending.abort_transaction()
+
+    kafka.run(work)
+    assert told == [None]
 
 
 def test_callbacks_of_what_an_abort_drops_are_told_so(kafka):
