@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
 
 Message: TypeAlias = Callable[..., None]
 """Hands one message, many, or offsets to the producer that it is called with."""
@@ -40,8 +41,15 @@ class SavepointWatch(Protocol):
         """
         ...
 
-    def open_unit(self) -> None:
+    def open_unit(self, uses: AbstractContextManager[object]) -> Any:
         """Open the savepoint of a unit of work. The former unit was kept or dropped.
+
+        Args:
+            uses: Entered for each use of the unit's connection, and raises once the unit has ended. No use may be under way
+                when the unit is kept or dropped.
+
+        Returns:
+            The connection of the unit, which is of no use once the unit has ended.
 
         Raises:
             TransactionAborted: As :meth:`add`.

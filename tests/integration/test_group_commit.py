@@ -1,9 +1,11 @@
 """Group commit on real servers: each unit whole or not at all, in its caller's order, whatever becomes of its group."""
 
 import asyncio
+import itertools
 import threading
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from harness.checker import Case
@@ -18,6 +20,7 @@ from dualwrite import (
     AsyncDualWriter,
     DualWriter,
     GroupLimits,
+    IllegalStateError,
     ProducerRecord,
     RowUnit,
     TransactionInDoubt,
@@ -345,6 +348,81 @@ def test_the_units_of_rows_of_tasks(kafka, url, dualwrite_topic, orders, both):
     assert [one for one in found if one is not None] == [found[7]]
     expected = [number for number in range(20) if number != 7]
     assert both() == (expected, expected)
+
+
+@on_both
+@pytest.mark.parametrize("how", ["connection", "session"])
+def test_what_outlives_a_unit_of_tasks_writes_nothing(kafka, url, dualwrite_topic, orders, both, how):
+    """asyncio.gather() lets the siblings of a part that has failed go on, in the middle of a statement, say."""
+    pytest.importorskip("aiosqlite")
+    late = []
+
+    async def main():
+        async with AsyncDualWriter("orders", kafka=kafka, database=url) as writer:
+
+            async def goes_on(tx, numbers, written):
+                execute, produce = (tx.connection if how == "connection" else tx.session).execute, tx.produce
+                try:
+                    for number in numbers:
+                        await execute(insert(orders).values(id=number))
+                        await produce(dualwrite_topic, value=str(number))
+                        written.set()
+                except IllegalStateError as error:
+                    late.append(error)
+
+            async def fails(tx, number):
+                written = asyncio.Event()
+
+                async def part():
+                    await written.wait()
+                    raise Refused
+
+                await asyncio.gather(goes_on(tx, itertools.count(1000 * number), written), part())
+
+            async def whole(tx, number):
+                await tx.connection.execute(insert(orders).values(id=number))
+                await tx.produce(dualwrite_topic, value=str(number))
+
+            for first in (1, 10):
+                units = [partial(whole if n % 3 else fails, number=n) for n in range(first, first + 9)]
+                found = await asyncio.gather(*map(writer.submit, units), return_exceptions=True)
+                assert [type(one) for one in found] == [type(None), type(None), Refused] * 3
+
+    asyncio.run(main())
+    expected = [n for n in range(1, 19) if n % 3]
+    assert both() == (expected, expected)
+    assert len(late) == 6
+
+
+@on_both
+def test_a_thread_that_outlives_its_unit_writes_nothing(writer, submit, orders, both):
+    may_go, late = threading.Event(), []
+
+    def goes_on(connection, produce):
+        may_go.wait(60)
+        for use in (lambda: connection.execute(insert(orders).values(id=20)), lambda: produce("t", value="20")):
+            try:
+                use()
+            except IllegalStateError as error:
+                late.append(error)
+
+    threads = []
+
+    def fail(tx):
+        threads.append(threading.Thread(target=goes_on, args=(tx.connection, tx.produce)))
+        threads[0].start()
+        raise Refused
+
+    def let_go(_):
+        may_go.set()
+        threads[0].join(60)
+
+    with together(writer):
+        futures = [submit(1), submit(2, then=fail), submit(3, then=let_go)]
+    assert isinstance(futures[1].exception(60), Refused)
+    assert [futures[0].result(60), futures[2].result(60)] == [1, 3]
+    assert both() == ([1, 3], [1, 3])
+    assert len(late) == 2
 
 
 def test_the_examples(writer, engine, kafka, dualwrite_topic):

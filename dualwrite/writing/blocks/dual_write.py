@@ -132,9 +132,10 @@ class DualWrite:
         self.sending.expect_session()
         return self._session.session
 
-    def new_session(self, refuse: Callable[[DualWriteError], None], *, savepoint: bool = False) -> OwnSession:
-        """An ORM session on the connection; see :class:`OwnSession`."""
-        return OwnSession(self._handle, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
+    def new_session(self, refuse: Callable[[DualWriteError], None], unit: Connection | None = None) -> OwnSession:
+        """An ORM session on the connection, or on that of a unit, in a savepoint; see :class:`OwnSession`."""
+        connection, savepoint = (self._handle, False) if unit is None else (unit, True)
+        return OwnSession(connection, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
 
     @property
     def holds(self) -> bool:

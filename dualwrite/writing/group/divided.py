@@ -10,7 +10,7 @@ from sqlalchemy import exc
 
 from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAborted
 from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.runtime import failpoints
+from dualwrite.runtime import failpoints, waiting
 from dualwrite.writing.arguments import conflicts_named
 from dualwrite.writing.blocks.sending import as_value, raise_aborted
 from dualwrite.writing.blocks.transaction import Transaction, unit_of, write_of
@@ -26,21 +26,80 @@ if TYPE_CHECKING:
     from dualwrite.writing.blocks.dual_write import DualWrite
 
 
+class Uses:
+    """The uses of a unit by its code, each a block: those under way are waited for at its end, and later ones refused.
+
+    A part of the unit may run on in another task or thread: its statement, or its message, must not fall into the next unit.
+
+    Args:
+        transactional_id: For the error.
+    """
+
+    def __init__(self, transactional_id: str) -> None:
+        self._id = transactional_id
+        self._changed = waiting.Condition()
+        self._under_way = 0
+        self._ended = False
+        self._ended_by: object = None
+
+    def require(self) -> None:
+        """Raise if the unit has ended.
+
+        Raises:
+            IllegalStateError: It has.
+        """
+        if self._ended and (self._ended_by is None or self._ended_by != waiting.here().caller):
+            raise IllegalStateError(
+                "the unit of work has ended, and its connection and messages with it: nothing of this call was written",
+                transactional_id=self._id,
+                next_step="await or join all parts of a unit before it returns or raises: asyncio.TaskGroup does, gather does not",
+            )
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self.require()
+            self._under_way += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if not self._under_way:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Refuse later ones, and wait for those under way. Only the caller may go on, until :meth:`close`."""
+        with self._changed:
+            self._ended = True
+            while self._under_way:
+                self._changed.wait()
+        self._ended_by = waiting.here().caller
+
+    def close(self) -> None:
+        """Refuse all later ones."""
+        self._ended, self._ended_by = True, None
+
+
 class UnitWrite:
     """One unit of a dual write. Implements :class:`dualwrite.writing.blocks.transaction.Write`.
 
+    Args:
+        write: The dual write.
+        connection: The connection of the unit.
+        uses: Entered for each use of the unit.
+
     Attributes:
+        uses: As given.
         size: The size of its messages, in bytes.
-        ended: Whether its work is done; nothing may use it then.
         dropped: Whether it was rolled back.
     """
 
-    def __init__(self, write: DualWrite) -> None:
+    def __init__(self, write: DualWrite, connection: Connection, uses: Uses) -> None:
         self._write = write
-        self._session = write.new_session(self._refuse, savepoint=True)
+        self._connection = connection
+        self._session = write.new_session(self._refuse, connection)
         self._refusal: DualWriteError | None = None
+        self.uses = uses
         self.size = 0
-        self.ended = False
         self.dropped = False
 
     def _refuse(self, error: DualWriteError) -> None:
@@ -75,7 +134,7 @@ class UnitWrite:
     def connection(self) -> Connection:
         """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.require_open()
-        return self._write.connection
+        return self._connection
 
     @property
     def session(self) -> Session:
@@ -91,20 +150,20 @@ class UnitWrite:
 
     def require_open(self) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`."""
-        if self.ended:
-            raise IllegalStateError("the unit of work has ended", transactional_id=self.transactional_id)
+        self.uses.require()
         self._write.require_open()
 
     def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`. An error concerns this unit alone."""
-        self.require_open()
-        try:
-            self.size += self._write.sending.hold(message, check)
-        except IllegalStateError:
-            raise  # nothing was changed
-        except DualWriteError as error:
-            self._refuse(error)
-            raise
+        with self.uses:
+            self._write.require_open()
+            try:
+                self.size += self._write.sending.hold(message, check)
+            except IllegalStateError:
+                raise  # nothing was changed
+            except DualWriteError as error:
+                self._refuse(error)
+                raise
         failpoints.hit("write.produced")
 
     def finish(self) -> None:
@@ -117,23 +176,12 @@ class UnitWrite:
         if self._refusal is not None:
             raise_aborted(self._refusal, self.transactional_id, "the unit")
         self._session.flush()
-        connection = self._write.connection
-        while (nested := connection.get_nested_transaction()) is not None:
+        while (nested := self._connection.get_nested_transaction()) is not None:
             nested.commit()
 
-    def undo(self) -> None:
-        """Close its session and savepoints before it is rolled back. Never raises."""
-        self.close()
-        connection = self._write.connection
-        while (nested := connection.get_nested_transaction()) is not None:
-            with suppress(exc.SQLAlchemyError):  # the connection may be lost
-                nested.rollback()
-            if connection.get_nested_transaction() is nested:
-                break
-
     def close(self) -> None:
-        """Close its session. Its objects stay readable."""
-        with suppress(exc.SQLAlchemyError):
+        """Close its session. Its objects stay readable. Never raises: the connection may be lost, or refused to a late part."""
+        with suppress(exc.SQLAlchemyError, IllegalStateError):
             self._session.close()
 
 
@@ -168,17 +216,21 @@ class Divided:
         Raises:
             DualWriteError: The group cannot continue.
         """
-        self._savepoints.open_unit()
-        self._unit = UnitWrite(self._write)
+        uses = Uses(self._write.transactional_id)
+        self._unit = UnitWrite(self._write, self._savepoints.open_unit(uses), uses)
         failpoints.hit("group.unit_begun")
         return unit_of(self._transaction, self._unit)
 
-    def require_begun(self) -> None:
-        """Make sure that the database has opened the unit's savepoint; otherwise errors of its work are not its own.
+    def work_ended(self) -> None:
+        """End what the unit may do, also by parts that go on. Then make sure that the database has opened its savepoint.
+
+        Otherwise errors of its work are not its own.
 
         Raises:
             DualWriteError: The group cannot continue.
         """
+        assert self._unit is not None
+        self._unit.uses.end()
         self._savepoints.require_unit()
 
     def end(self, error: BaseException | None) -> BaseException | None:
@@ -195,19 +247,25 @@ class Divided:
         """
         unit, self._unit = self._unit, None
         assert unit is not None
-        unit.ended = True
         if error is None:
             error = self._kept(unit)
         if error is not None:
             unit.dropped = True
-            unit.undo()
+            unit.close()
+            unit.uses.close()
             self._savepoints.drop_unit()
             failpoints.hit("group.unit_dropped")
             return named(error, unit.transactional_id)
         unit.close()
+        unit.uses.close()
         self._kept_size += unit.size
         failpoints.hit("group.unit_kept")
         return None
+
+    def give_up(self) -> None:
+        """Leave the present unit, if any, as it is: the group ends with an error. Never raises."""
+        if self._unit is not None:
+            self._unit.uses.close()
 
     def _kept(self, unit: UnitWrite) -> BaseException | None:
         try:

@@ -82,11 +82,14 @@ class _Division:
 
     def run(self) -> None:
         waiting = deque(self._group.taken)
-        while waiting and not self._full:
-            if len(waiting) > 1 and _go_together(waiting[0], waiting[1]):
-                self._run_together(waiting)
-            else:
-                self._run(waiting.popleft())
+        try:
+            while waiting and not self._full:
+                if len(waiting) > 1 and _go_together(waiting[0], waiting[1]):
+                    self._run_together(waiting)
+                else:
+                    self._run(waiting.popleft())
+        finally:
+            self._divided.give_up()  # after an error that ends the group
 
     def _run(self, unit: Unit[Any]) -> None:
         group, divided = self._group, self._divided
@@ -99,7 +102,7 @@ class _Division:
             result = _work(unit, given, self._call)
         except BaseException as raised:  # noqa: BLE001 - goes to the caller
             error = named(raised, given.transactional_id)
-        divided.require_begun()
+        divided.work_ended()
         group.has_run(unit, error)
         group.ended(unit, result, divided.end(error))
 
@@ -120,7 +123,7 @@ class _Division:
                 execute_rows([unit.work.rows for unit in tried], given)
         except BaseException as raised:  # noqa: BLE001 - goes to the caller of the failing unit
             error = named(raised, given.transactional_id)
-        divided.require_begun()
+        divided.work_ended()
         group.have_run(tried)
         error = divided.end(error)
         if error is None or len(tried) == 1:

@@ -1,14 +1,17 @@
-"""The connection of a block: one of the engine's, the user's own, or one made over a psycopg connection of the user's."""
+"""The connection of a block: one of the engine's, the user's own, or one made over a psycopg connection of the user's.
+
+Each unit of a group gets a :class:`UnitConnection` over that of its block.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import Connection, Engine, StaticPool, exc
+from sqlalchemy import Connection, CursorResult, Engine, StaticPool, exc
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.stores.sql.access.failures import map_database_error
@@ -60,6 +63,49 @@ def borrowed(engine: Engine) -> Generator[Connection, None, None]:
         raise map_database_error(error, engine) from error
     with own:
         yield own
+
+
+class UnitConnection(Connection):
+    """The connection of one unit: that of its group, until the unit has ended.
+
+    Parts of a unit may outlive it: the siblings of a part that has failed in ``asyncio.gather``, a thread. With the group's own
+    connection they would write into the commit of the others.
+
+    Args:
+        group: The connection of the group.
+        uses: Entered for each use; raises once the unit has ended.
+    """
+
+    def __init__(self, group: Connection, uses: AbstractContextManager[object]) -> None:
+        vars(self).update(vars(group))  # the same driver's connection, transaction, events and options
+        self._group = group
+        self._uses = uses
+
+    def _execute_context(self, *args: Any, **options: Any) -> CursorResult[Any]:
+        """Every statement comes here, those of SQLAlchemy's own savepoints too."""
+        with self._uses:
+            return super()._execute_context(*args, **options)
+
+    def commit(self) -> None:
+        """As that of the group, which refuses it."""
+        with self._uses:
+            super().commit()
+
+    def rollback(self) -> None:
+        """As that of the group: the unit fails."""
+        with self._uses:
+            super().rollback()
+
+    def close(self) -> None:
+        """As that of the group: the unit fails."""
+        with self._uses:
+            self._group.close()
+            self._dbapi_connection = None
+
+    def invalidate(self, exception: BaseException | None = None) -> None:
+        """As that of the group, which must know that the driver's connection is lost."""
+        self._group.invalidate(exception)
+        self._dbapi_connection = None
 
 
 def _is_psycopg(given: object) -> bool:

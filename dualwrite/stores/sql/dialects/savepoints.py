@@ -11,6 +11,7 @@ from sqlalchemy import Connection, event, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.process.savepoints import Move, NotUnderstood, Savepoints, moves_of
+from dualwrite.stores.sql.access.connections import UnitConnection
 from dualwrite.stores.sql.access.failures import map_database_error, number_of, sqlstate_of
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.dialects.dialect import Standing
@@ -18,6 +19,7 @@ from dualwrite.stores.sql.drivers.listening import Listeners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from sqlalchemy.orm import Session, SessionTransaction
 
@@ -97,6 +99,7 @@ class SavepointWatch:
         self._unanswered: str | None = None
         self._lost_track: str | None = None
         self._sees_sessions = False
+        self._unit: Connection | None = None
         self._unit_kept = False
         if _has_sessions():
             self.expect_session()
@@ -152,7 +155,7 @@ class SavepointWatch:
             self._lost_track = _TAKEN_BACK
             self._require_track()
 
-    def open_unit(self) -> None:
+    def open_unit(self, uses: AbstractContextManager[object]) -> Connection:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`. Its answer comes with that to the unit's first statement.
 
         The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
@@ -162,6 +165,9 @@ class SavepointWatch:
         self._unit_kept = False
         self._savepoints.apply(Move.OPEN, _UNIT)
         self._execute([*release, f"SAVEPOINT {_UNIT}"], self._savepoints.new_witness(), later=True)
+        self._unit = UnitConnection(self._connection, uses)
+        _watched[self._unit] = self
+        return self._unit
 
     def require_unit(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
@@ -211,6 +217,7 @@ class SavepointWatch:
             )
 
     def _end_unit(self, *moves: Move) -> None:
+        self._unwatch_unit()
         try:
             for move in moves:
                 self._savepoints.apply(move, _UNIT)
@@ -258,8 +265,14 @@ class SavepointWatch:
             self._lost_track = _TAKEN_BACK
             self._require_track()
 
+    def _unwatch_unit(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            _watched.pop(unit, None)
+
     def stop(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        self._unwatch_unit()
         if _watched.get(self._connection) is self:
             del _watched[self._connection]
         self._witness.stop()

@@ -124,6 +124,59 @@ def test_the_transaction_of_a_unit_ends_with_it(shop, held):
     assert kept[0].state.value == "completed"
 
 
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kept: kept.exec_driver_sql("INSERT INTO orders (id) VALUES (9)"),
+        lambda kept: kept.begin_nested(),
+        lambda kept: kept.rollback(),
+        lambda kept: kept.commit(),
+        lambda kept: kept.close(),
+    ],
+)
+def test_the_connection_of_a_unit_ends_with_it(shop, held, use, fails):
+    kept = []
+
+    def unit(tx):
+        kept.append(tx.connection)
+        shop.put(tx, 1)
+        if fails:
+            raise Refused
+
+    def other(tx):
+        with pytest.raises(IllegalStateError, match="await or join all parts"):
+            use(kept[0])
+        shop.put(tx, 2)
+
+    with held.together():
+        futures = [held.writer.submit(unit, key=1), held.writer.submit(other, key=2), held.put(3)]
+    assert isinstance(futures[0].exception(30), Refused) is fails
+    assert [future.exception(30) for future in futures[1:]] == [None, None]
+    assert shop.both_have(*(() if fails else (1,)), 2, 3)
+
+
+def test_a_session_that_outlives_its_unit_writes_nothing(shop, held):
+    kept = []
+
+    def unit(tx):
+        kept.append(tx.session)
+        shop.put(tx, 1)
+        raise Refused
+
+    def other(tx):
+        kept[0].add(Order(id=9))
+        with pytest.raises(IllegalStateError, match="ended"):
+            kept[0].flush()
+        shop.put(tx, 2)
+
+    with held.together():
+        futures = [held.writer.submit(unit, key=1), held.writer.submit(other, key=2)]
+    assert isinstance(futures[0].exception(30), Refused)
+    futures[1].result(30)
+    assert shop.both_have(2)
+
+
 def commit(tx):
     tx.connection.commit()
 
