@@ -52,7 +52,7 @@ class Uses:
             raise IllegalStateError(
                 "the unit of work has ended, and its connection and messages with it: nothing of this call was written",
                 transactional_id=self._id,
-                next_step="await or join all parts of a unit before it returns or raises: asyncio.TaskGroup does, gather does not",
+                next_step="await or join all parts of a unit before it ends: asyncio.TaskGroup does, gather does not",
             )
 
     def __enter__(self) -> None:

@@ -86,6 +86,39 @@ def test_a_unit_that_fails_is_rolled_back_alone(in_writer, shop):  # noqa: F811
     assert shop.both_have(1, 3, 4)
 
 
+def test_a_part_that_outlives_its_unit_writes_nothing(in_writer, shop):  # noqa: F811
+    """asyncio.gather() lets the siblings of a part that has failed go on."""
+
+    async def work(writer):
+        ended = []
+
+        async def goes_on(tx, written):
+            connection, produce = tx.connection, tx.produce
+            try:
+                for number in range(100, 200):
+                    await connection.exec_driver_sql(f"INSERT INTO orders (id) VALUES ({number})")
+                    await produce(TOPIC, str(number), partition=0)
+                    written.set()
+            except IllegalStateError as error:
+                ended.append(error)
+
+        async def fails(tx):
+            written = asyncio.Event()
+
+            async def part():
+                await written.wait()
+                raise Refused
+
+            await asyncio.gather(goes_on(tx, written), part())
+
+        found = await all_of(writer, unit(1), fails, unit(2), unit(3))
+        assert [type(one) for one in found] == [int, Refused, int, int]
+        assert len(ended) == 1
+
+    in_writer(work)
+    assert shop.both_have(1, 2, 3)
+
+
 def test_limits_end_a_group(in_writer):  # noqa: F811
     async def work(writer):
         sizes = sizes_of(writer)

@@ -124,17 +124,17 @@ def test_the_transaction_of_a_unit_ends_with_it(shop, held):
     assert kept[0].state.value == "completed"
 
 
+KEPT = {
+    "statement": lambda kept: kept.exec_driver_sql("INSERT INTO orders (id) VALUES (9)"),
+    "savepoint": lambda kept: kept.begin_nested(),
+    "rollback": lambda kept: kept.rollback(),
+    "commit": lambda kept: kept.commit(),
+    "close": lambda kept: kept.close(),
+}
+
+
 @pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda kept: kept.exec_driver_sql("INSERT INTO orders (id) VALUES (9)"),
-        lambda kept: kept.begin_nested(),
-        lambda kept: kept.rollback(),
-        lambda kept: kept.commit(),
-        lambda kept: kept.close(),
-    ],
-)
+@pytest.mark.parametrize("use", KEPT)
 def test_the_connection_of_a_unit_ends_with_it(shop, held, use, fails):
     kept = []
 
@@ -146,7 +146,7 @@ def test_the_connection_of_a_unit_ends_with_it(shop, held, use, fails):
 
     def other(tx):
         with pytest.raises(IllegalStateError, match="await or join all parts"):
-            use(kept[0])
+            KEPT[use](kept[0])
         shop.put(tx, 2)
 
     with held.together():
